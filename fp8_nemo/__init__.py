@@ -1,0 +1,3 @@
+"""FP8 reinforcement learning on NVIDIA NeMo RL: quantize, refit, recalibrate, correct, measure."""
+
+__version__ = "0.1.0"

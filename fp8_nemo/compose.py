@@ -1,0 +1,265 @@
+"""Command line -> valid Recipes, all of them or none. The only file that knows Hydra.
+
+Hydra collects: groups, overrides, sweeps. It writes nothing and starts nothing; its files would
+hold secrets, and would exist before a mistake could be refused. Every cell is composed and
+validated here, before a directory, a job or a GPU is touched, because Hydra's own sweeper composes
+lazily: a file edited while job 0 runs would change job 1.
+
+The composed tree is merged again, leaf by leaf, into the structured Recipe, so that an unknown key
+is found wherever it came from: command line, `+key`, `++key`, experiment file. Only `nemo` is open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
+
+CONFIG = "grpo"
+MULTIRUN = ("-m", "--multirun")
+OPEN = "nemo"
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    list: "a list",
+}
+
+
+class ComposeError(ValueError):
+    """A command line that no run may start from; one line per distinct mistake."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.lines = list(dict.fromkeys(lines))
+        super().__init__("\n".join(self.lines))
+
+
+def compose(arguments: Iterable[str]) -> list[Recipe]:
+    """Every recipe that a command line asks for: one, or with `-m` one per cell of the sweep.
+
+    Args:
+        arguments: Hydra overrides (`precision=fp8-linear`, `grpo.steps=50`, `+nemo.grpo.x=1`) and
+            `-m` for a sweep; `sweep=NAME` names a file of cells.
+
+    Raises:
+        ComposeError: with one line per distinct mistake in any cell.
+    """
+    arguments = list(arguments)
+    flags = [each for each in arguments if each.startswith("-")]
+    if unknown := [flag for flag in flags if flag not in MULTIRUN]:
+        raise ComposeError(
+            f"{flag}: unknown flag; the only one is -m, for sweeps" for flag in unknown
+        )
+    texts = [each for each in arguments if each not in flags]
+    with initialize_config_module("fp8_nemo.conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        overrides = _parse(texts, loader)
+        swept = _sweep_of(overrides, loader)
+        cells = _cells(overrides + swept, multirun=bool(flags or swept))
+        composed = [_recipe_of(cell) for cell in cells]
+    _raise_if_any(cells, [found for _, found in composed])
+    return [recipe for recipe, _ in composed if recipe is not None]
+
+
+def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
+    parser = OverridesParser.create(config_loader=loader)
+    overrides, lines = [], []
+    for text in texts:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            lines.append(f"{text}: cannot be read, {_first_line(error)}")
+            continue
+        override.config_loader = loader  # `glob` asks it for the options
+        overrides.append(override)
+        lines += [str(mistake) for mistake in _override_mistakes(override, loader)]
+    if lines:
+        raise ComposeError(lines)
+    return overrides
+
+
+def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
+    """What Hydra would say less clearly, or only of the first mistake, or not at all."""
+    key = override.key_or_group
+    typed = override.get_key_element()
+    groups = loader.list_groups("")
+    if override.is_delete():
+        yield Mistake(typed, "", "nothing can be deleted, every key has a value")
+    elif key in groups:
+        if override.is_add() and key not in ("experiment", "sweep"):
+            yield Mistake(
+                typed, override.get_value_string(), f"{key} is always there", f"write {key}=..."
+            )
+        yield from _option_mistakes(override, loader)
+    elif key.split(".")[0] == "hydra":
+        yield Mistake(
+            typed, override.get_value_string(), "Hydra only composes here", "set outputs=FOLDER"
+        )
+    elif not _is_known(key):
+        yield _unknown_key(typed, override.get_value_string(), [*_all_keys(), *groups])
+    elif key.startswith(OPEN + ".") and not (override.is_add() or override.is_force_add()):
+        yield Mistake(key, override.get_value_string(), "nemo starts empty", f"write +{key}=...")
+
+
+def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
+    group = override.key_or_group
+    options = loader.get_group_options(group, ObjectType.CONFIG)
+    values = (
+        override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+    )
+    for value in values:
+        if value is None and group in ("experiment", "sweep"):
+            continue
+        if str(value) not in options:
+            near = difflib.get_close_matches(str(value), options, n=1)
+            yield Mistake(
+                group,
+                as_typed(value),
+                "must be one of " + ", ".join(options),
+                f"did you mean {near[0]}?" if near else "",
+            )
+
+
+def _sweep_of(overrides: list[Override], loader: ConfigLoader) -> list[Override]:
+    """The axes of the chosen sweep file, less those that the command line sets itself."""
+    chosen = [str(each.input_line) for each in overrides if each.key_or_group == "sweep"]
+    if not chosen:
+        return []
+    params = hydra_compose(CONFIG, chosen, return_hydra_config=True).hydra.sweeper.params or {}
+    typed = {each.key_or_group for each in overrides}
+    return _parse([f"{key}={value}" for key, value in params.items() if key not in typed], loader)
+
+
+def _cells(overrides: list[Override], multirun: bool) -> list[list[str]]:
+    axes: list[list[str]] = []
+    for override in overrides:
+        if not override.is_sweep_override():
+            axes.append([str(override.input_line)])
+        elif not override.is_discrete_sweep():
+            raise ComposeError(
+                [f"{override.input_line}: an interval has no list of values; name them"]
+            )
+        elif not multirun:
+            raise ComposeError(
+                [f"{override.input_line}: several values; add -m to sweep over them"]
+            )
+        else:
+            key = override.get_key_element()
+            axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    cells = [list(cell) for cell in itertools.product(*axes)]
+    if not cells:
+        empty = [each.input_line for each in overrides if each.is_sweep_override()]
+        raise ComposeError([f"{', '.join(map(str, empty))}: no cell matches"])
+    return cells
+
+
+def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
+    try:
+        tree = OmegaConf.to_container(
+            hydra_compose(CONFIG, cell), resolve=True, throw_on_missing=True
+        )
+    except (HydraException, OmegaConfBaseException) as error:
+        return None, [_first_line(error)]
+    assert isinstance(tree, dict)
+    config = OmegaConf.structured(Recipe)
+    found = [str(each) for key, value in _leaves(tree) if (each := _put(config, key, value))]
+    if found:
+        return None, found
+    recipe = OmegaConf.to_object(config)
+    assert isinstance(recipe, Recipe)
+    return recipe, [str(each) for each in mistakes(recipe)]
+
+
+def _put(config: Any, key: str, value: Any) -> Mistake | None:
+    """Set one leaf of the structured Recipe, or say why it cannot be."""
+    try:
+        OmegaConf.update(config, key, value, force_add=key.startswith(OPEN))
+    except (ConfigKeyError, ConfigAttributeError):
+        return _unknown_key(key, value, _all_keys())
+    except OmegaConfBaseException:
+        return Mistake(key, as_typed(value), f"must be {_type_word(key)}")
+    return None
+
+
+def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value and f"{prefix}{key}" != OPEN:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _raise_if_any(cells: list[list[str]], found: list[list[str]]) -> None:
+    """Name the cell of a mistake that not every cell makes."""
+    shared = set(found[0]).intersection(*found[1:])
+    lines = [
+        line if line in shared else f"{line} (cell {' '.join(cell)})"
+        for cell, each in zip(cells, found, strict=True)
+        for line in each
+    ]
+    if lines:
+        raise ComposeError(lines)
+
+
+def _unknown_key(key: str, value: Any, known: Iterable[str]) -> Mistake:
+    bare = key.lstrip("+")
+    known = list(known)
+    near = difflib.get_close_matches(bare, known, n=1) or [
+        each for each in known if each.rpartition(".")[2] == bare.rpartition(".")[2]
+    ]
+    return Mistake(
+        key,
+        as_typed(value),
+        "no such key",
+        f"did you mean {near[0]}?"
+        if near
+        else "python -m recipes.plan prints all keys; NeMo RL's own go under nemo",
+    )
+
+
+def _is_known(key: str) -> bool:
+    return key in _all_keys() or key.startswith(OPEN + ".")
+
+
+def _all_keys() -> list[str]:
+    return list(_fields())
+
+
+def _type_word(key: str) -> str:
+    hint = _fields()[key]
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
+    if dataclasses.is_dataclass(kinds[0]):
+        return "a group of keys"
+    words = WORDS.get(typing.get_origin(kinds[0]) or kinds[0], "a list")
+    return words + (" or null" if type(None) in typing.get_args(hint) else "")
+
+
+def _fields(group: type = Recipe, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of the Recipe with its type."""
+    known: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(group).items():
+        known[prefix + name] = hint
+        if dataclasses.is_dataclass(hint):
+            known |= _fields(typing.cast(type, hint), f"{prefix}{name}.")
+    return known
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n")[:2]).strip()

@@ -1,0 +1,84 @@
+"""A comparison as pictures: one PNG per metric, legible for colour-blind readers."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fp8_nemo.report import Cell, Comparison
+
+MOST_POINTS = 100  # a curve of 1000 noisy steps is legible as means of 10
+OKABE_ITO = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
+DASHES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D", "v")
+
+
+class Curve(NamedTuple):
+    """One figure, below the table of its section: a metric at every step."""
+
+    name: str
+    section: str
+    key: str
+    axis: str
+    scale: str
+
+
+CURVES = (
+    Curve("reward", "Learning", "reward/mean", "mean reward", "linear"),
+    Curve("validation", "Learning", "val/accuracy", "validation accuracy", "linear"),
+    Curve("mismatch", "Mismatch and correction", "mismatch/kl", "KL, nats per token", "log"),
+)
+
+
+def draw_figures(comparison: Comparison, folder: Path) -> dict[str, list[Path]]:
+    """One PNG for each of `CURVES` that has a point, by section of the report."""
+    drawn: dict[str, list[Path]] = {}
+    for curve in CURVES:
+        longest = max(len(run.series(curve.key)) for run in comparison.runs)
+        if longest == 0:
+            continue
+        width = math.ceil(longest / MOST_POINTS)
+        height = 4.2 + 0.22 * math.ceil(len(comparison.cells) / 2)
+        figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        for index, cell in enumerate(comparison.cells):
+            _draw(axes, cell, index, curve, width)
+        step = "step" if width == 1 else f"step (a point is the mean of {width})"
+        axes.set(xlabel=step, ylabel=curve.axis, yscale=curve.scale, title=comparison.title)
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=4)
+        drawn.setdefault(curve.section, []).append(folder / f"{curve.name}.png")
+        figure.savefig(drawn[curve.section][-1])
+    return drawn
+
+
+def _draw(axes: Axes, cell: Cell, index: int, curve: Curve, width: int) -> None:
+    """Seeds as thin lines, their mean as a thick one, as far as every seed goes."""
+    seeds = [series for run in cell.runs if (series := run.series(curve.key))]
+    if not seeds:
+        return
+    color, dashes, marker = (each[index % len(each)] for each in (OKABE_ITO, DASHES, MARKERS))
+    for series in seeds if len(seeds) > 1 else []:
+        axes.plot(*_points(series, width), color=color, linewidth=0.7, alpha=0.4)
+    shared = sorted(set.intersection(*map(set, seeds)))
+    steps, means = _points({step: fmean(each[step] for each in seeds) for step in shared}, width)
+    every = max(1, len(steps) // 8)
+    unseen = " (0: not on a log axis)" if curve.scale == "log" and max(means) <= 0 else ""
+    axes.plot(
+        steps, means, color=color, linestyle=dashes, marker=marker, linewidth=2, markersize=5,
+        markevery=(index % every, every), label=textwrap.fill(cell.label + unseen, 45),
+    )  # fmt: skip
+
+
+def _points(series: Mapping[int, float], width: int) -> tuple[list[float], list[float]]:
+    """Steps and values, each the mean of `width` neighbours."""
+    pairs = list(series.items())
+    groups = [pairs[start : start + width] for start in range(0, len(pairs), width)]
+    steps = [fmean(step for step, _ in group) for group in groups]
+    return steps, [fmean(value for _, value in group) for group in groups]

@@ -1,0 +1,46 @@
+"""Text in, tokens out, and back: a checkpoint's tokenizer with its chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoTokenizer
+
+
+class Chat:
+    """A tokenizer as GRPO uses it: one user's turn in, one assistant's turn out.
+
+    Args:
+        tokenizer: of transformers, with a chat template, a padding and an end token.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.pad: int = tokenizer.pad_token_id
+        self.end: int = tokenizer.eos_token_id
+
+    @classmethod
+    def load(cls, path: Path) -> Chat:
+        """The tokenizer of a checkpoint on this machine."""
+        return cls(AutoTokenizer.from_pretrained(path, local_files_only=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text as it stands."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def prompt(self, problem: str) -> list[int]:
+        """Tokens of a chat in which the user has asked and the assistant is to answer."""
+        turn = {"role": "user", "content": problem}
+        return self.encode(
+            self.tokenizer.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
+        )
+
+    def answer(self, text: str) -> list[int]:
+        """Tokens of an answer and its end."""
+        return [*self.encode(text), self.end]
+
+    def texts(self, tokens_BT: Tensor) -> list[str]:
+        """Each row as text, without special tokens."""
+        return self.tokenizer.batch_decode(tokens_BT, skip_special_tokens=True)

@@ -1,0 +1,88 @@
+"""What a killed run needs to go on as if nothing had happened: masters, optimizer, RNG, KV ranges.
+
+Two files: tensors in safetensors, and `state.json` with the step and the scales in force. They
+appear by one rename (`run_dir.new_checkpoint`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fp8_nemo.local.policy import Policy
+from fp8_nemo.recalibrate import AmaxObserver
+from fp8_nemo.run_dir import checkpoint_step, new_checkpoint
+
+TENSORS, STATE = "state.safetensors", "state.json"
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be resumed from; names it and what to do."""
+
+
+@dataclass
+class Progress:
+    """What changes from step to step beside the policy."""
+
+    step: int
+    sampler: torch.Generator
+    observer: AmaxObserver
+    kv_scales: dict[str, float]
+    """Scales in force in the engine; empty where the cache is BF16."""
+
+
+def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
+    """Write a checkpoint of `progress.step`, whole or not at all."""
+    tensors: dict[str, Tensor] = {
+        "rng.sampler": progress.sampler.get_state(),
+        "kv.amax_SL3": progress.observer.state_dict()["amax_SL3"],
+    }
+    for name, master in policy.masters.items():
+        tensors[f"master.{name}"] = master
+        for moment, value in policy.optimizer.state.get(master, {}).items():
+            tensors[f"{moment}.{name}"] = value
+    with new_checkpoint(run_dir, progress.step) as folder:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+        state = {"step": progress.step, "kv_scales": progress.kv_scales}
+        (folder / STATE).write_text(json.dumps(state))
+
+
+def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:
+    """Put policy and progress where they were when `checkpoint` was saved.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or of another model.
+    """
+    try:
+        tensors = load_file(checkpoint / TENSORS, device=str(policy.device))
+        state: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+        _restore(tensors, policy, progress)
+        progress.step, progress.kv_scales = state["step"], state["kv_scales"]
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{checkpoint}: cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            "delete this folder and the run goes on from the checkpoint before it"
+        ) from error
+    assert progress.step == checkpoint_step(checkpoint)
+
+
+def _restore(tensors: dict[str, Tensor], policy: Policy, progress: Progress) -> None:
+    for name, master in policy.masters.items():
+        master.copy_(tensors[f"master.{name}"])
+        policy.optimizer.state[master] = {
+            moment: tensors[f"{moment}.{name}"].cpu()
+            if moment == "step"
+            else tensors[f"{moment}.{name}"]
+            for moment in MOMENTS
+        }
+    policy.load_masters()
+    progress.sampler.set_state(tensors["rng.sampler"].cpu())
+    progress.observer.load_state_dict({"amax_SL3": tensors["kv.amax_SL3"]})

@@ -1,0 +1,315 @@
+"""GRPO as NeMo RL does it, on one machine.
+
+A step: sample, reward, score (which also observes Q/K/V ranges), correct, update, recalibrate,
+refit, perhaps validate and save. Leave-one-out baseline and normalized advantages (NeMo RL
+`algorithms/utils.py`), clipping at 0.2, token-level loss, optional k3 penalty towards the starting
+model.
+
+Step 0 of the metrics is the first refit and validation. The engine is refitted at the end of each
+step, so it always holds the policy; a resumed run refits first, with the scales it had saved.
+
+Shapes: B sequences, R response tokens, P prompts, G generations per prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8_nemo import recalibrate, run_dir
+from fp8_nemo.correction import Multiplier, correct, correction_metrics
+from fp8_nemo.local import checkpoint
+from fp8_nemo.local.chat import Chat
+from fp8_nemo.local.data import Problem, load_problems, reward
+from fp8_nemo.local.policy import Policy
+from fp8_nemo.local.preflight import model_path
+from fp8_nemo.local.rollout import Batch, Engine, pad_left
+from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.plan import Plan
+from fp8_nemo.refit import RefitError, refit_stream
+from fp8_nemo.schema import Recipe
+
+CLIP = 0.2
+STD_EPSILON = 1e-6
+VALIDATION_PROBLEMS = 256
+PROBE_PROBLEMS = 16
+PROBE_LIMIT = 1.5  # a healthy FP8 rollout has 1.00 to 1.05; a scale of another layer gives above 2
+
+Report = Callable[[dict[str, Any]], None]
+
+
+class Run:
+    """One run of GRPO in its directory.
+
+    Args:
+        plan: frozen.
+        path: the run directory.
+    """
+
+    def __init__(self, plan: Plan, path: Path) -> None:
+        self.recipe: Recipe = plan.recipe
+        self.path = path
+        grpo, precision, source = (
+            self.recipe.grpo,
+            self.recipe.precision,
+            model_path(self.recipe.model),
+        )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.problems = load_problems(self.recipe.data, self.recipe.seed)
+        self.chat = Chat.load(source)
+        self.policy = Policy(source, precision, _set(grpo.learning_rate), device)
+        self.reference = (
+            Policy(source, precision, 0.0, device) if _set(grpo.kl_penalty) > 0 else None
+        )
+        self.engine = Engine(self.policy.model.config, precision, device)
+        self.num_layers = self.policy.model.config.num_hidden_layers
+        self.fp8_kv = precision.rollout_kv == "fp8"
+        observer = recalibrate.AmaxObserver(
+            self.num_layers, self.recipe.glue.recalibrate.history, device
+        )
+        sampler = torch.Generator(device).manual_seed(self.recipe.seed)
+        self.progress = checkpoint.Progress(0, sampler, observer, {})
+
+    def train(self, report: Report) -> None:
+        """From where the directory stands to the plan's last step; one metrics row per step.
+
+        Raises:
+            RefitError: a refit was not proven; nothing was sampled from it.
+            CheckpointError: the last checkpoint is damaged.
+        """
+        with torch.random.fork_rng():
+            self._resume_or_start(report)
+            for step in range(self.progress.step + 1, self.recipe.grpo.steps + 1):
+                row = self._step(step)
+                run_dir.append_metrics(self.path, row)
+                if step % self.recipe.grpo.checkpoint_every == 0 or step == self.recipe.grpo.steps:
+                    checkpoint.save(self.path, self.policy, self.progress)
+                report(row)
+
+    def _resume_or_start(self, report: Report) -> None:
+        saved = run_dir.checkpoints(self.path)
+        if saved:
+            checkpoint.load(saved[-1], self.policy, self.progress)
+            run_dir.rewind_metrics(self.path, self.progress.step)
+            self._refit()
+            return
+        run_dir.rewind_metrics(self.path, -1)
+        row: dict[str, Any] = {"step": 0}
+        if self.fp8_kv:
+            self.progress.kv_scales = self._scales_of_prompts()
+        row |= self._refit()
+        if self.recipe.grpo.validate_first:
+            row["val/accuracy"] = self._validate()
+        run_dir.append_metrics(self.path, row)
+        report(row)
+
+    def _step(self, step: int) -> dict[str, Any]:
+        grpo, clock = self.recipe.grpo, Clock()
+        row: dict[str, Any] = {"step": step}
+        with clock("step"):
+            with clock("rollout"):
+                problems = self._problems_of(step)
+                batch = self._sample(problems, self.progress.sampler)
+            rewards_B = self._rewards(batch, problems)
+            with clock("logprob"):
+                self.progress.observer.next_step()
+                observes = self.fp8_kv and self.recipe.glue.recalibrate.source == "logprob"
+                train_BR = self.policy.logprobs(batch, self.progress.observer if observes else None)
+                reference_BR = self.reference.logprobs(batch) if self.reference else None
+            pair = LogprobPair(train_BR, batch.rollout_BR, batch.response_mask_BR)
+            multiplier = correct(pair, self.recipe.correction)
+            with clock("train"):
+                advantages_B = group_advantages(
+                    rewards_B.view(-1, _set(grpo.generations_per_prompt))
+                )
+                row["train/grad_norm"] = self._update(
+                    batch, advantages_B, train_BR, reference_BR, multiplier
+                )
+            row |= rollout_metrics(batch, rewards_B)
+            row |= mismatch_metrics(pair) | correction_metrics(
+                multiplier, pair, self.recipe.correction
+            )
+            if self.fp8_kv:
+                with clock("recalibrate"):
+                    row |= self._recalibrate(batch)
+            with clock("refit"):
+                row |= self._refit()
+        self.progress.step = step
+        if step % grpo.validate_every == 0 or step == grpo.steps:
+            row["val/accuracy"] = self._validate()
+        return row | clock.times
+
+    def _problems_of(self, step: int) -> list[Problem]:
+        """The step's problems, each `generations_per_prompt` times, group by group."""
+        prompts, train = _set(self.recipe.grpo.prompts_per_step), self.problems.train
+        first = (step - 1) * prompts
+        chosen = [train[index % len(train)] for index in range(first, first + prompts)]
+        return [
+            each for each in chosen for _ in range(_set(self.recipe.grpo.generations_per_prompt))
+        ]
+
+    def _sample(self, problems: list[Problem], generator: torch.Generator) -> Batch:
+        prompts = [self.chat.prompt(problem.input) for problem in problems]
+        limit = _set(self.recipe.grpo.max_new_tokens)
+        return self.engine.generate(prompts, self.chat, limit, generator)
+
+    def _rewards(self, batch: Batch, problems: list[Problem]) -> Tensor:
+        answers = self.chat.texts(batch.responses_BR)
+        return torch.tensor(
+            [reward(answer, problem) for answer, problem in zip(answers, problems, strict=True)]
+        )
+
+    def _update(
+        self,
+        batch: Batch,
+        advantages_B: Tensor,
+        train_BR: Tensor,
+        reference_BR: Tensor | None,
+        multiplier: Multiplier,
+    ) -> float:
+        """`updates_per_step` optimizer steps over the batch; the largest gradient norm."""
+        size = len(batch.tokens_BT) // _set(self.recipe.grpo.updates_per_step)
+        advantages_B1 = advantages_B.to(self.policy.device)[:, None]
+        counted_BR = batch.response_mask_BR
+        if self.recipe.correction.renormalize_denominator:
+            counted_BR = multiplier.kept_BT
+        norms = []
+        for start in range(0, len(batch.tokens_BT), size):
+
+            def loss_of(current_BR: Tensor, part: slice, start: int = start) -> Tensor:
+                rows = slice(start + part.start, start + part.stop)
+                loss_BR = multiplier.value_BT[rows] * clipped_loss(
+                    current_BR, train_BR[rows], advantages_B1[rows]
+                )
+                if reference_BR is not None:
+                    penalty = _set(self.recipe.grpo.kl_penalty)
+                    loss_BR = loss_BR + penalty * k3(current_BR, reference_BR[rows])
+                tokens = counted_BR[start : start + size].sum().clamp(min=1)
+                return (loss_BR * batch.response_mask_BR[rows]).sum() / tokens
+
+            norms.append(self.policy.update(batch.rows(start, start + size), loss_of))
+        return max(norms)
+
+    def _scales_of_prompts(self) -> dict[str, float]:
+        """The first scales, before any response exists: ranges of prompts, with more room."""
+        prompts = [self.chat.prompt(each.input) for each in self._problems_of(1)]
+        self._observe_prompts(prompts)
+        settings = self.recipe.glue.recalibrate
+        return recalibrate.kv_scales(self.progress.observer.read(), settings.first_margin)
+
+    def _observe_prompts(self, prompts: list[list[int]]) -> None:
+        tokens_BT, mask_BT = pad_left(prompts, self.chat.pad, self.policy.device)
+        last_B1 = tokens_BT[:, -1:]
+        batch = Batch(tokens_BT, mask_BT, torch.ones_like(last_B1).bool(), last_B1.float())
+        self.policy.logprobs(batch, self.progress.observer)
+
+    def _recalibrate(self, batch: Batch) -> dict[str, float]:
+        """New scales from this step's ranges; how the scales in force did."""
+        settings, observer = self.recipe.glue.recalibrate, self.progress.observer
+        if settings.source == "forward":
+            self.policy.logprobs(batch, observer)
+        amax_SL3, before = observer.read(), self.progress.kv_scales
+        self.progress.kv_scales = recalibrate.kv_scales(amax_SL3, settings.margin)
+        return {
+            "recalibrate/saturated_fraction": recalibrate.saturated_fraction(amax_SL3[0], before),
+            "recalibrate/max_drift": recalibrate.max_drift(before, self.progress.kv_scales),
+        }
+
+    def _refit(self) -> dict[str, float]:
+        verify = self.recipe.glue.verify
+        stream = refit_stream(
+            self.policy.named_weights(),
+            self.recipe.precision,
+            self.progress.kv_scales,
+            num_layers=self.num_layers,
+            checksums=verify == "full",
+        )
+        proof = self.engine.refit(stream, prove=verify != "off")
+        row: dict[str, float] = {
+            "refit/bytes": proof.bytes,
+            "refit/verified_weights": proof.verified_weights,
+        }
+        return row | (self._probe() if verify == "full" else {})
+
+    def _probe(self) -> dict[str, float]:
+        """A fixed prompt scored by both sides, sampled with a generator of its own.
+
+        Raises:
+            RefitError: engine and trainer are further apart than FP8 can explain.
+        """
+        generator = torch.Generator(self.policy.device).manual_seed(0)
+        batch = self._sample(self.problems.validation[:PROBE_PROBLEMS], generator)
+        pair = LogprobPair(self.policy.logprobs(batch), batch.rollout_BR, batch.response_mask_BR)
+        error = mismatch_metrics(pair)["mismatch/token_mult_prob_error"]
+        if error > PROBE_LIMIT:
+            raise RefitError([f"probe: token_mult_prob_error {error:.3f} is above {PROBE_LIMIT}"])
+        return {"refit/probe_mult_prob_error": error}
+
+    def _validate(self) -> float:
+        """Share of right answers on held-out problems, sampled with the same numbers every time."""
+        problems = self.problems.validation[:VALIDATION_PROBLEMS]
+        generator = torch.Generator(self.policy.device).manual_seed(self.recipe.seed)
+        return self._rewards(self._sample(problems, generator), problems).mean().item()
+
+
+def group_advantages(rewards_PG: Tensor) -> Tensor:
+    """Leave-one-out advantages `[P G]`, normalized where the others differ.
+
+    NeMo RL's `calculate_baseline_and_std_per_prompt` and `GRPOAdvantageEstimator` (main 7ea279a).
+    """
+    G = rewards_PG.shape[1]
+    others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / (G - 1)
+    squares_PG = (rewards_PG.square().sum(1, keepdim=True) - rewards_PG.square()) / (G - 1)
+    variance_PG = (squares_PG - others_PG.square()).clamp(min=0) * ((G - 1) / max(G - 2, 1))
+    deviation_PG = variance_PG.sqrt()
+    scale_PG = torch.where(deviation_PG > 0, deviation_PG + STD_EPSILON, 1.0)
+    return ((rewards_PG - others_PG) / scale_PG).flatten()
+
+
+def clipped_loss(current_BR: Tensor, train_BR: Tensor, advantages_B1: Tensor) -> Tensor:
+    """PPO's clipped surrogate per token, `max(-A r, -A clip(r, 0.8, 1.2))`."""
+    ratio_BR = (current_BR - train_BR).exp()
+    clipped_BR = ratio_BR.clamp(1 - CLIP, 1 + CLIP)
+    return torch.maximum(-advantages_B1 * ratio_BR, -advantages_B1 * clipped_BR)
+
+
+def k3(current_BR: Tensor, reference_BR: Tensor) -> Tensor:
+    """k3 estimate per token of KL(current || reference); NeMo RL clamps its input to +-20."""
+    x_BR = (reference_BR - current_BR).clamp(-20, 20)
+    return (torch.expm1(x_BR) - x_BR).clamp(max=10)
+
+
+def rollout_metrics(batch: Batch, rewards_B: Tensor) -> dict[str, float]:
+    """What was sampled: mean reward, response tokens in all, mean response length."""
+    tokens = int(batch.response_mask_BR.sum())
+    return {
+        "reward/mean": rewards_B.mean().item(),
+        "rollout/tokens": tokens,
+        "rollout/mean_length": tokens / len(rewards_B),
+    }
+
+
+class Clock:
+    """Seconds by phase, for the `time/` keys."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a block."""
+        start = time.perf_counter()
+        yield
+        self.times[f"time/{phase}"] = time.perf_counter() - start
+
+
+def _set(value: Any) -> Any:
+    """A number that the plan has filled in."""
+    assert value is not None
+    return value

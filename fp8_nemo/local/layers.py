@@ -1,0 +1,351 @@
+"""Linears, experts, attention and cache of transformers' models, in the formats of a precision.
+
+Every product takes operands as the real kernels do and multiplies them in FP32: BF16 values for
+`bf16`; FP8 bytes times their scales for `fp8`. Results are rounded to BF16. What a layer does
+between its products is transformers' business, in BF16, on both sides.
+
+Training in FP8 quantizes both operands of all three products along the axis that each reduces
+(TransformerEngine's Float8BlockScaling): `y = x w^T` and `dx = dy w` share the weight's blocks; `dw
+= dy^T x` groups both sides along tokens.
+
+Attention in FP8 does what vLLM's FlashAttention 3 kernel does on Hopper, without splitting the keys
+(benchmarks/results/fp8-attention-h200.json, docs/numerics.md): Q quantized per tensor, K and V as
+the cache holds them, probabilities in E4M3, tile by tile.
+
+Shapes: B sequences, T tokens, H heads, K key heads, G = H/K, D head dimension, O out, I in
+features, E experts, F expert features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from fp8_nemo.quantize import (
+    FP8,
+    Fp8Weight,
+    dequantize_blocks,
+    dequantize_groups,
+    quantize_blocks,
+    quantize_groups,
+    quantize_tensor,
+)
+from fp8_nemo.schema import Precision
+from fp8_nemo.weights import is_fp8_weight, scale_shape
+
+ATTENTION = "fp8_nemo"
+PROBABILITY_BITS = 8  # FlashAttention 3 scales P to (0, 256], the upper range of E4M3
+LOG2_E = 1.4426950408889634
+
+
+def linear_bf16(x: Tensor, weight: Tensor) -> Tensor:
+    """BF16 operands, FP32 products and sums, BF16 result.
+
+    On a CPU without BF16 instructions torch's own BF16 product is many times slower than FP32.
+    """
+    if x.is_cuda:
+        return nn.functional.linear(x, weight)
+    return nn.functional.linear(x.float(), weight.float()).to(x.dtype)
+
+
+def linear_fp8(x: Tensor, weight: Fp8Weight, pow2: bool) -> Tensor:
+    """`x` quantized 1x128 on the fly, the weight as held; FP32 products, BF16 result."""
+    x_value = dequantize_groups(quantize_groups(x, pow2=pow2))
+    return nn.functional.linear(x_value, dequantize_blocks(weight)).to(x.dtype)
+
+
+class Fp8Product(torch.autograd.Function):
+    """`linear` with both operands of all three products in FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
+        """`y = x w^T`; x `[..., I]`, weight `[O, I]` in BF16."""
+        fp8_weight = _quantize_unchecked(weight, pow2)
+        ctx.save_for_backward(x, *fp8_weight)
+        ctx.pow2 = pow2
+        return linear_fp8(x, fp8_weight, pow2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """`dx = dy w` and `dw = dy^T x`."""
+        x, *fp8_weight = ctx.saved_tensors
+        dy_TO, x_TI = grads[0].flatten(0, -2), x.flatten(0, -2)
+        dx_TI = _grouped(dy_TO, ctx.pow2) @ dequantize_blocks(Fp8Weight(*fp8_weight))
+        dw_OI = _grouped(dy_TO.T, ctx.pow2) @ _grouped(x_TI.T, ctx.pow2).T
+        return dx_TI.view_as(x).to(x.dtype), dw_OI.to(x.dtype), None
+
+
+class Bf16Linear(nn.Linear):
+    """A linear whose weight stays BF16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., I]` to `[..., O]`."""
+        return linear_bf16(input, self.weight)
+
+
+class Fp8TrainLinear(nn.Linear):
+    """A linear with a BF16 weight that is quantized in every product."""
+
+    pow2 = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., I]` to `[..., O]`."""
+        return Fp8Product.apply(input, self.weight, self.pow2)  # pyright: ignore[reportReturnType]
+
+
+class Fp8RolloutLinear(nn.Module):
+    """A linear that holds real FP8 bytes and block scales, filled by refits alone."""
+
+    def __init__(self, shape_OI: tuple[int, int], pow2: bool, device: torch.device) -> None:
+        super().__init__()
+        self.pow2 = pow2
+        self.weight = nn.Buffer(torch.zeros(shape_OI, dtype=FP8, device=device))
+        self.weight_scale_inv = nn.Buffer(_nan_scales(shape_OI, device))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., I]` to `[..., O]`."""
+        return linear_fp8(input, Fp8Weight(self.weight, self.weight_scale_inv), self.pow2)
+
+
+class TrainExperts(nn.Module):
+    """A layer's experts in two BF16 slabs, as transformers holds them; products in their format."""
+
+    def __init__(self, experts: Any, precision: Precision, fp8: bool) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        self.act_fn = experts.act_fn
+        self.fp8, self.pow2 = fp8, precision.scales == "pow2"
+
+    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.fp8:
+            return Fp8Product.apply(x, weight, self.pow2)  # pyright: ignore[reportReturnType]
+        return linear_bf16(x, weight)
+
+    def _expert(self, index: int, x: Tensor) -> Tensor:
+        gate, up = self._linear(x, self.gate_up_proj[index]).chunk(2, dim=-1)
+        return self._linear(self.act_fn(gate) * up, self.down_proj[index])
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens `[T, I]` through the experts that the router chose."""
+        return _mix(hidden, top_k_index, top_k_weights, len(self.gate_up_proj), self._expert)
+
+
+class Fp8RolloutExperts(nn.Module):
+    """A layer's experts in FP8 slabs with block scales, filled by a refit expert by expert."""
+
+    def __init__(self, experts: Any, pow2: bool) -> None:
+        super().__init__()
+        self.pow2, self.act_fn, self.experts = pow2, experts.act_fn, experts.num_experts
+        for name in ("gate_up_proj", "down_proj"):
+            slab = getattr(experts, name)
+            self.register_buffer(name, torch.zeros(slab.shape, dtype=FP8, device=slab.device))
+            self.register_buffer(f"{name}_scale_inv", _nan_scales(slab.shape, slab.device))
+
+    def _linear(self, x: Tensor, name: str, index: int) -> Tensor:
+        held = Fp8Weight(getattr(self, name)[index], getattr(self, f"{name}_scale_inv")[index])
+        return linear_fp8(x, held, self.pow2)
+
+    def _expert(self, index: int, x: Tensor) -> Tensor:
+        gate, up = self._linear(x, "gate_up_proj", index).chunk(2, dim=-1)
+        return self._linear(self.act_fn(gate) * up, "down_proj", index)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Tokens `[T, I]` through the experts that the router chose."""
+        return _mix(hidden, top_k_index, top_k_weights, self.experts, self._expert)
+
+
+class KvLayer(DynamicLayer):
+    """One layer's cache, in BF16, or in FP8 with the scales that the last refit brought."""
+
+    def __init__(self, scales: tuple[Tensor, Tensor] | None) -> None:
+        super().__init__()
+        self.scales = scales
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append K and V `[B, K, T, D]`; returns all that is stored, as it is stored."""
+        if self.scales is not None:
+            key_states = quantize_tensor(key_states, self.scales[0])
+            value_states = quantize_tensor(value_states, self.scales[1])
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+        else:
+            assert self.keys is not None and self.values is not None
+            self.keys = torch.cat([self.keys, key_states], dim=-2)
+            self.values = torch.cat([self.values, value_states], dim=-2)
+        return self.keys, self.values
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention for transformers' models: Q `[B, H, T, D]`, K and V `[B, K, S, D]`, boolean mask.
+
+    FP8 if the cache handed over FP8 K and V. A `module.watch`, if set, is shown Q, K and V.
+    """
+    if module.watch is not None:
+        module.watch(query, key, value)
+    query = query.unflatten(1, (key.shape[1], -1))
+    key, value, mask = key[:, :, None], value[:, :, None], attention_mask[:, :, None]
+    attend = _attend_fp8 if key.dtype == FP8 else _attend_bf16
+    output = attend(module, query, key, value, mask, scaling)
+    return output.flatten(1, 2).transpose(1, 2).to(torch.bfloat16), None
+
+
+def _attend_bf16(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    scores = (query.float() @ key.float().mT * scaling).masked_fill(~mask, -torch.inf)
+    probability = scores.softmax(-1).nan_to_num()  # padded queries see no key
+    return probability.to(torch.bfloat16).float() @ value.float()
+
+
+def _attend_fp8(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    """FlashAttention 3's order of operations: last tile first, a running maximum, P in (0, 256]."""
+    exponent = scaling * LOG2_E * module.q_scale * module.k_scale
+    query = quantize_tensor(query, module.q_scale).float()
+    top = query.new_full((*query.shape[:-1], 1), -torch.inf)
+    total, output = torch.zeros_like(top), torch.zeros_like(query)
+    for tile in reversed(key_tiles(query, key)):
+        scores = (query @ key[..., tile, :].float().mT).masked_fill(~mask[..., tile], -torch.inf)
+        raised = torch.maximum(top, scores.amax(-1, keepdim=True))
+        origin = torch.where(raised == -torch.inf, 0.0, raised * exponent)
+        weight = torch.exp2(scores * exponent - (origin - PROBABILITY_BITS))
+        shrink = torch.where(raised == -torch.inf, 1.0, torch.exp2((top - raised) * exponent))
+        total = total * shrink + weight.sum(-1, keepdim=True)  # of P before it is rounded
+        output = output * shrink + weight.to(FP8).float() @ value[..., tile, :].float()
+        top = raised
+    return output * (module.v_scale / total.clamp(min=torch.finfo(total.dtype).tiny))
+
+
+def key_tiles(query: Tensor, key: Tensor) -> list[slice]:
+    """The tiles of keys in which FlashAttention 3 rounds its probabilities, counted from key 0.
+
+    128 keys for heads of 64; for heads of 128, 96 or 192 by the rows of a query tile.
+    """
+    width = 128
+    if query.shape[-1] > 64:
+        width = 96 if query.shape[-2] * query.shape[-3] <= 64 else 192
+    return [slice(start, start + width) for start in range(0, key.shape[-2], width)]
+
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
+    """Give every linear and expert the format in which the trainer multiplies it."""
+    fp8_train = precision.train_linear == "fp8"
+    for name, module in list(model.named_modules()):
+        fp8 = fp8_train and _engine_fp8(model, name, module, precision)
+        if _is_experts(name):
+            _replace(model, name, TrainExperts(module, precision, fp8))
+        elif isinstance(module, nn.Linear):
+            module.__class__ = Fp8TrainLinear if fp8 else Bf16Linear
+            setattr(module, "pow2", precision.scales == "pow2")  # noqa: B010 (its class has changed)
+    _prepare_attention(model, fp8_kv=False)
+
+
+def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
+    """Give every linear, expert and cache the format in which the engine holds it, still empty."""
+    pow2 = precision.scales == "pow2"
+    for name, module in list(model.named_modules()):
+        fp8 = _engine_fp8(model, name, module, precision)
+        if _is_experts(name):
+            experts = (
+                Fp8RolloutExperts(module, pow2) if fp8 else TrainExperts(module, precision, False)
+            )
+            _replace(model, name, experts)
+        elif isinstance(module, nn.Linear) and fp8:
+            shape_OI = (module.out_features, module.in_features)
+            _replace(model, name, Fp8RolloutLinear(shape_OI, pow2, module.weight.device))
+        elif isinstance(module, nn.Linear):
+            module.__class__ = Bf16Linear
+    _prepare_attention(model, fp8_kv=precision.rollout_kv == "fp8")
+
+
+def attention_modules(model: PreTrainedModel) -> list[Any]:
+    """The attention modules in layer order."""
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache in the model's format."""
+    return Cache(
+        layers=[
+            KvLayer((module.k_scale, module.v_scale) if module.k_scale is not None else None)
+            for module in attention_modules(model)
+        ]
+    )
+
+
+def _prepare_attention(model: PreTrainedModel, fp8_kv: bool) -> None:
+    for module in attention_modules(model):
+        module.watch = None
+        for name in ("q_scale", "k_scale", "v_scale"):
+            scale = torch.full((1,), torch.nan, device=model.device) if fp8_kv else None
+            module.register_buffer(name, scale)
+
+
+def _engine_fp8(model: PreTrainedModel, name: str, module: Any, precision: Precision) -> bool:
+    layers = model.config.num_hidden_layers
+    if _is_experts(name):
+        return is_fp8_weight(f"{name}.down_proj", (1, 1, 1), precision, layers)
+    return isinstance(module, nn.Linear) and is_fp8_weight(
+        f"{name}.weight", (1, 1), precision, layers
+    )
+
+
+def _is_experts(name: str) -> bool:
+    return name.endswith(".mlp.experts")
+
+
+def _replace(model: PreTrainedModel, name: str, new: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)
+
+
+def _mix(
+    hidden_TI: Tensor,
+    index_TA: Tensor,
+    weight_TA: Tensor,
+    experts: int,
+    expert: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """Weighted sum of the chosen experts' outputs; experts in ascending order: it repeats."""
+    mixed_TI = torch.zeros_like(hidden_TI)
+    for index in range(experts):
+        token_N, choice_N = torch.where(index_TA == index)
+        if token_N.numel():
+            output = expert(index, hidden_TI[token_N]) * weight_TA[token_N, choice_N, None]
+            mixed_TI = mixed_TI.index_add(0, token_N, output.to(mixed_TI.dtype))
+    return mixed_TI
+
+
+def _grouped(x_TI: Tensor, pow2: bool) -> Tensor:
+    """The FP32 values of `x` after 1x128 quantization along its last axis."""
+    return dequantize_groups(quantize_groups(x_TI, pow2=pow2))
+
+
+def _quantize_unchecked(weight_OI: Tensor, pow2: bool) -> Fp8Weight:
+    """Quantize without reading the verdict back: the next refit refuses the weight by name."""
+    unread = torch.empty((), dtype=torch.bool, device=weight_OI.device)
+    return quantize_blocks(weight_OI, pow2=pow2, nonfinite=unread)
+
+
+def _nan_scales(shape: Any, device: torch.device) -> Tensor:
+    return torch.full(scale_shape(tuple(shape)), torch.nan, device=device)

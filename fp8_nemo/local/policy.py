@@ -1,0 +1,132 @@
+"""The trained policy: a BF16 model, FP32 masters behind it, scored and updated as Megatron does.
+
+The optimizer steps FP32 masters; the model computes with their BF16 rounding, and that rounding is
+what a refit exports, so that trainer and engine quantize the same numbers.
+
+Shapes: B sequences, T tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fp8_nemo.local import layers
+from fp8_nemo.local.rollout import Batch, causal_mask, positions
+from fp8_nemo.recalibrate import AmaxObserver
+from fp8_nemo.schema import Precision
+
+MAX_GRAD_NORM = 1.0
+WEIGHT_DECAY = 0.01
+TOKENS_PER_MICRO_BATCH = 2**14
+
+
+def load_model(path: Path, device: torch.device) -> PreTrainedModel:
+    """A checkpoint in BF16 with our attention."""
+    with device:
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, attn_implementation=layers.ATTENTION, local_files_only=True
+        )
+
+
+class Policy:
+    """A trainable model with its optimizer.
+
+    Args:
+        path: checkpoint to start from.
+        precision: the recipe's.
+        learning_rate: of AdamW, constant, as GRPO recipes have it.
+        device: where it lives.
+    """
+
+    def __init__(
+        self, path: Path, precision: Precision, learning_rate: float, device: torch.device
+    ) -> None:
+        self.model = load_model(path, device)
+        layers.set_train_precision(self.model, precision)
+        self.parameters = dict(self.model.named_parameters())
+        self.masters = {
+            name: weight.detach().float().clone() for name, weight in self.parameters.items()
+        }
+        self.optimizer = torch.optim.AdamW(
+            list(self.masters.values()), lr=learning_rate, weight_decay=WEIGHT_DECAY
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy lives."""
+        return self.model.device
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights for a refit, in a fixed order, as the model computes with them."""
+        for name, weight in self.parameters.items():
+            yield name, weight.detach()
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, observer: AmaxObserver | None = None) -> Tensor:
+        """Logprob `[B, R]` of every response token; an observer is shown all Q, K and V."""
+        return torch.cat([self._score(part, observer) for part in micro_batches(batch)])
+
+    def update(self, batch: Batch, loss_of: Callable[[Tensor, slice], Tensor]) -> float:
+        """One optimizer step; returns the gradient's norm before clipping.
+
+        Args:
+            batch: the sequences of this update.
+            loss_of: from current logprobs `[b, R]` of some rows and their slice to their share of
+                the loss, already divided by the update's denominator.
+        """
+        start = 0
+        for part in micro_batches(batch):
+            rows = slice(start, start + len(part.tokens_BT))
+            loss_of(self._score(part), rows).backward()
+            start = rows.stop
+        for name, weight in self.parameters.items():
+            self.masters[name].grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.load_masters()
+        return float(norm)
+
+    @torch.no_grad()
+    def load_masters(self) -> None:
+        """Round the masters to BF16 into the model."""
+        for name, weight in self.parameters.items():
+            weight.copy_(self.masters[name])
+
+    @contextmanager
+    def _observed(self, observer: AmaxObserver | None, mask_BT: Tensor) -> Iterator[None]:
+        modules = layers.attention_modules(self.model)
+        if observer is not None:
+            for layer, module in enumerate(modules):
+                module.watch = partial(observer.observe, layer, mask_BT=mask_BT)
+        yield
+        for module in modules:
+            module.watch = None
+
+    def _score(self, batch: Batch, observer: AmaxObserver | None = None) -> Tensor:
+        R = batch.response_mask_BR.shape[1]
+        with self._observed(observer, batch.mask_BT):
+            logits = self.model(
+                input_ids=batch.tokens_BT,
+                attention_mask=causal_mask(batch.mask_BT),
+                position_ids=positions(batch.mask_BT),
+                use_cache=False,
+                logits_to_keep=R + 1,
+            ).logits
+        logprobs = logits[:, :-1].float().log_softmax(-1)
+        picked_BR = logprobs.gather(2, batch.responses_BR[..., None])[..., 0]
+        return picked_BR.masked_fill(~batch.response_mask_BR, 0.0)
+
+
+def micro_batches(batch: Batch) -> Iterator[Batch]:
+    """Rows of at most `TOKENS_PER_MICRO_BATCH` tokens, padding counted."""
+    size = max(1, TOKENS_PER_MICRO_BATCH // batch.tokens_BT.shape[1])
+    for start in range(0, len(batch.tokens_BT), size):
+        yield batch.rows(start, start + size)

@@ -1,0 +1,172 @@
+"""The engine: a second model in rollout precision, filled by refits, that samples with a KV cache.
+
+Prompts are left-padded, responses right-padded, so a batch of prompts and responses is one
+rectangle `[B, T]` that the trainer scores as it stands. Rollout logprobs are those of the sampled
+tokens under the quantized model, taken while sampling, as an engine reports them.
+
+Shapes: B sequences, T tokens, R response tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from fp8_nemo import weights
+from fp8_nemo.local import layers
+from fp8_nemo.local.chat import Chat
+from fp8_nemo.refit import Ledger, RefitProof
+from fp8_nemo.schema import Precision
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts and responses of one rollout, as one rectangle."""
+
+    tokens_BT: Tensor
+    mask_BT: Tensor
+    """True at real tokens, of prompt and response."""
+    response_mask_BR: Tensor
+    """True at response tokens, the end of sequence included; R last columns of the rectangle."""
+    rollout_BR: Tensor
+    """Logprob of each response token as sampled."""
+
+    @property
+    def responses_BR(self) -> Tensor:
+        """The response part of the rectangle."""
+        return self.tokens_BT[:, -self.response_mask_BR.shape[1] :]
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Some of the sequences."""
+        return Batch(*(tensor[start:stop] for tensor in vars(self).values()))
+
+
+class Engine:
+    """A model in rollout precision.
+
+    Args:
+        config: of the model.
+        precision: the recipe's.
+        device: where it lives.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, precision: Precision, device: torch.device
+    ) -> None:
+        with torch.random.fork_rng():
+            model = AutoModelForCausalLM.from_config(
+                deepcopy(config), dtype=torch.bfloat16, attn_implementation=layers.ATTENTION
+            )
+        self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        self.expected = weights.wire_specs(shapes, precision, config.num_hidden_layers)
+        layers.set_rollout_precision(self.model, precision)
+        self.tensors = self._wire_tensors()
+
+    @torch.no_grad()
+    def refit(self, stream: Iterable[tuple[str, Tensor]], *, prove: bool = True) -> RefitProof:
+        """Load what a refit sends; with `prove`, by a ledger that must close.
+
+        Raises:
+            RefitError: something did not land; the engine must not be used.
+        """
+        if not prove:
+            return self._load_unproven(stream)
+        ledger = Ledger(self.expected, self.tensors)
+        for name, tensor in stream:
+            if ledger.receive(name, tensor):
+                self.tensors[name].copy_(tensor)
+        return ledger.close()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        chat: Chat,
+        max_new_tokens: int,
+        generator: torch.Generator,
+    ) -> Batch:
+        """Sample a response per prompt at temperature 1, until all ended or reached the limit."""
+        prompt_BT, mask_BT = pad_left(prompts, chat.pad, self.model.device)
+        cache = layers.new_cache(self.model)
+        tokens_BT, ended_B = (
+            prompt_BT,
+            torch.zeros(len(prompts), dtype=torch.bool).to(mask_BT.device),
+        )
+        logprobs, real = [], []
+        new_B1 = prompt_BT
+        while len(logprobs) < max_new_tokens and not ended_B.all():
+            logprob_BV = self._next(new_B1, mask_BT, cache)
+            new_B1 = torch.multinomial(logprob_BV.exp(), 1, generator=generator)
+            new_B1 = new_B1.masked_fill(ended_B[:, None], chat.pad)
+            logprobs.append(logprob_BV.gather(1, new_B1).masked_fill(ended_B[:, None], 0.0))
+            real.append(~ended_B[:, None])
+            tokens_BT = torch.cat([tokens_BT, new_B1], dim=1)
+            mask_BT = torch.cat([mask_BT, real[-1]], dim=1)
+            ended_B = ended_B | (new_B1[:, 0] == chat.end)
+        return Batch(tokens_BT, mask_BT, torch.cat(real, dim=1), torch.cat(logprobs, dim=1))
+
+    def _load_unproven(self, stream: Iterable[tuple[str, Tensor]]) -> RefitProof:
+        received = 0
+        for name, tensor in stream:
+            if name in self.tensors:
+                self.tensors[name].copy_(tensor)
+                received += tensor.numel() * tensor.element_size()
+        return RefitProof(received, verified_weights=0, checksums=0)
+
+    def _next(self, new_BT: Tensor, mask_BT: Tensor, cache: object) -> Tensor:
+        """Logprobs `[B, V]` of the next token; `new_BT` are the tokens not in the cache yet."""
+        new = new_BT.shape[1]
+        output = self.model(
+            input_ids=new_BT,
+            attention_mask=causal_mask(mask_BT)[:, :, -new:],
+            position_ids=positions(mask_BT)[:, -new:],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float().log_softmax(-1)
+
+    def _wire_tensors(self) -> dict[str, Tensor]:
+        """The engine's own tensors by wire name; experts are views into their slabs."""
+        held = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        found: dict[str, Tensor] = {}
+        for name, tensor in held.items():
+            slab = name.removesuffix(weights.SCALE_SUFFIX)
+            suffix = name.removeprefix(slab)
+            if projections := weights.slab_projections(slab):
+                tensor = tensor.unflatten(1, (len(projections), -1)).flatten(0, 1)
+                wires = weights.wire_names(slab, (len(tensor) // len(projections),))
+                found |= {wire + suffix: view for wire, view in zip(wires, tensor, strict=True)}
+            else:
+                found[_vllm_name(name)] = tensor
+        return {name: tensor for name, tensor in found.items() if "inv_freq" not in name}
+
+
+def pad_left(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens `[B, T]` and mask of rows of unequal length, aligned at their ends."""
+    width = max(map(len, rows))
+    tokens = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return tokens, mask.bool()
+
+
+def positions(mask_BT: Tensor) -> Tensor:
+    """Position of each token, counted from the first real one."""
+    return (mask_BT.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def causal_mask(mask_BT: Tensor) -> Tensor:
+    """`[B, 1, T, T]`: true where a query may see a key."""
+    T = mask_BT.shape[1]
+    causal_TT = torch.ones(T, T, dtype=torch.bool, device=mask_BT.device).tril()
+    return (causal_TT & mask_BT[:, None, :])[:, None]
+
+
+def _vllm_name(name: str) -> str:
+    return name.replace(".self_attn.q_scale", ".self_attn.attn.q_scale")

@@ -1,0 +1,80 @@
+"""One attempt at a frozen plan: environment, log, progress bar, and one line if it stops itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products on a GPU
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fp8_nemo import run_dir
+from fp8_nemo.local.checkpoint import CheckpointError
+from fp8_nemo.local.grpo import Report, Run
+from fp8_nemo.plan import Plan
+from fp8_nemo.recalibrate import RecalibrateError
+from fp8_nemo.refit import RefitError
+
+SHOWN = {
+    "reward": "reward/mean",
+    "val": "val/accuracy",
+    "kl": "mismatch/kl",
+    "s/step": "time/step",
+}
+
+
+def run(plan: Plan, path: Path) -> int:
+    """Train; 0 when the last step is done, 2 for a damaged checkpoint, 1 if a proof failed."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.use_deterministic_algorithms(True)
+    log = run_dir.attempt_log(path)
+    logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
+    run_dir.write_environment(path)
+    logging.info("environment %s", run_dir.environment())
+    try:
+        with progress(plan) as report:
+            Run(plan, path).train(report)
+    except (CheckpointError, RefitError, RecalibrateError) as error:
+        logging.exception("stopped")
+        print(f"{path}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, CheckpointError) else 1
+    print(f"{path}: finished, {plan.recipe.grpo.steps} steps")
+    return 0
+
+
+@contextmanager
+def progress(plan: Plan) -> Iterator[Report]:
+    """A bar on a terminal, a line every tenth of the way elsewhere; every row goes to the log."""
+    console, steps = Console(), plan.recipe.grpo.steps
+    every = max(1, steps // 10)
+    columns = (
+        TextColumn(f"{plan.cell:36}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, TextColumn("{task.fields[shown]}"), console=console)
+    latest: dict[str, str] = {}
+    with bar:
+        task = bar.add_task("", total=steps, shown="", visible=console.is_terminal)
+
+        def report(row: dict[str, Any]) -> None:
+            logging.info("%s", row)
+            latest.update({word: f"{row[key]:.3g}" for word, key in SHOWN.items() if key in row})
+            shown = "  ".join(f"{word} {value}" for word, value in latest.items())
+            bar.update(task, completed=row["step"], shown=shown)
+            if not console.is_terminal and row["step"] % every == 0:
+                console.print(f"{plan.cell}  step {row['step']}/{steps}  {shown}", soft_wrap=True)
+
+        yield report

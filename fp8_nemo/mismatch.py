@@ -1,0 +1,97 @@
+"""How far the sampled policy is from the trained one, on the very tokens that were sampled.
+
+Everything starts from `log_ratio = train_logprob - rollout_logprob` over real tokens, in FP64,
+under the mask before any correction. The KL estimate is k3 (http://joschu.net/blog/kl-approx.html):
+unbiased, and never negative, term by term.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 squares and sums in FP64 without overflow
+
+
+@dataclass(frozen=True)
+class LogprobPair:
+    """One batch, scored twice.
+
+    Example: two sequences, the second one token shorter:
+    `LogprobPair(train_BT=tensor([[-0.1, -2.0], [-0.7, 0.0]]), rollout_BT=tensor([[-0.1, -2.1],
+    [-0.6, 0.0]]), mask_BT=tensor([[True, True], [True, False]]))`.
+
+    Raises:
+        ValueError: shapes differ, or a real token's logprob is not finite.
+    """
+
+    train_BT: Tensor
+    """Logprob of each token as the trainer computes it."""
+    rollout_BT: Tensor
+    """Logprob of each token as the engine sampled it."""
+    mask_BT: Tensor
+    """True at real tokens: response tokens, the end of sequence included."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would turn every mean into NaN."""
+        shapes = {tuple(t.shape) for t in (self.train_BT, self.rollout_BT, self.mask_BT)}
+        if len(shapes) != 1:
+            raise ValueError(f"train, rollout and mask differ in shape: {sorted(shapes)}")
+        for side, logprob_BT in (("train", self.train_BT), ("rollout", self.rollout_BT)):
+            broken = int((~torch.isfinite(logprob_BT) & self.mask_BT.bool()).sum())
+            if broken:
+                raise ValueError(f"{side} logprobs of {broken} real tokens are not finite")
+
+    @property
+    def log_ratio_BT(self) -> Tensor:
+        """`train - rollout` in FP64, zero at padding."""
+        log_ratio_BT = self.train_BT.double() - self.rollout_BT.double()
+        return log_ratio_BT.masked_fill(~self.mask_BT.bool(), 0.0)
+
+    @property
+    def log_ratio_N(self) -> Tensor:
+        """`train - rollout` of the real tokens alone, flat, in FP64."""
+        return self.log_ratio_BT[self.mask_BT.bool()]
+
+
+def ratio(log_ratio: Tensor) -> Tensor:
+    """`exp(log_ratio)`, the exponent clamped to +-20."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def effective_sample_share(multiplier_N: Tensor) -> float:
+    """`(sum m)^2 / (n sum m^2)`: 1 if all are equal, 1/n if one has all; 0 if all are zero."""
+    squares = multiplier_N.square().sum()
+    if not squares > 0:
+        return 0.0
+    return (multiplier_N.sum().square() / (multiplier_N.numel() * squares)).item()
+
+
+def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
+    """The `mismatch/` keys of design section 7; empty if the batch holds no real token.
+
+    - `kl`: k3 estimate of KL(rollout || train), `mean(expm1(x) - x)`; nats per token, no clamp
+    - `token_mult_prob_error`: `mean(exp(|x|))`, NeMo RL's; 1 is perfect
+    - `abs_log_ratio_p99`, `abs_log_ratio_max`: the tail
+    - `ess`: effective sample share of the unmodified token ratios
+    """
+    x_N = pair.log_ratio_N
+    if not x_N.numel():
+        return {}
+    distance_N = x_N.abs()
+    return {
+        "mismatch/kl": (torch.expm1(x_N) - x_N).mean().item(),
+        "mismatch/token_mult_prob_error": distance_N.exp().mean().item(),
+        "mismatch/abs_log_ratio_p99": torch.quantile(_sample(distance_N), 0.99).item(),
+        "mismatch/abs_log_ratio_max": distance_N.max().item(),
+        "mismatch/ess": effective_sample_share(ratio(x_N)),
+    }
+
+
+def _sample(value_N: Tensor, most: int = 2**24) -> Tensor:
+    """Every k-th value, as `torch.quantile` takes 2**24 at the most."""
+    return value_N[:: -(-value_N.numel() // most)]

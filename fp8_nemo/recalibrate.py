@@ -1,0 +1,107 @@
+"""Ranges of Q, K and V, observed where attention receives them, and the scales that follow.
+
+The trainer watches its own forwards (after QK-norm and RoPE, padding masked) and keeps the largest
+absolute value per layer on its device; the host reads once per step. `scale = margin * amax / 448`
+over the last S steps. With `source: logprob` the ranges come from the forward that the step runs
+anyway, so they are one update old: hence the margin and the history. A missing layer, a zero or a
+value that is not finite is an error; nothing falls back to 1.0, as NeMo RL's colocated path
+silently did for months (#3225).
+
+Shapes: B sequences, T tokens, H heads, D head dimension, L layers, S history steps; the last axis
+of 3 is Q, K, V.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8_nemo.quantize import FP8_MAX
+from fp8_nemo.weights import kv_scale_names
+
+
+class RecalibrateError(ValueError):
+    """A range that no scale can be made of, named by layer."""
+
+
+class AmaxObserver:
+    """Running maxima `amax_SL3` of the last S steps; row 0 is the step under way.
+
+    Args:
+        num_layers: layers of the model, counted globally.
+        history: S, steps that are remembered, the one under way included.
+        device: where the maxima live; observing never leaves it.
+    """
+
+    def __init__(self, num_layers: int, history: int, device: torch.device | str = "cpu") -> None:
+        self.amax_SL3 = torch.zeros(history, num_layers, 3, device=device)
+
+    @torch.no_grad()
+    def observe(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask_BT: Tensor
+    ) -> None:
+        """Take one forward's Q, K and V, each `[B, H, T, D]`, into the step under way.
+
+        Args:
+            layer: global layer index.
+            query: as attention receives it, after norm and RoPE.
+            key: likewise.
+            value: likewise.
+            mask_BT: true at real tokens.
+        """
+        padding = ~mask_BT[:, None, :, None]
+        amax_3 = torch.stack([x.abs().masked_fill(padding, 0).amax() for x in (query, key, value)])
+        row = self.amax_SL3[0, layer]
+        torch.maximum(row, amax_3.to(row.dtype), out=row)
+
+    def next_step(self) -> None:
+        """Open a new step; the oldest is forgotten."""
+        self.amax_SL3 = self.amax_SL3.roll(1, dims=0)
+        self.amax_SL3[0] = 0
+
+    def read(self) -> Tensor:
+        """The maxima `amax_SL3` on the host: the step's one read."""
+        return self.amax_SL3.cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run starts with the scales it stopped with."""
+        return {"amax_SL3": self.amax_SL3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.amax_SL3.copy_(state["amax_SL3"])
+
+
+def kv_scales(amax_SL3: Tensor, margin: float) -> dict[str, float]:
+    """Scales by vLLM's names from maxima `[S, L, 3]`: `margin * amax / 448`.
+
+    Example: `{"model.layers.0.self_attn.attn.q_scale": 0.021, "model.layers.0.self_attn.k_scale":
+    0.018, ...}`.
+
+    Raises:
+        RecalibrateError: a layer was never seen, or its range is not finite.
+    """
+    scales: dict[str, float] = {}
+    for layer, maxima in enumerate(amax_SL3.amax(dim=0).tolist()):
+        for name, amax in zip(kv_scale_names(layer), maxima, strict=True):
+            if not (math.isfinite(amax) and amax > 0):
+                raise RecalibrateError(
+                    f"{name}: range {amax} cannot be a scale; it must be finite and above 0. "
+                    "Zero: no forward reached the layer; NaN or Inf: the policy diverged"
+                )
+            scales[name] = margin * amax / FP8_MAX
+    return scales
+
+
+def saturated_fraction(amax_L3: Tensor, scales: dict[str, float]) -> float:
+    """Share of the 3L ranges that exceeded `448 * scale` of the scale in force."""
+    limits_L3 = torch.tensor(list(scales.values())).view_as(amax_L3) * FP8_MAX
+    return (amax_L3 > limits_L3).double().mean().item()
+
+
+def max_drift(before: dict[str, float], after: dict[str, float]) -> float:
+    """Largest relative change of a scale from one refit to the next."""
+    return max(abs(after[name] / before[name] - 1) for name in before)

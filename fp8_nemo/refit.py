@@ -1,0 +1,301 @@
+"""Copying trainer weights into the engine, so that it lands whole or the run stops with a name.
+
+The stream, in a fixed order with fixed shapes: a sentinel, the trainer's weights in export order
+(each FP8 weight followed by its `scale_inv`), the KV scales, a manifest. The receiver keeps a
+ledger. What must arrive comes from `weights.wire_specs`, the same function that the sender asks,
+and is compared with the engine's own tensors when the ledger opens. Block scales are poisoned with
+NaN before, and must be finite and positive after; KV scales are read back from the engine; storage
+addresses must not move, since CUDA graphs hold them.
+
+`verify: full` adds a checksum of every tensor on both sides, the sender's taken before the wire,
+the receiver's from the engine's own memory: it sees a scale that is stale but plausible.
+
+Weights that are not finite are refused before the manifest is sent: every weight sets its slot of
+one device vector, read once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8_nemo import weights
+from fp8_nemo.quantize import quantize_blocks
+from fp8_nemo.schema import Precision
+from fp8_nemo.weights import WireSpec
+
+SENTINEL = "fp8_nemo.sentinel"
+MANIFEST = "fp8_nemo.manifest"
+KV_SUFFIXES = (".q_scale", ".k_scale", ".v_scale")
+CHECKSUM_PERIOD = 65521  # prime: shifting bytes by any block or row size changes their factors
+
+
+class RefitError(RuntimeError):
+    """A refit that did not land whole; the message names every tensor that failed."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__(f"refit failed ({len(self.problems)}): " + "; ".join(self.problems))
+
+
+@dataclass(frozen=True)
+class RefitProof:
+    """What a refit is known to have done: `RefitProof(1_313_592, 14, 0)`."""
+
+    bytes: int
+    """Received over the wire, weights and scales."""
+    verified_weights: int
+    """FP8 weights that arrived, each with a live scale."""
+    checksums: int
+    """Tensors whose bytes in the engine equal the sender's; 0 unless `verify: full`."""
+
+
+def refit_stream(
+    named_weights: Iterable[tuple[str, Tensor]],
+    precision: Precision,
+    kv_scales: Mapping[str, float] | None,
+    *,
+    num_layers: int,
+    metadata_only: bool = False,
+    checksums: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Everything that one refit sends, by name.
+
+    Args:
+        named_weights: the trainer's weights in export order; slabs of experts allowed.
+        precision: the recipe's precision.
+        kv_scales: `recalibrate.kv_scales`; None where the cache is BF16.
+        num_layers: layers of the model.
+        metadata_only: NeMo RL runs the stream once at set-up for names, types and shapes, before
+            any KV scale exists: NaN stands in for them.
+        checksums: let the manifest carry one per tensor (`verify: full`).
+
+    Raises:
+        RefitError: a weight is not finite, or a KV scale is missing or not finite and positive.
+    """
+    names: list[str] = []
+    sums: list[Tensor] = []
+    nonfinite: dict[str, Tensor] = {}
+    device = torch.device("cpu")
+    yield SENTINEL, torch.zeros(1, dtype=torch.uint8)
+    for name, weight in named_weights:
+        device = weight.device
+        nonfinite[name] = torch.zeros((), dtype=torch.bool, device=device)
+        for wire, tensor in _encode(name, weight, precision, num_layers, nonfinite[name]):
+            names.append(wire)
+            sums += [checksum(tensor)] if checksums else []
+            yield wire, tensor
+    if not metadata_only:
+        _refuse_nonfinite(nonfinite)
+    if precision.rollout_kv == "fp8":
+        for wire, scale in _checked_kv_scales(kv_scales or {}, num_layers, metadata_only):
+            tensor = torch.tensor([scale], dtype=torch.float32, device=device)
+            names.append(wire)
+            sums += [checksum(tensor)] if checksums else []
+            yield wire, tensor
+    yield MANIFEST, _manifest(names, sums)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """An order-sensitive sum of a tensor's bytes, INT64 scalar on its device.
+
+    Byte i counts `1 + i mod 65521` times, so a permutation of blocks shows; 5e11 bytes fit.
+    """
+    bytes_N = tensor.detach().contiguous().view(torch.uint8).flatten().long()
+    index_N = torch.arange(bytes_N.numel(), device=bytes_N.device)
+    return (bytes_N * (1 + index_N % CHECKSUM_PERIOD)).sum()
+
+
+class Ledger:
+    """The receiver's book of one refit: what must come, what came, what the engine then holds.
+
+    Args:
+        expected: `weights.wire_specs` of the model, as the engine knows it.
+        engine: the engine's own tensors by wire name. Opening the ledger compares them with
+            `expected` and poisons their block scales. Without it, only the wire is proven.
+
+    Raises:
+        RefitError: the engine's tensors are not those that a refit of this precision fills.
+    """
+
+    def __init__(
+        self, expected: Mapping[str, WireSpec], engine: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.expected = dict(expected)
+        self.engine = dict(engine or {})
+        self.received: dict[str, int] = {}
+        self.kv_scales: dict[str, Tensor] = {}
+        self.problems: list[str] = []
+        self.manifest: dict | None = None
+        self.sentinel = False
+        if engine is not None:
+            self._compare_engine()
+        self.addresses = {name: tensor.data_ptr() for name, tensor in self.engine.items()}
+        for name in self._block_scales():
+            self.engine[name].fill_(torch.nan)
+
+    def receive(self, name: str, tensor: Tensor) -> bool:
+        """Book one arrival; true if it is a tensor that the engine must now load.
+
+        What is wrong is kept for `close`, so that one failed refit names everything that failed.
+        """
+        if name == SENTINEL:
+            self.sentinel = True
+        elif name == MANIFEST:
+            self.manifest = json.loads(bytes(tensor.cpu().tolist()))
+        elif problem := self._arrival_problem(name, tensor):
+            self.problems.append(f"{name}: {problem}")
+        else:
+            self.received[name] = tensor.numel() * tensor.element_size()
+            if name.endswith(KV_SUFFIXES):
+                self.kv_scales[name] = tensor.clone()
+            return True
+        return False
+
+    def close(self) -> RefitProof:
+        """Settle the book.
+
+        Raises:
+            RefitError: with the name of everything that was dropped, sent twice, unknown, of
+                another type or shape, not loaded, or not what the sender had.
+        """
+        problems = [*self.problems, *self._wire_problems()]
+        if self.engine and not problems:
+            problems = [*self._engine_problems()]
+        if problems:
+            raise RefitError(problems)
+        return RefitProof(
+            bytes=sum(self.received.values()),
+            verified_weights=sum(
+                weights.scale_name(name) in self.received for name in self.received
+            ),
+            checksums=len(self._sums()) if self.engine else 0,
+        )
+
+    def _compare_engine(self) -> None:
+        problems = [
+            f"{name}: the engine has no such tensor"
+            for name in self.expected.keys() - self.engine.keys()
+        ]
+        problems += [
+            f"{name}: the engine holds it, a refit does not fill it"
+            for name in self.engine.keys() - self.expected.keys()
+        ]
+        problems += [
+            f"{name}: the engine holds {found.dtype} {list(found.shape)}, a refit sends "
+            f"{spec.dtype} {list(spec.shape)}"
+            for name, found in self.engine.items()
+            if (spec := self.expected.get(name)) and _spec_of(found) != spec
+        ]
+        if problems:
+            raise RefitError(sorted(problems))
+
+    def _block_scales(self) -> list[str]:
+        return [name for name in self.engine if name.endswith(weights.SCALE_SUFFIX)]
+
+    def _arrival_problem(self, name: str, tensor: Tensor) -> str:
+        spec = self.expected.get(name)
+        if spec is None:
+            return "unknown name"
+        if name in self.received:
+            return "sent twice"
+        found = _spec_of(tensor)
+        if found.dtype != spec.dtype:
+            return f"wrong dtype {found.dtype}, expected {spec.dtype}"
+        if found.shape != spec.shape:
+            return f"wrong shape {list(found.shape)}, expected {list(spec.shape)}"
+        return ""
+
+    def _wire_problems(self) -> Iterator[str]:
+        named = {problem.split(":")[0] for problem in self.problems}
+        for name in self.expected:
+            if name not in self.received and name not in named:
+                yield f"{name}: never arrived"
+        if not self.sentinel:
+            yield f"{SENTINEL}: never arrived, so this stream is not ours"
+        if self.manifest is None:
+            yield f"{MANIFEST}: never arrived, so the stream was cut short"
+        elif self.manifest["names"] != list(self.expected):
+            yield f"{MANIFEST}: lists other tensors than this engine expects"
+
+    def _engine_problems(self) -> Iterator[str]:
+        for name in self._block_scales():
+            scale = self.engine[name]
+            if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                yield f"{name}: not finite and positive in the engine, so it was not loaded"
+        for name, sent in self.kv_scales.items():
+            if not torch.equal(self.engine[name], sent):
+                yield f"{name}: the engine holds {self.engine[name].tolist()}, sent {sent.tolist()}"
+        for name, address in self.addresses.items():
+            if self.engine[name].data_ptr() != address:
+                yield f"{name}: its storage moved, CUDA graphs would read the old one"
+        for name, sent_sum in self._sums().items():
+            if checksum(self.engine[name]).item() != sent_sum:
+                yield f"{name}: the engine's bytes are not the sender's (checksum)"
+
+    def _sums(self) -> dict[str, int]:
+        assert self.manifest is not None
+        return {
+            name: int(text, 16)
+            for name, text in zip(self.manifest["names"], self.manifest["sums"], strict=False)
+        }
+
+
+def _encode(
+    name: str, weight: Tensor, precision: Precision, num_layers: int, nonfinite: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """One weight or slab as it travels: by checkpoint name, each FP8 one with its scales."""
+    wires = weights.wire_names(name, tuple(weight.shape))
+    projections = weights.slab_projections(name)
+    pieces = weight[None]
+    if projections:  # [E, 2 O, I] holds gate above up: taken apart, so that no block spans both
+        pieces = weight.unflatten(1, (len(projections), -1)).flatten(0, 1)
+    if not weights.is_fp8_weight(name, tuple(weight.shape), precision, num_layers):
+        nonfinite.copy_(~torch.isfinite(pieces).all())
+        yield from zip(wires, pieces.to(torch.bfloat16), strict=True)
+        return
+    quantized = quantize_blocks(pieces, pow2=precision.scales == "pow2", nonfinite=nonfinite)
+    for wire, fp8_OI, scale_inv_PQ in zip(wires, *quantized, strict=True):
+        yield wire, fp8_OI
+        yield weights.scale_name(wire), scale_inv_PQ
+
+
+def _checked_kv_scales(
+    kv_scales: Mapping[str, float], num_layers: int, metadata_only: bool
+) -> list[tuple[str, float]]:
+    wanted = [name for layer in range(num_layers) for name in weights.kv_scale_names(layer)]
+    if metadata_only:
+        return [(name, float("nan")) for name in wanted]
+    broken = [
+        f"{name}: KV scale {kv_scales.get(name)} must be finite and above 0"
+        for name in wanted
+        if not 0 < kv_scales.get(name, 0.0) < float("inf")
+    ]
+    if broken:
+        raise RefitError(broken)
+    return [(name, kv_scales[name]) for name in wanted]
+
+
+def _refuse_nonfinite(nonfinite: Mapping[str, Tensor]) -> None:
+    """The refit's one read of the trainer's device before the manifest."""
+    if not nonfinite:
+        return
+    verdicts = torch.stack(list(nonfinite.values())).tolist()
+    broken = [name for name, bad in zip(nonfinite, verdicts, strict=True) if bad]
+    if broken:
+        raise RefitError(f"{name}: holds NaN or Inf in the trainer" for name in broken)
+
+
+def _manifest(names: list[str], sums: list[Tensor]) -> Tensor:
+    """Names, and checksums of fixed width: the manifest's shape never changes between refits."""
+    host_sums = torch.stack(sums).tolist() if sums else []
+    text = json.dumps({"names": names, "sums": [f"{value:016x}" for value in host_sums]})
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _spec_of(tensor: Tensor) -> WireSpec:
+    return WireSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))

@@ -1,0 +1,322 @@
+"""The directory of one run: freeze a plan into it, find it again, resume it, damage nothing.
+
+    outputs/MODEL/PRECISION-CORRECTION/sSEED-HASH6/
+        recipe.yaml plan.json environment.json metrics.jsonl log/ checkpoints/ report/
+
+The only file that makes directories. Freezing is all-or-nothing over the cells of a sweep:
+everything is written into one staging directory and renamed into place, so a mistake in the last
+cell leaves no trace of the first. Checkpoints appear by one rename as well; a run that is killed
+while saving leaves only a folder that the next start removes. No secret ever comes here: of the
+environment only versions and hardware are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fp8_nemo.plan import Plan, plan_from_json
+
+PLAN, RECIPE, ENVIRONMENT, METRICS = "plan.json", "recipe.yaml", "environment.json", "metrics.jsonl"
+KEPT_CHECKPOINTS = 2  # the last one, and one to fall back to if it is damaged
+VERSIONS_OF = (
+    "fp8-nemo",
+    "torch",
+    "transformers",
+    "safetensors",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+)
+
+State = Literal["new", "unfinished", "finished"]
+
+
+class RunDirError(ValueError):
+    """A run directory that cannot be made, read or resumed; one line."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A run directory that is ready: `Frozen(Path("outputs/.../s42-1a2b3c"), "new", 0)`."""
+
+    path: Path
+    state: State
+    steps: int
+    """Steps whose metrics are already there."""
+
+
+def freeze(plans: Iterable[Plan]) -> list[Frozen]:
+    """Make the run directories of all plans, or find those that exist; all or none.
+
+    An unfinished directory gets the new plan (more steps, another cluster); its results stay. A
+    finished one is left as it is.
+
+    Raises:
+        RunDirError: outputs cannot be written.
+    """
+    plans = list(plans)
+    found = [_existing(plan) for plan in plans]
+    _write_all([plan for plan, each in zip(plans, found, strict=True) if each.state != "finished"])
+    return found
+
+
+def run_path(plan: Plan) -> Path:
+    """Where a plan runs."""
+    return Path(plan.recipe.outputs) / plan.run_name
+
+
+def read_plan(run_dir: Path) -> Plan:
+    """The frozen plan of a run directory.
+
+    Raises:
+        RunDirError: there is none, or it was cut short or changed by hand.
+    """
+    try:
+        return plan_from_json(json.loads((run_dir / PLAN).read_text()))
+    except OSError as error:
+        raise RunDirError(
+            f"{run_dir}: no run directory, {PLAN} cannot be read ({error.strerror})"
+        ) from error
+    except (ValueError, KeyError, TypeError, OmegaConfBaseException) as error:
+        raise RunDirError(
+            f"{run_dir / PLAN}: not a plan ({str(error).splitlines()[0]}); "
+            "the same line again rewrites it"
+        ) from error
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """One object per step. A last line that was cut short by a kill is left out.
+
+    Raises:
+        RunDirError: a line other than the last cannot be read.
+    """
+    path = run_dir / METRICS
+    try:
+        lines = path.read_text().split("\n") if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise RunDirError(f"{path}: cannot be read ({error})") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines):  # text after the last newline: empty, or cut short
+            break
+        try:
+            rows.append(json.loads(line))
+            int(rows[-1]["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunDirError(
+                f"{path}:{number}: not a step's JSON object; delete the line or the directory"
+            ) from error
+    return rows
+
+
+def steps_done(rows: list[dict[str, Any]]) -> int:
+    """Steps that a run has behind it, by its metrics."""
+    return rows[-1]["step"] if rows else 0
+
+
+def state_of(plan: Plan, steps: int) -> State:
+    """Whether a directory that exists has done what its plan asks for."""
+    return "finished" if steps >= plan.recipe.grpo.steps else "unfinished"
+
+
+def rewind_metrics(run_dir: Path, step: int) -> None:
+    """Drop the metrics of steps after `step`: they are about to be computed again."""
+    kept = [row for row in read_metrics(run_dir) if row["step"] <= step]
+    _write_whole(run_dir / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def append_metrics(run_dir: Path, row: dict[str, Any]) -> None:
+    """Add one step; the line is on disk when this returns."""
+    with (run_dir / METRICS).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def attempt_log(run_dir: Path) -> Path:
+    """A new log file of this attempt: log/attempt-1.log, log/attempt-2.log, ..."""
+    folder = run_dir / "log"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"attempt-{len(list(folder.iterdir())) + 1}.log"
+    path.touch()
+    return path
+
+
+def report_dir(parent: Path) -> Path:
+    """The report folder of a run directory, or of the folder above several."""
+    folder = parent / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Whole checkpoints, oldest first: checkpoints/step-000010, ..."""
+    return sorted((run_dir / "checkpoints").glob("step-??????"))
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step that a checkpoint was saved after."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+@contextmanager
+def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
+    """A folder to save into; it becomes step-NNNNNN whole, or not at all. Older ones are pruned."""
+    folder = run_dir / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    for leftover in folder.glob("saving-*"):
+        shutil.rmtree(leftover)
+    saving = folder / f"saving-{step:06d}"
+    saving.mkdir()
+    yield saving
+    for file in saving.iterdir():
+        _sync(file)
+    target = folder / f"step-{step:06d}"
+    shutil.rmtree(target, ignore_errors=True)
+    saving.rename(target)
+    _sync(folder)
+    for old in checkpoints(run_dir)[:-KEPT_CHECKPOINTS]:
+        shutil.rmtree(old)
+
+
+def write_environment(run_dir: Path) -> None:
+    """Record what this attempt runs on; each attempt's log keeps its own."""
+    _write_whole(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, commit and hardware of this process: what a number was measured on."""
+    return {
+        "python": platform.python_version(),
+        "versions": {name: version for name in VERSIONS_OF if (version := _version(name))},
+        "commit": _commit(),
+        "hardware": {
+            "machine": platform.machine(),
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.release()}",
+        },
+    }
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs one of the package's verbs in a fresh process of this interpreter."""
+    return [sys.executable, "-m", f"fp8_nemo.recipes.{module}", *arguments]
+
+
+def _existing(plan: Plan) -> Frozen:
+    path = run_path(plan)
+    if not path.exists():
+        return Frozen(path, "new", 0)
+    steps = steps_done(read_metrics(path))
+    return Frozen(path, state_of(plan, steps), steps)
+
+
+def _write_all(plans: list[Plan]) -> None:
+    if not plans:
+        return
+    made: list[Path] = []
+    try:
+        for outputs in {Path(plan.recipe.outputs) for plan in plans}:
+            made += _make(outputs)
+        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=Path(plans[0].recipe.outputs)))
+        made.append(staging)
+        for plan in plans:
+            _write(plan, staging / plan.run_name)
+        for plan in plans:
+            made += _make(run_path(plan).parent)
+            made += _move(staging / plan.run_name, run_path(plan))
+        shutil.rmtree(staging)
+    except OSError as error:
+        for path in reversed(made):
+            shutil.rmtree(path, ignore_errors=True)
+        raise RunDirError(
+            f"outputs={plans[0].recipe.outputs}: cannot be written ({error.strerror}); "
+            "set outputs=FOLDER to a folder of yours"
+        ) from error
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and its parents; those that did not exist, outermost first."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+def _write(plan: Plan, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PLAN).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+    (folder / RECIPE).write_text(OmegaConf.to_yaml(OmegaConf.structured(plan.recipe)))
+
+
+def _move(staged: Path, path: Path) -> list[Path]:
+    """Put a staged directory in place, or its files into the one that is there; what is new."""
+    if not path.exists():
+        staged.rename(path)
+        return [path]
+    for file in staged.iterdir():
+        file.replace(path / file.name)
+    return []
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Commit of the code that runs; `-dirty` if it is not exactly that; None outside a clone."""
+    here = Path(__file__).parent
+    command = [
+        "git",
+        "-C",
+        str(here),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

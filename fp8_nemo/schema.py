@@ -1,0 +1,371 @@
+"""The Recipe: one dataclass per Hydra group, each limit declared beside the field that it binds.
+
+A Recipe is what a user may say. `mistakes(recipe)` lists everything that is wrong with it, one
+`Mistake` per cause, and nothing else in the package validates options. What a *host* forbids is
+`plan.py`'s business.
+
+Fields are plain strings and numbers, because a Recipe is also a YAML file, a command line and a
+line of a JSON file. `None` in a number of `grpo` means "as the base configuration has it".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Mistake(NamedTuple):
+    """One thing that is wrong: `Mistake("grpo.steps", 0, "1 or more", "give a whole number")`."""
+
+    key: str
+    got: Any
+    allowed: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        """One line: key, value, what is allowed, what to do."""
+        return f"{self.key}={as_typed(self.got)}: " + "; ".join(filter(None, self[2:]))
+
+
+def as_typed(value: Any) -> str:
+    """A value as a user types it: `null`, `true`, `fp8`."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def short_name(default: str) -> Any:
+    """A name that becomes part of a path: letters, digits, dots, dashes and underscores."""
+    return field(default=default, metadata={"short_name": True})
+
+
+def one_of(*allowed: str, default: str | None = None) -> Any:
+    """A string field with a closed list of values."""
+    return field(default=default or allowed[0], metadata={"one_of": allowed})
+
+
+def number(
+    default: float | None,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A numeric field with an allowed range; `least` and `most` are inclusive."""
+    return field(default=default, metadata={"least": least, "above": above, "most": most})
+
+
+@dataclass
+class Parallel:
+    """How a model is spread over GPUs; one layout per model, the same for every precision."""
+
+    tensor: int = number(1, least=1)
+    pipeline: int = number(1, least=1)
+    context: int = number(1, least=1)
+    expert: int = number(1, least=1)
+    rollout_tensor: int = number(1, least=1)
+    rollout_expert: int = number(1, least=1)
+
+
+@dataclass
+class Shape:
+    """The numbers of a model that its weights' names and shapes follow from."""
+
+    layers: int = number(1, least=1)
+    hidden: int = number(128, least=1)
+    ffn: int = number(128, least=1)
+    heads: int = number(1, least=1)
+    kv_heads: int = number(1, least=1)
+    head_dim: int = number(128, least=2)
+    vocab: int = number(128, least=1)
+    experts: int = number(0, least=0)
+    experts_per_token: int = number(0, least=0)
+    expert_ffn: int = number(0, least=0)
+    tied: bool = False
+    """Whether `lm_head` shares the embedding's weight."""
+    qk_norm: bool = False
+    """Whether Q and K are normalized per head, as in Qwen3."""
+
+
+@dataclass
+class Model:
+    """A model: where it comes from, where it runs, how large it is."""
+
+    name: str = short_name("tiny-llama")
+    backend: str = one_of("local", "nemo")
+    hf_id: str | None = None
+    path: str | None = None
+    """A folder that holds the model; wins over `hf_id`. Without either, the one that ships here."""
+    base_config: str | None = None
+    """Base YAML in NeMo RL's checkout, for `backend=nemo`."""
+    parallel: Parallel = field(default_factory=Parallel)
+    shape: Shape = field(default_factory=Shape)
+
+
+@dataclass
+class Precision:
+    """What is held and multiplied in FP8, on either side."""
+
+    name: str = short_name("bf16")
+    rollout_linear: str = one_of("bf16", "fp8")
+    rollout_kv: str = one_of("bf16", "fp8")
+    """FP8 cache, and FP8 attention with it."""
+    train_linear: str = one_of("bf16", "fp8")
+    scales: str = one_of("fp32", "pow2")
+    first_layers_bf16: int = number(0, least=0)
+    last_layers_bf16: int = number(0, least=0)
+
+
+@dataclass
+class Correction:
+    """What multiplies a token's loss for the mismatch of rollout and train (`correction.py`)."""
+
+    name: str = short_name("none")
+    level: str = one_of("none", "token", "sequence", "geometric")
+    """Which aggregate of `log_ratio` the multiplier is the exponential of; `none`: 1."""
+    truncate: float | None = number(None, above=0)
+    mask: str = one_of("none", "token", "sequence", "geometric")
+    """Which aggregate must lie in `[low, high]` for the token to be kept."""
+    low: float | None = number(None, least=0)
+    high: float | None = number(None, above=0)
+    veto: float | None = number(None, above=0, most=1)
+    """Drop a sequence in which any token's ratio is below this."""
+    normalize: bool = False
+    """Divide by the mean multiplier of the step's rollout batch."""
+    renormalize_denominator: bool = False
+    """Rejected tokens leave the loss's denominator (verl); by default they stay (NeMo RL)."""
+
+
+@dataclass
+class Data:
+    """Problems with verifiable answers."""
+
+    name: str = short_name("arithmetic")
+    path: str | None = None
+    """For `jsonl`: a folder with train.jsonl and validation.jsonl, objects of `input`, `output`."""
+    difficulty: int | None = number(None, least=1, most=6)
+    """For `arithmetic`: digits of each operand."""
+
+
+@dataclass
+class Grpo:
+    """Steps, batch and optimizer. None inherits the base configuration's value."""
+
+    name: str = short_name("demo")
+    steps: int = number(30, least=1)
+    prompts_per_step: int | None = number(None, least=1)
+    generations_per_prompt: int | None = number(None, least=2)
+    max_new_tokens: int | None = number(None, least=1)
+    learning_rate: float | None = number(None, above=0, most=1)
+    updates_per_step: int | None = number(None, least=1)
+    kl_penalty: float | None = number(None, least=0)
+    validate_every: int = number(10, least=1)
+    validate_first: bool = True
+    checkpoint_every: int = number(10, least=1)
+
+
+@dataclass
+class Recalibrate:
+    """Where Q/K/V ranges come from and how much room they get."""
+
+    source: str = one_of("logprob", "forward")
+    """`logprob`: the logprob forward that the step runs anyway; `forward`: an extra pass."""
+    margin: float = number(1.05, least=1)
+    first_margin: float = number(2.0, least=1)
+    """Margin while the ranges come from prompts alone: before the first rollout."""
+    history: int = number(2, least=1)
+    """Steps over which the maximum is taken."""
+
+
+@dataclass
+class Glue:
+    """Which parts of the FP8 path are ours; each switch works alone."""
+
+    name: str = short_name("ours")
+    quantize: str = one_of("fused", "stock")
+    transfer: str = one_of("fp8", "bf16")
+    verify: str = one_of("ledger", "off", "full")
+    recalibrate: Recalibrate = field(default_factory=Recalibrate)
+
+
+@dataclass
+class Logging:
+    """NeMo RL's own loggers; `metrics.jsonl` is always written."""
+
+    tensorboard: bool = True
+    wandb: bool = False
+
+
+@dataclass
+class Cluster:
+    """Where a run is started."""
+
+    name: str = short_name("here")
+    kind: str = one_of("here", "slurm")
+    nodes: int = number(1, least=1)
+    gpus_per_node: int = number(8, least=1)
+    gpu: str = one_of("h100", "h200", "b200")
+    time: str = "04:00:00"
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    extra: list[str] = field(default_factory=list)
+    container: str | None = None
+    mounts: list[str] = field(default_factory=list)
+    setup: str | None = None
+    nemo_root: str | None = None
+    interpreter: str = one_of("container", "system")
+    requeue: bool = True
+    save_before_end: int = number(600, least=0)
+    preflight: bool = True
+    launcher: str = one_of("sbatch", "ray_sub")
+
+
+@dataclass
+class Recipe:
+    """One combination of the groups."""
+
+    seed: int = number(42, least=0, most=2**31 - 1)
+    backend: str = one_of("auto", "local", "nemo")
+    """`auto` takes `model.backend`."""
+    model: Model = field(default_factory=Model)
+    precision: Precision = field(default_factory=Precision)
+    correction: Correction = field(default_factory=Correction)
+    data: Data = field(default_factory=Data)
+    grpo: Grpo = field(default_factory=Grpo)
+    glue: Glue = field(default_factory=Glue)
+    logging: Logging = field(default_factory=Logging)
+    cluster: Cluster = field(default_factory=Cluster)
+    nemo: dict[str, Any] = field(default_factory=dict)
+    """Free: NeMo RL's own keys, held against its base YAML by the plan."""
+    outputs: str = "outputs"
+
+
+def mistakes(recipe: Recipe) -> list[Mistake]:
+    """Everything that is wrong with a recipe by itself, fields first, then pairs of fields."""
+    return [
+        *_field_mistakes(recipe),
+        *_precision_mistakes(recipe.precision, recipe.model.shape.layers),
+        *_correction_mistakes(recipe.correction),
+        *_data_mistakes(recipe.data),
+        *_batch_mistakes(recipe.grpo),
+    ]
+
+
+def _field_mistakes(group: Any, prefix: str = "") -> Iterator[Mistake]:
+    for declared in dataclasses.fields(group):
+        key, value = prefix + declared.name, getattr(group, declared.name)
+        if dataclasses.is_dataclass(value):
+            yield from _field_mistakes(value, key + ".")
+        elif value is not None:
+            yield from _limit_mistakes(key, value, declared.metadata)
+
+
+def _limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
+    if "one_of" in limits and value not in limits["one_of"]:
+        yield Mistake(key, value, "must be one of " + ", ".join(limits["one_of"]))
+    if "short_name" in limits and not re.fullmatch(r"[\w-][\w.-]*", value):
+        yield Mistake(key, value, "must be letters, digits, dots, dashes and underscores")
+    if "least" in limits and not _in_range(value, **limits):
+        yield Mistake(key, value, "must be " + _range_text(**limits))
+
+
+def _in_range(value: float, least: float | None, above: float | None, most: float | None) -> bool:
+    return (
+        value == value
+        and abs(value) != float("inf")
+        and (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+    )
+
+
+def _range_text(least: float | None, above: float | None, most: float | None) -> str:
+    bounds = [
+        f"at least {least}" if least is not None else "",
+        f"above {above}" if above is not None else "",
+        f"at most {most}" if most is not None else "",
+    ]
+    return " and ".join(bound for bound in bounds if bound) + ", and finite"
+
+
+def _precision_mistakes(precision: Precision, layers: int) -> Iterator[Mistake]:
+    if precision.rollout_kv == "fp8" and precision.rollout_linear != "fp8":
+        yield Mistake(
+            "precision.rollout_kv",
+            "fp8",
+            f"needs precision.rollout_linear=fp8, got {precision.rollout_linear}",
+            "choose precision=fp8-kv-attn, or set precision.rollout_kv=bf16",
+        )
+    if precision.train_linear == "fp8" and precision.rollout_linear != "fp8":
+        yield Mistake(
+            "precision.train_linear",
+            "fp8",
+            f"needs precision.rollout_linear=fp8, got {precision.rollout_linear}",
+            "choose precision=fp8-e2e, or set precision.train_linear=bf16",
+        )
+    kept = precision.first_layers_bf16 + precision.last_layers_bf16
+    if kept and precision.rollout_linear == "fp8" and kept >= layers:
+        yield Mistake(
+            "precision.first_layers_bf16 + precision.last_layers_bf16",
+            kept,
+            f"leaves none of the model's {layers} layers in FP8",
+            "lower one of them, or choose precision=bf16",
+        )
+
+
+def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
+    low, high = correction.low, correction.high
+    if correction.mask == "none":
+        for key, bound in (("low", low), ("high", high)):
+            if bound is not None:
+                yield Mistake(
+                    f"correction.{key}",
+                    bound,
+                    "bounds a mask, and correction.mask=none",
+                    "set correction.mask=token, sequence or geometric",
+                )
+    elif low is None and high is None:
+        yield Mistake("correction.mask", correction.mask, "needs correction.low or correction.high")
+    elif low is not None and high is not None and low > high:
+        yield Mistake(
+            "correction.low", low, f"is above correction.high={high}, so nothing would be kept"
+        )
+    if correction.level == "none" and correction.truncate is not None:
+        yield Mistake(
+            "correction.truncate",
+            correction.truncate,
+            "truncates a ratio, and correction.level=none",
+            "set correction.level=token or sequence",
+        )
+    if correction.level == "none" and correction.normalize:
+        yield Mistake(
+            "correction.normalize",
+            True,
+            "divides by the mean ratio, and correction.level=none",
+            "set correction.level=token or sequence",
+        )
+
+
+def _data_mistakes(data: Data) -> Iterator[Mistake]:
+    if data.name == "jsonl" and data.path is None:
+        yield Mistake(
+            "data.path",
+            None,
+            "data=jsonl reads a folder",
+            "give data.path=FOLDER with train.jsonl and validation.jsonl",
+        )
+
+
+def _batch_mistakes(grpo: Grpo) -> Iterator[Mistake]:
+    sizes = (grpo.prompts_per_step, grpo.generations_per_prompt, grpo.updates_per_step)
+    prompts, generations, updates = sizes
+    if prompts and generations and updates and (prompts * generations) % updates:
+        yield Mistake(
+            "grpo.updates_per_step",
+            updates,
+            f"must divide the step's {prompts} x {generations} sequences",
+        )

@@ -1,0 +1,62 @@
+"""Compare runs: a table here, and a page with figures in the folder `report` above the runs.
+
+python -m recipes.compare outputs/tiny-llama
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from itertools import chain
+from pathlib import Path
+
+from rich.console import Console
+
+from fp8_nemo.report import compare, find_runs, read_runs, table, to_markdown
+from fp8_nemo.run_dir import report_dir
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table and write the page; 2 if there is no run, or nowhere to write."""
+    words = sys.argv[1:] if arguments is None else arguments
+    paths = _paths(words)
+    found = {path: [_short(run) for run in find_runs(path)] for path in paths}
+    runs, lines = read_runs(dict.fromkeys(chain.from_iterable(found.values())))
+    lines += [f"{path}: no run directory here" for path in paths if not found[path]]
+    sys.stderr.writelines(f"{line}\n" for line in lines)
+    if not runs:
+        return 2
+    comparison = compare(runs, lines)
+    Console(width=100).print(table(comparison))
+    try:
+        from fp8_nemo.figures import draw_figures  # matplotlib is an extra, the table needs none
+
+        folder = report_dir(_short(Path(os.path.commonpath([each.resolve() for each in paths]))))
+        figures = draw_figures(comparison, folder)
+        page = to_markdown(comparison, figures, f"python -m recipes.compare {shlex.join(words)}")
+        (folder / "report.md").write_text(page)
+    except (OSError, ModuleNotFoundError) as error:
+        remedy = "" if isinstance(error, OSError) else "; pip install 'fp8-nemo[report]'"
+        print(f"the report cannot be written: {error}{remedy}", file=sys.stderr)
+        return 2
+    print(folder / "report.md")
+    return 0
+
+
+def _paths(words: list[str]) -> list[Path]:
+    parser = argparse.ArgumentParser("recipes.compare", description=__doc__)
+    parser.usage = argparse.SUPPRESS  # a mistake is one line
+    parser.add_argument("paths", metavar="PATH", nargs="+", type=Path)
+    return parser.parse_args(words).paths
+
+
+def _short(path: Path) -> Path:
+    """One spelling for a path: relative where the user stands above it."""
+    path, here = path.resolve(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,29 @@
+"""Shared fixtures: plans of the tiny models, small enough to run in a test."""
+
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo.compose import compose
+from fp8_nemo.plan import Plan, plan_recipe
+
+SMALL = [
+    "grpo.steps=2",
+    "grpo.prompts_per_step=4",
+    "grpo.generations_per_prompt=4",
+    "grpo.max_new_tokens=5",
+    "grpo.validate_every=2",
+    "grpo.validate_first=false",
+    "data.difficulty=1",
+]
+
+
+def small_plan(outputs: Path, *arguments: str) -> Plan:
+    """A plan of two steps of 16 sequences; later arguments win."""
+    [recipe] = compose([*SMALL, f"outputs={outputs}", *arguments])
+    return plan_recipe(recipe)
+
+
+@pytest.fixture
+def make_plan(tmp_path):
+    return lambda *arguments: small_plan(tmp_path / "outputs", *arguments)

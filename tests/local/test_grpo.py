@@ -1,0 +1,147 @@
+"""GRPO's arithmetic, and every precision x correction cell for two steps on both tiny models."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from fp8_nemo import run_dir
+from fp8_nemo.local.grpo import Run, clipped_loss, group_advantages, k3
+from fp8_nemo.plan import Plan
+from tests.test_conf import CELLS
+
+MODELS = ["tiny-llama", "tiny-qwen3-moe"]
+CORE_KEYS = {
+    "reward/mean", "rollout/tokens", "rollout/mean_length", "mismatch/kl",
+    "mismatch/token_mult_prob_error", "mismatch/abs_log_ratio_p99", "mismatch/abs_log_ratio_max",
+    "mismatch/ess", "correction/multiplier_mean", "correction/ess", "correction/clipped_fraction",
+    "correction/masked_fraction", "refit/bytes", "refit/verified_weights", "time/rollout",
+    "time/logprob", "time/train", "time/refit", "time/step",
+}  # fmt: skip
+
+
+def rows_of(plan: Plan) -> list[dict]:
+    [frozen] = run_dir.freeze([plan])
+    Run(plan, frozen.path).train(lambda row: None)
+    return run_dir.read_metrics(frozen.path)
+
+
+def without_times(rows: list[dict]) -> str:
+    return json.dumps([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("precision", "correction"), CELLS, ids=["-".join(cell) for cell in CELLS])
+def test_every_cell_runs_two_steps(make_plan, model, precision, correction):
+    rows = rows_of(
+        make_plan(f"model={model}", f"precision={precision}", f"correction={correction}")
+    )
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert set(rows[1]) >= CORE_KEYS and "val/accuracy" in rows[2]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert ("recalibrate/max_drift" in rows[1]) == precision.endswith("kv-attn")
+    assert (rows[1]["refit/verified_weights"] > 0) == (precision != "bf16")
+    if correction == "none":
+        assert rows[1]["correction/multiplier_mean"] == 1.0 == rows[1]["correction/ess"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["glue.verify=full"], ["glue.verify=off"], ["glue=stock"],
+        ["glue.recalibrate.source=forward"],
+        ["grpo.kl_penalty=0.1"], ["grpo.updates_per_step=4"], ["correction.normalize=true"],
+        ["correction=mis", "correction.renormalize_denominator=true"], ["correction.veto=0.5"],
+        ["precision.scales=pow2"], ["precision.first_layers_bf16=1"], ["grpo.validate_first=true"],
+        ["model=tiny-qwen3-moe", "precision=fp8-e2e", "precision.last_layers_bf16=1"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_every_modifier_runs_and_changes_the_run(make_plan, arguments):
+    rows = rows_of(make_plan(*arguments))
+    assert len(rows) == 3 and all(math.isfinite(value) for row in rows for value in row.values())
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(make_plan, tmp_path):
+    first = without_times(rows_of(make_plan()))
+    again = without_times(rows_of(make_plan(f"outputs={tmp_path}/again")))
+    other = without_times(rows_of(make_plan("seed=7")))
+    assert first == again != other
+
+
+def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not(make_plan, tmp_path):
+    steps = ["grpo.steps=6", "grpo.checkpoint_every=2", "grpo.validate_every=3"]
+    whole = without_times(rows_of(make_plan(*steps)))
+
+    class Stop(Exception):
+        pass
+
+    def stop_at(last: int):
+        def report(row):
+            if row["step"] == last:
+                raise Stop
+
+        return report
+
+    plan = make_plan(*steps, f"outputs={tmp_path}/stopped")
+    [frozen] = run_dir.freeze([plan])
+    for last in (0, 3, 5):
+        with pytest.raises(Stop):
+            Run(plan, frozen.path).train(stop_at(last))
+    Run(plan, frozen.path).train(lambda row: None)
+    assert without_times(run_dir.read_metrics(frozen.path)) == whole
+
+
+def test_full_verification_reports_a_probe_near_one(make_plan):
+    rows = rows_of(make_plan("glue.verify=full", "precision=bf16", "correction=none"))
+    assert 1.0 <= rows[1]["refit/probe_mult_prob_error"] < 1.1
+
+
+def test_fp8_rollouts_send_about_half_the_bytes(make_plan):
+    bf16 = rows_of(make_plan("precision=bf16"))[1]["refit/bytes"]
+    fp8 = rows_of(make_plan("precision=fp8-linear"))[1]["refit/bytes"]
+    assert fp8 / bf16 == pytest.approx(0.53, abs=0.01)
+
+
+def test_advantages_leave_one_out_and_divide_by_the_deviation_of_the_others():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    found = group_advantages(rewards)
+    others = torch.tensor([1.0, 0.0, 0.0])  # what the first response sees
+    expected = (1 - others.mean()) / (others.var(unbiased=True).sqrt() + 1e-6)
+    assert found[0].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert found[4:].tolist() == [0.0] * 4
+
+
+def test_a_response_whose_peers_agree_is_not_divided():
+    found = group_advantages(torch.tensor([[1.0, 0.0, 0.0]]))
+    assert found[0].item() == 1.0 and found[1] < 0
+
+
+def test_the_surrogate_is_clipped_at_a_fifth_on_the_side_that_helps():
+    train, advantage = torch.zeros(1, 4), torch.tensor([[1.0]])
+    current = torch.tensor([[1.5, 1.1, 0.9, 0.5]]).log()
+    assert clipped_loss(current, train, advantage)[0].tolist() == pytest.approx(
+        [-1.2, -1.1, -0.9, -0.5]
+    )
+    assert clipped_loss(current, train, -advantage)[0].tolist() == pytest.approx(
+        [1.5, 1.1, 0.9, 0.8]
+    )
+
+
+def test_k3_is_zero_at_agreement_positive_elsewhere_and_bounded():
+    current = torch.tensor([[-1.0, -2.0, -50.0]])
+    found = k3(current, torch.tensor([[-1.0, -1.0, 0.0]]))[0].tolist()
+    assert found[0] == 0 and found[1] == pytest.approx(math.e - 2, rel=1e-6) and found[2] == 10
+
+
+def test_a_rejecting_correction_leaves_the_policy_where_it_was(make_plan):
+    plan = make_plan("correction=mis", "correction.low=1.0e+8", "correction.high=1.0e+9")
+    [frozen] = run_dir.freeze([plan])
+    run = Run(plan, frozen.path)
+    before = {name: weight.clone() for name, weight in run.policy.parameters.items()}
+    run.policy.optimizer.param_groups[0]["weight_decay"] = 0.0
+    run.train(lambda row: None)
+    rows = run_dir.read_metrics(frozen.path)
+    assert rows[1]["correction/masked_fraction"] == 1.0 and rows[1]["correction/ess"] == 0.0
+    assert all(torch.equal(before[name], weight) for name, weight in run.policy.parameters.items())

@@ -1,0 +1,151 @@
+"""Linears, experts, attention and cache do the arithmetic that their docstrings state."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from fp8_nemo.local import layers
+from fp8_nemo.quantize import (
+    FP8,
+    dequantize_blocks,
+    dequantize_groups,
+    quantize_blocks,
+    quantize_groups,
+)
+
+
+def values(x):
+    return dequantize_groups(quantize_groups(x))
+
+
+class Module:
+    watch = None
+
+    def __init__(self, q_scale=1.0, k_scale=1.0, v_scale=1.0):
+        self.q_scale, self.k_scale, self.v_scale = (
+            torch.tensor([s]) for s in (q_scale, k_scale, v_scale)
+        )
+
+
+def random(*shape, scale=1.0):
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * scale
+    ).bfloat16()
+
+
+def test_a_bf16_linear_rounds_its_result_and_nothing_else():
+    x, weight = random(5, 256), random(128, 256)
+    expected = (x.double() @ weight.double().T).float()
+    found = layers.linear_bf16(x, weight)
+    assert found.dtype == torch.bfloat16
+    assert ((found.float() - expected).abs() <= expected.abs() * 2**-8 + 1e-6).all()
+
+
+def test_an_fp8_linear_multiplies_what_the_bytes_stand_for():
+    x, weight = random(5, 256), quantize_blocks(random(384, 256))
+    expected = linear(values(x), dequantize_blocks(weight)).bfloat16()
+    assert torch.equal(layers.linear_fp8(x, weight, False), expected)
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_training_in_fp8_quantizes_both_operands_of_all_three_products(pow2):
+    x, weight, dy = random(3, 50, 256), random(384, 256), random(3, 50, 384)
+    x.requires_grad_(), weight.requires_grad_()
+    y = layers.Fp8Product.apply(x, weight, pow2)
+    y.backward(dy)
+
+    def grouped(t):
+        return dequantize_groups(quantize_groups(t, pow2=pow2))
+
+    held = dequantize_blocks(quantize_blocks(weight.detach(), pow2=pow2))
+    flat_x, flat_dy = x.detach().flatten(0, 1), dy.flatten(0, 1)
+    assert torch.equal(y, linear(grouped(x.detach()), held).bfloat16())
+    assert torch.equal(x.grad, (grouped(flat_dy) @ held).view_as(x).bfloat16())
+    assert torch.equal(weight.grad, (grouped(flat_dy.T) @ grouped(flat_x.T).T).bfloat16())
+    exact = flat_dy.float().T @ flat_x.float()
+    assert torch.cosine_similarity(weight.grad.float().flatten(), exact.flatten(), 0) > 0.998
+
+
+def test_bf16_attention_is_softmax_attention_with_grouped_heads():
+    query, key, value = random(2, 4, 7, 64), random(2, 2, 7, 64), random(2, 2, 7, 64)
+    mask = torch.ones(2, 1, 7, 7).bool().tril()
+    found, _ = layers.attention(Module(), query, key, value, mask, 0.125)
+    expected = scaled_dot_product_attention(
+        query.float(),
+        key.float().repeat_interleave(2, 1),
+        value.float().repeat_interleave(2, 1),
+        mask,
+    )
+    assert torch.allclose(found.float(), expected.transpose(1, 2), atol=0.02)
+    assert found.shape == (2, 7, 4, 64)
+
+
+def test_padded_queries_that_see_no_key_give_zeros_not_nan():
+    query = key = value = random(1, 2, 3, 64)
+    mask = torch.zeros(1, 1, 3, 3).bool()
+    fp8 = [x.to(FP8) for x in (key, value)]
+    for pair in ((key, value), fp8):
+        found, _ = layers.attention(Module(), query, *pair, mask, 0.125)
+        assert torch.equal(found, torch.zeros_like(found))
+
+
+def e4m3(x):
+    """Round to E4M3 by hand: 3 mantissa bits, exponents from -6, ties to even, 448 at most."""
+    exponent = np.floor(np.log2(np.maximum(np.abs(x), 2.0**-9)))
+    step = 2.0 ** (np.maximum(exponent, -6) - 3)
+    return np.clip(np.round(x / step) * step, -448, 448)
+
+
+@pytest.mark.parametrize(
+    ("head", "keys", "queries"), [(64, 20, 3), (64, 300, 2), (128, 200, 2), (128, 200, 80)]
+)
+def test_fp8_attention_is_flash_attention_threes_arithmetic_tile_by_tile(head, keys, queries):
+    scales = (0.011, 0.013, 0.017)
+    query, key, value = (
+        random(1, 1, queries, head),
+        random(1, 1, keys, head),
+        random(1, 1, keys, head),
+    )
+    k8, v8 = (
+        layers.quantize_tensor(x, torch.tensor([s]))
+        for x, s in ((key, scales[1]), (value, scales[2]))
+    )
+    mask = torch.ones(1, 1, queries, keys).bool()
+    found, _ = layers.attention(Module(*scales), query, k8, v8, mask, head**-0.5)
+    q = e4m3(query[0, 0].float().numpy().astype(np.float64) / np.float32(scales[0]))
+    k, v = k8[0, 0].double().numpy(), v8[0, 0].double().numpy()
+    scores = q @ k.T * (scales[0] * scales[1] * head**-0.5)
+    width = 128 if head == 64 else 96 if queries <= 64 else 192
+    top, total, output = np.full((queries, 1), -np.inf), 0.0, 0.0
+    for start in reversed(range(0, keys, width)):
+        tile = scores[:, start : start + width]
+        raised = np.maximum(top, tile.max(1, keepdims=True))
+        weight = np.exp(tile - raised) * 256
+        total = total * np.exp(top - raised) + weight.sum(1, keepdims=True)
+        output = output * np.exp(top - raised) + e4m3(weight) @ v[start : start + width]
+        top = raised
+    expected = output / total * scales[2]
+    error = np.linalg.norm(found[0, :, 0].double().numpy() - expected) / np.linalg.norm(expected)
+    exact = np.exp(scores - scores.max(1, keepdims=True))
+    unrounded = exact @ v / exact.sum(1, keepdims=True) * scales[2]
+    without = np.linalg.norm(unrounded - expected) / np.linalg.norm(expected)
+    assert error < 0.004 < without  # BF16 results; a P that is not rounded would be seen
+
+
+def test_the_fp8_cache_stores_bytes_and_saturates():
+    cache = layers.KvLayer((torch.tensor([0.5]), torch.tensor([0.25])))
+    key = torch.full((1, 1, 2, 64), 300.0).bfloat16()
+    cache.update(key, key)
+    keys, stored = cache.update(key[:, :, :1], key[:, :, :1])
+    assert keys.dtype == stored.dtype == FP8 and keys.shape == (1, 1, 3, 64)
+    assert cache.keys.element_size() == 1 and cache.get_seq_length() == 3
+    assert keys.float().unique().tolist() == [448.0]
+    half = layers.KvLayer((torch.tensor([2.0]), torch.tensor([2.0])))
+    assert half.update(key, key)[0].float().unique().tolist() == [144.0]  # 150 rounded to E4M3
+
+
+def test_the_bf16_cache_stores_what_it_is_given():
+    key = random(1, 2, 3, 64)
+    keys, _ = layers.KvLayer(None).update(key, key)
+    assert torch.equal(keys, key)

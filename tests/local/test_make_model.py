@@ -1,0 +1,73 @@
+"""Starting models: three families, a tokenizer that round-trips, careless answers, files."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fp8_nemo.local import make_model
+from fp8_nemo.local.data import Problem, arithmetic
+from fp8_nemo.schema import Shape
+from fp8_nemo.weights import named_shapes, wire_names
+
+SMALL = {
+    "layers": 1,
+    "hidden": 128,
+    "ffn": 128,
+    "heads": 2,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "vocab": 128,
+}
+MOE = {"experts": 4, "experts_per_token": 2, "expert_ffn": 128}
+
+
+@pytest.mark.parametrize(
+    ("extra", "family"),
+    [
+        ({}, "LlamaForCausalLM"),
+        ({"qk_norm": True}, "Qwen3ForCausalLM"),
+        (MOE | {"qk_norm": True}, "Qwen3MoeForCausalLM"),
+    ],
+    ids=["llama", "qwen3", "qwen3-moe"],
+)
+def test_a_model_learns_and_is_read_back_from_hugging_face_files(tmp_path, extra, family):
+    shape, chat, losses = Shape(**SMALL, **extra), make_model.make_chat(), []
+    model = make_model.new_model(shape, chat, seed=0)
+    assert type(model).__name__ == family
+    shapes = {
+        wire: None
+        for name, weight in model.named_parameters()
+        for wire in wire_names(name, tuple(weight.shape))
+    }
+    assert set(shapes) == set(named_shapes(shape))
+    make_model.train_model(
+        model,
+        chat,
+        arithmetic(1, 0).train,
+        steps=10,
+        seed=0,
+        report=lambda step, loss: losses.append(loss),
+    )
+    assert losses[-1] < losses[0] and len(losses) == 10
+    make_model.save_model(model, chat, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == make_model.CHAT_TEMPLATE
+
+
+def test_the_tokenizer_round_trips_every_printable_character():
+    tokenizer = make_model.make_chat().tokenizer
+    text = "".join(map(chr, range(32, 127))) + "\n"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert len(tokenizer.encode("<user>1+2<assistant>3<eos>", add_special_tokens=False)) == 7
+
+
+def test_half_of_the_answers_have_one_wrong_digit():
+    draw = random.Random(0)
+    answers = [make_model.careless(Problem("1+2", "123"), draw).output for _ in range(2000)]
+    wrong = [answer for answer in answers if answer != "123"]
+    assert 0.45 < len(wrong) / len(answers) < 0.55
+    assert all(sum(a != b for a, b in zip(answer, "123", strict=True)) == 1 for answer in wrong)

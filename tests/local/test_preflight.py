@@ -1,0 +1,35 @@
+"""A model's files are checked by their own headers, without torch."""
+
+import shutil
+
+import pytest
+
+from fp8_nemo.local.preflight import SHIPPED, missing_bytes, problems_with
+
+
+@pytest.fixture
+def copy(tmp_path):
+    shutil.copytree(SHIPPED / "tiny-llama", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_shipped_models_are_whole_and_small():
+    for name in ("tiny-llama", "tiny-qwen3-moe"):
+        files = list((SHIPPED / name).glob("*.safetensors"))
+        assert files and not any(map(missing_bytes, files))
+        assert sum(each.stat().st_size for each in (SHIPPED / name).iterdir()) < 4e6
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 500, -1])
+def test_a_file_cut_anywhere_lacks_bytes(copy, kept):
+    file = copy / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:kept])
+    assert missing_bytes(file) > 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file_is_named(make_plan, copy, name):
+    (copy / name).unlink()
+    [line] = problems_with(make_plan(f"model.path={copy}"))
+    assert line.startswith(f"model.path={copy}: ") and (name in line or "safetensors" in line)

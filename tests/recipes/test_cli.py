@@ -1,0 +1,205 @@
+"""The verbs as a user types them, in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo import run_dir
+from fp8_nemo.local.preflight import SHIPPED
+from tests.conftest import SMALL
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def verb(name: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", f"recipes.{name}", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, **options)
+
+
+def assert_refused(result: subprocess.CompletedProcess, *parts: str) -> None:
+    assert result.returncode == 2, result
+    assert result.stdout == ""
+    [line] = result.stderr.strip().splitlines()
+    for part in parts:
+        assert part in line
+
+
+def curve(path: Path) -> list[dict]:
+    rows = run_dir.read_metrics(path)
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "modle=tiny-llama",
+        "precision=fp8",
+        "+grpo.stepz=1",
+        "++grpo.stepz=1",
+        "grpo.steps=zero",
+        "experiment=none-such",
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_creates_nothing(tmp_path, argument):
+    result = verb("grpo", argument, f"outputs={tmp_path}/outputs")
+    assert_refused(result, argument.partition("=")[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_wrong_cell_of_a_sweep_starts_none(tmp_path):
+    result = verb(
+        "grpo",
+        "-m",
+        "precision=fp8-linear,bf16",
+        "precision.train_linear=fp8",
+        f"outputs={tmp_path}/outputs",
+    )
+    assert_refused(result, "precision.train_linear=fp8: needs", "(cell precision=bf16")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("grpo:\n  stepz: 3\n", "grpo.stepz=3: no such key; did you mean grpo.steps?"),
+        ("defaults:\n  - override /precision: fp9\n", "fp9"),
+        ("grpo: {steps: many}\n", "grpo.steps=many: must be a whole number"),
+        ("grpo: 3\n", "grpo"),
+    ],
+)
+def test_a_mistake_in_an_experiment_file_is_one_line(tmp_path, content, part):
+    """In a copy of the clone, so that no stray option shows up in other tests."""
+    subprocess.run(["cp", "-r", "conf", "recipes", "fp8_nemo", str(tmp_path)], cwd=ROOT, check=True)
+    (tmp_path / "fp8_nemo" / "conf").symlink_to(tmp_path / "conf")
+    (tmp_path / "conf" / "experiment" / "wrong.yaml").write_text(f"# @package _global_\n{content}")
+    code = "import sys; from recipes.grpo import main; sys.exit(main())"
+    result = subprocess.run(
+        [sys.executable, "-c", code, "experiment=wrong", f"outputs={tmp_path}/outputs"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert_refused(result, part)
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_unwritable_outputs_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    assert_refused(
+        verb("grpo", *SMALL, f"outputs={tmp_path}/file/outputs"), "outputs=", "cannot be written"
+    )
+
+
+def test_a_starting_checkpoint_cut_short_is_refused_before_anything_exists(tmp_path):
+    subprocess.run(["cp", "-r", str(SHIPPED / "tiny-llama"), str(tmp_path / "model")], check=True)
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    result = verb("grpo", *SMALL, f"model.path={tmp_path}/model", f"outputs={tmp_path}/outputs")
+    assert_refused(result, "model.safetensors: is cut short by 1000 bytes")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_missing_model_says_how_to_make_it(tmp_path):
+    result = verb(
+        "grpo", "model=small-llama", f"model.path={tmp_path}/none", f"outputs={tmp_path}/outputs"
+    )
+    assert_refused(result, "no such folder", "python -m recipes.make_model")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_broken_line_of_data_is_refused_with_file_and_line(tmp_path):
+    line = '{"input": "1+2", "output": "3"}\n'
+    (tmp_path / "train.jsonl").write_text(line * 5 + '{"input": "1+2", "out\n' + line)
+    (tmp_path / "validation.jsonl").write_text(line)
+    result = verb(
+        "grpo", *SMALL[:-1], "data=jsonl", f"data.path={tmp_path}", f"outputs={tmp_path}/outputs"
+    )
+    assert_refused(result, "train.jsonl:6: ")
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_cell_of_the_nemo_backend_says_what_it_needs_and_creates_nothing(tmp_path):
+    result = verb("grpo", "model=llama31-8b", f"outputs={tmp_path}/outputs")
+    assert_refused(result, "llama31-8b/fp8-kv-attn-tis: needs backend=nemo, which is not here yet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_is_printed_fast_without_torch(tmp_path):
+    start = time.monotonic()
+    result = verb("plan", "model=llama31-8b", "precision=fp8-kv-attn", f"outputs={tmp_path}")
+    assert result.returncode == 0 and "224 FP8" in result.stdout
+    assert time.monotonic() - start < 10  # 1 s on an idle core; the demo's machine may be busy
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_finished_once_extended_by_more_steps_and_else_left_alone(tmp_path):
+    line = [*SMALL, f"outputs={tmp_path}/outputs", "precision=fp8-linear"]
+    first = verb("grpo", *line)
+    assert first.returncode == 0, first.stderr
+    [path] = (tmp_path / "outputs").glob("*/*/*")
+    whole = curve(path)
+    assert json.loads((path / "environment.json").read_text())["versions"]["torch"]
+    again = verb("grpo", *line)
+    assert again.returncode == 0 and "finished, 2 steps" in again.stdout
+    assert curve(path) == whole
+    assert verb("grpo", *line, "grpo.steps=3").returncode == 0
+    assert [row["step"] for row in curve(path)] == [0, 1, 2, 3]
+    assert curve(path)[:2] == whole[:2]
+    assert len(list((path / "log").iterdir())) == 2
+
+
+def test_killed_at_any_moment_and_started_again_gives_the_undisturbed_curve(tmp_path):
+    line = [*SMALL, "grpo.steps=40", "grpo.checkpoint_every=5", "grpo.validate_every=10"]
+    assert verb("grpo", *line, f"outputs={tmp_path}/whole").returncode == 0
+    [whole] = (tmp_path / "whole").glob("*/*/*")
+    command = [sys.executable, "-m", "recipes.grpo", *line, f"outputs={tmp_path}/killed"]
+    for after in (1, 9, 23):  # rows seen, then SIGKILL to the whole group, wherever it stands
+        child = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        while child.poll() is None:
+            found = list((tmp_path / "killed").glob("*/*/*/metrics.jsonl"))
+            if found and found[0].read_text().count("\n") > after:
+                break
+            time.sleep(0.01)
+        os.killpg(child.pid, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    [killed] = (tmp_path / "killed").glob("*/*/*")
+    assert curve(killed) == curve(whole)
+
+
+def test_a_checkpoint_cut_short_is_named_and_the_one_before_it_serves(tmp_path):
+    line = [*SMALL, "grpo.steps=4", "grpo.checkpoint_every=1", f"outputs={tmp_path}/outputs"]
+    assert verb("grpo", *line).returncode == 0
+    [path] = (tmp_path / "outputs").glob("*/*/*")
+    whole = curve(path)
+    last = path / "checkpoints" / "step-000004"
+    tensors = last / "state.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:5000])
+    result = verb("grpo", *line, "grpo.steps=5")
+    assert_refused(result, "step-000004: cannot be read", "delete this folder")
+    assert curve(path) == whole
+    subprocess.run(["rm", "-r", str(last)], check=True)
+    assert verb("grpo", *line, "grpo.steps=5").returncode == 0
+    assert [row["step"] for row in curve(path)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_directory_that_is_none_is_refused(tmp_path):
+    assert_refused(verb("run", tmp_path), "no run directory")
+    assert_refused(verb("run"), "takes one argument")
+
+
+def test_a_sweep_runs_every_cell_and_compare_reads_them(tmp_path):
+    result = verb("grpo", "-m", *SMALL, "precision=bf16,fp8-linear", f"outputs={tmp_path}/outputs")
+    assert result.returncode == 0, result.stderr
+    assert len(list((tmp_path / "outputs").glob("*/*/*/metrics.jsonl"))) == 2
+    compared = verb("compare", tmp_path / "outputs" / "tiny-llama")
+    assert compared.returncode == 0, compared.stderr
+    report = Path(compared.stdout.strip().splitlines()[-1].split()[-1])
+    assert "fp8-linear" in report.read_text() and list(report.parent.glob("*.png"))

@@ -1,0 +1,113 @@
+"""Command lines: what they compose to, and one clear line for each way in which they are wrong."""
+
+import pytest
+
+from fp8_nemo.compose import ComposeError, compose
+
+MISTAKES = {
+    "grpp=demo": "grpp=demo: no such key; did you mean grpo?",
+    "model=tiny-lama": "did you mean tiny-llama?",
+    "+model=tiny-llama": "+model=tiny-llama: model is always there; write model=...",
+    "correction=null": "correction=null: must be one of",
+    "grpo.stepz=3": "grpo.stepz=3: no such key; did you mean grpo.steps?",
+    "+grpo.stepz=3": "+grpo.stepz=3: no such key; did you mean grpo.steps?",
+    "++grpo.stepz=3": "++grpo.stepz=3: no such key; did you mean grpo.steps?",
+    "+model.parallel.tenosr=2": "did you mean model.parallel.tensor?",
+    "grpo.steps=abc": "grpo.steps=abc: must be a whole number",
+    "grpo.steps=2.5": "grpo.steps=2.5: must be a whole number",
+    "grpo.steps=0": "grpo.steps=0: must be at least 1",
+    "grpo.steps=null": "grpo.steps=null: must be a whole number",
+    "grpo.learning_rate=inf": "grpo.learning_rate=inf: must be above 0 and at most 1, and finite",
+    "grpo.learning_rate=nan": "grpo.learning_rate=nan: must be above 0",
+    "precision.train_linear=fp9": "precision.train_linear=fp9: must be one of bf16, fp8",
+    "glue.verify=ledgr": "glue.verify=ledgr: must be one of ledger, off, full",
+    "correction.veto=2": "correction.veto=2.0: must be above 0 and at most 1",
+    "correction.low=0.5": "correction.low=0.5: bounds a mask, and correction.mask=none",
+    "correction.mask=token": "correction.mask=token: needs correction.low or correction.high",
+    "correction.level=none": "correction.truncate=2.0: truncates a ratio",
+    "data=jsonl": "data.path=null: data=jsonl reads a folder",
+    "precision.last_layers_bf16=2": "leaves none of the model's 2 layers in FP8",
+    "grpo.updates_per_step=7": "grpo.updates_per_step=7: must divide the step's",
+    "model.name=../elsewhere": "model.name=../elsewhere: must be letters, digits",
+    "nemo.grpo.x=1": "nemo.grpo.x=1: nemo starts empty; write +nemo.grpo.x=...",
+    "~grpo": "~grpo=: nothing can be deleted",
+    "hydra.run.dir=x": "hydra.run.dir=x: Hydra only composes here; set outputs=FOLDER",
+    "precision=bf16,fp8-linear": "several values; add -m to sweep over them",
+    "grpo.steps=[1": "grpo.steps=[1: cannot be read",
+    "--multi": "--multi: unknown flag",
+}
+
+
+def lines(*arguments: str) -> list[str]:
+    with pytest.raises(ComposeError) as caught:
+        compose(arguments)
+    assert str(caught.value) == "\n".join(caught.value.lines)
+    return caught.value.lines
+
+
+@pytest.mark.parametrize("argument", list(MISTAKES))
+def test_a_mistake_is_one_line_that_names_key_value_and_remedy(argument):
+    [line] = lines(argument)
+    assert MISTAKES[argument] in line
+
+
+def test_every_distinct_mistake_gets_its_own_line():
+    assert len(lines("grpo.stepz=3", "modle=x", "grpo.stepz=3")) == 2
+    assert len(lines("grpo.steps=0", "correction.veto=2", "grpo.generations_per_prompt=1")) == 3
+
+
+def test_fp8_kv_cache_needs_fp8_rollout_linears():
+    [line] = lines("precision=bf16", "precision.rollout_kv=fp8")
+    assert line.startswith("precision.rollout_kv=fp8: needs precision.rollout_linear=fp8, got bf16")
+
+
+def test_fp8_training_needs_fp8_rollout():
+    [line] = lines("precision=bf16", "precision.train_linear=fp8")
+    assert "choose precision=fp8-e2e" in line
+
+
+def test_one_impossible_cell_refuses_the_whole_sweep_and_is_named():
+    [line] = lines("-m", "precision=bf16,fp8-linear", "precision.train_linear=fp8")
+    assert line.endswith("(cell precision=bf16 precision.train_linear=fp8)")
+    [line] = lines("-m", "precision=bf16,fp9")
+    assert line.startswith("precision=fp9: must be one of")
+
+
+def test_a_sweep_without_a_cell_is_a_mistake():
+    [line] = lines("-m", "precision=glob(zz*)")
+    assert line == "precision=glob(zz*): no cell matches"
+
+
+def test_a_sweep_is_the_product_of_its_axes_in_the_order_typed():
+    recipes = compose(["-m", "precision=bf16,fp8-linear", "seed=1,2,3"])
+    assert [(r.precision.name, r.seed) for r in recipes] == [
+        ("bf16", 1), ("bf16", 2), ("bf16", 3),
+        ("fp8-linear", 1), ("fp8-linear", 2), ("fp8-linear", 3),
+    ]  # fmt: skip
+
+
+def test_an_axis_on_the_command_line_replaces_that_of_the_sweep_file():
+    recipes = compose(["-m", "sweep=precision-x-correction", "precision=fp8-e2e"])
+    assert [(r.precision.name, r.correction.name) for r in recipes] == [
+        ("fp8-e2e", "none"), ("fp8-e2e", "tis"), ("fp8-e2e", "mis"),
+    ]  # fmt: skip
+
+
+def test_a_choice_on_the_command_line_wins_over_the_experiment():
+    [recipe] = compose(["experiment=fp8-unified", "correction=mis"])
+    assert (recipe.precision.name, recipe.correction.name) == ("fp8-e2e", "mis")
+
+
+def test_nemo_is_open_and_keeps_types():
+    [recipe] = compose(
+        ["+nemo.policy.generation.vllm_cfg.gpu_memory_utilization=0.6", "+nemo.grpo.a=[1,b]"]
+    )
+    assert recipe.nemo == {
+        "policy": {"generation": {"vllm_cfg": {"gpu_memory_utilization": 0.6}}},
+        "grpo": {"a": [1, "b"]},
+    }  # fmt: skip
+
+
+def test_values_with_shell_characters_arrive_as_typed():
+    [recipe] = compose([r"cluster.setup='echo $(id); \"a b\" | tee x'"])
+    assert recipe.cluster.setup == r"echo $(id); \"a b\" | tee x"

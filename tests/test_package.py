@@ -1,0 +1,49 @@
+"""The package installs: editable from a clone, and frozen into a folder with conf and recipes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(code: str, **environment: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-I" if not environment else "-P", "-c", code],
+        capture_output=True, text=True, check=True, cwd="/", env=os.environ | environment,
+    ).stdout  # fmt: skip
+
+
+def test_the_editable_install_shows_conf_and_recipes_inside_the_package():
+    out = run("import fp8_nemo.conf, fp8_nemo.recipes.plan; print(fp8_nemo.conf.__path__[0])")
+    assert Path(out.strip()) == ROOT / "conf"
+
+
+def test_the_package_installs_into_a_folder_and_composes_and_plans_from_there(tmp_path):
+    target = tmp_path / "code"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
+    source = tmp_path / "source"  # setuptools builds in place: a copy keeps the clone clean
+    subprocess.run(
+        ["git", "-C", str(ROOT), "checkout-index", "-a", f"--prefix={source}/"], check=True
+    )
+    subprocess.run([*command, "--target", str(target), str(source)], check=True)
+    code = (
+        "import fp8_nemo; from fp8_nemo.compose import compose;"
+        "from fp8_nemo.recipes import run, grpo, plan;"
+        "from fp8_nemo.local.preflight import problems_with; from fp8_nemo.plan import plan_recipe;"
+        "p = [plan_recipe(each) for each in compose(['-m', 'sweep=demo'])];"
+        "assert not any(map(problems_with, p)); print(fp8_nemo.__file__, len(p))"
+    )
+    assert run(code, PYTHONPATH=str(target)).split() == [
+        str(target / "fp8_nemo" / "__init__.py"),
+        "4",
+    ]
