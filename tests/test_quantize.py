@@ -217,7 +217,7 @@ def test_a_slab_of_experts_equals_each_expert_alone(shape):
 
 
 def test_a_transposed_weight_quantizes_as_its_contiguous_copy():
-    turned = made(200, 130).bfloat16().T
+    turned = made(256, 128).bfloat16().T
     assert_same(quantize_blocks(turned), quantize_blocks(turned.contiguous()))
     assert quantize_blocks(turned).fp8_OI.is_contiguous()
 

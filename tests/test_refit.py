@@ -130,10 +130,11 @@ def test_names_types_and_shapes_are_those_of_wire_specs_in_every_refit(
     shapes, precision, checksums
 ):
     found = []
-    for salt, metadata_only in ((0, True), (0, False), (77, False)):
-        scales = None if metadata_only else {name: scale * (1 + salt) for name, scale in KV.items()}
-        stream = stream_of(made(shapes, salt), precision, scales, metadata_only=metadata_only,
-                           checksums=checksums)  # fmt: skip
+    for size, metadata_only in ((1, True), (1, False), (0, False)):
+        named = {name: weight * size for name, weight in made(shapes).items()}
+        scales = None if metadata_only else {name: scale + size for name, scale in KV.items()}
+        how = {"metadata_only": metadata_only, "checksums": checksums}
+        stream = stream_of(named, precision, scales, **how)
         found.append([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in stream])
     assert found[0] == found[1] == found[2], "the manifest's shape included"
     specs = weights.wire_specs(shapes, precision, L).items()
@@ -177,6 +178,10 @@ def without(name):
     return edited(name, lambda t: [])
 
 
+def resent(name, change):
+    return edited(name, lambda t: [(name, change(t))])
+
+
 def twice(name):
     return edited(name, lambda t: [(name, t)] * 2)
 
@@ -192,12 +197,9 @@ FAULTS = [
     (without(K1), f"{K1}: never arrived"),
     (twice(Q), f"{Q}: sent twice"),
     (twice(K1), f"{K1}: sent twice"),
-    (edited(S, lambda t: [(S, t[:1])]), f"{S}: wrong shape [1, 2], expected [2, 2]"),
-    (edited(Q, lambda t: [(Q, t.T)]), f"{Q}: wrong shape [200, 256], expected [256, 200]"),
-    (
-        edited(Q, lambda t: [(Q, t.bfloat16())]),
-        f"{Q}: wrong dtype bfloat16, expected float8_e4m3fn",
-    ),
+    (resent(S, lambda t: t[:1]), f"{S}: wrong shape [1, 2], expected [2, 2]"),
+    (resent(Q, lambda t: t.T), f"{Q}: wrong shape [200, 256], expected [256, 200]"),
+    (resent(Q, torch.Tensor.bfloat16), f"{Q}: wrong dtype bfloat16, expected float8_e4m3fn"),
     (edited(Q, lambda t: [(Q, t), ("lm_head.weight", t)]), "lm_head.weight: unknown name"),
     (
         edited(GATE, gate_as_fp8),
@@ -218,6 +220,17 @@ def test_a_fault_on_the_wire_is_named(fault):
         deliver(pairs, *engine_for(MOE))
     assert error.value.problems == problems
     assert all(problem in str(error.value) for problem in problems)
+
+
+def test_a_buffer_that_the_wire_uses_again_spoils_no_proof():
+    def reusing(stream):
+        for name, tensor in stream:
+            buffer = tensor.clone()
+            yield name, buffer
+            buffer.view(torch.uint8).fill_(0)
+
+    proof = deliver(reusing(stream_of(made(DENSE), checksums=True)), *engine_for(DENSE))
+    assert proof.checksums == len(weights.wire_specs(DENSE, FP8_KV, L))
 
 
 def test_without_an_engine_the_wire_alone_is_proven():
@@ -337,18 +350,16 @@ def test_storage_that_moved_is_named(name, how):
 def test_checksum_weighs_byte_i_by_one_plus_i_mod_65521(dtype):
     tensor = (torch.arange(300 * 257).view(300, 257) % 251).to(dtype)
     wanted = sum(byte * (1 + i % 65521) for i, byte in enumerate(raw(tensor)))
-    assert checksum(tensor).item() == wanted
-    assert checksum(tensor.T.contiguous().T).item() == wanted
+    assert checksum(tensor).item() == checksum(tensor.T.contiguous().T).item() == wanted
 
 
-def test_checksum_sees_any_two_blocks_or_rows_swapped():
+def test_checksum_sees_any_neighbouring_blocks_swapped_and_rows_shifted():
     fp8_OI = quantize_blocks(made({Q: (384, 256)})[Q]).fp8_OI.view(torch.uint8)
-    sums = {checksum(fp8_OI).item()}
-    blocks = [(r, c) for r in (0, 128, 256) for c in (0, 128)]
-    for (r, c), (s, d) in pairwise(blocks):
+    blocks = [(slice(r, r + 128), slice(c, c + 128)) for r in (0, 128, 256) for c in (0, 128)]
+    sums = [checksum(fp8_OI).item()]
+    for one, other in pairwise(blocks):
         swapped = fp8_OI.clone()
-        swapped[r : r + 128, c : c + 128] = fp8_OI[s : s + 128, d : d + 128]
-        swapped[s : s + 128, d : d + 128] = fp8_OI[r : r + 128, c : c + 128]
-        sums.add(checksum(swapped).item())
-    sums.update(checksum(fp8_OI.roll(rows, 0)).item() for rows in (1, 128, 255))
-    assert len(sums) == 1 + 5 + 3
+        swapped[one], swapped[other] = fp8_OI[other], fp8_OI[one]
+        sums.append(checksum(swapped).item())
+    sums += [checksum(fp8_OI.roll(rows, 0)).item() for rows in (1, 128, 255)]
+    assert len(set(sums)) == len(sums) == 1 + 5 + 3

@@ -9,6 +9,7 @@ import torch
 from fp8_nemo import run_dir
 from fp8_nemo.local.grpo import Run, clipped_loss, group_advantages, k3
 from fp8_nemo.plan import Plan
+from fp8_nemo.refit import RefitError
 from tests.test_conf import CELLS
 
 MODELS = ["tiny-llama", "tiny-qwen3-moe"]
@@ -93,9 +94,28 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not(make_plan, tmp_path):
     assert without_times(run_dir.read_metrics(frozen.path)) == whole
 
 
-def test_full_verification_reports_a_probe_near_one(make_plan):
-    rows = rows_of(make_plan("glue.verify=full", "precision=bf16", "correction=none"))
-    assert 1.0 <= rows[1]["refit/probe_mult_prob_error"] < 1.1
+def test_full_verification_scores_a_fixed_prompt_on_both_sides(make_plan):
+    rows = rows_of(make_plan("glue.verify=full", "precision=fp8-e2e-kv-attn"))
+    assert all(0 < row["refit/probe_abs_log_ratio_median"] < 0.1 for row in rows)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_weight_that_landed_upside_down_stops_the_run_at_the_probe(make_plan, model):
+    plan = make_plan(f"model={model}", "glue.verify=full", "precision=fp8-linear")
+    [frozen] = run_dir.freeze([plan])
+    run = Run(plan, frozen.path)
+    refit = run.engine.refit
+
+    def refit_upside_down(stream, prove):
+        proof = refit(stream, prove=prove)
+        weight = run.engine.tensors["model.layers.0.self_attn.o_proj.weight"].view(torch.uint8)
+        weight.copy_(weight.flip(0))
+        return proof
+
+    run.engine.refit = refit_upside_down
+    with pytest.raises(RefitError, match=r"probe: median \|log_ratio\|"):
+        run.train(lambda row: None)
+    assert run_dir.read_metrics(frozen.path) == []
 
 
 def test_fp8_rollouts_send_about_half_the_bytes(make_plan):
