@@ -141,7 +141,7 @@ def exact_scales(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, 
         pow2: round `scale_inv` up to a power of two, by clearing the mantissa of `scale`.
     """
     scale = torch.full_like(amax, FP8_MAX) / amax
-    scale = scale.clamp(max=torch.finfo(dtype).max)
+    scale = torch.where(torch.isinf(scale), torch.finfo(dtype).max, scale)
     if pow2:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     scale = torch.where(amax == 0, torch.ones_like(amax), scale)

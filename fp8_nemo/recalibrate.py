@@ -71,8 +71,17 @@ class AmaxObserver:
         return {"amax_SL3": self.amax_SL3}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        self.amax_SL3.copy_(state["amax_SL3"])
+        """Take back what `state_dict` gave.
+
+        Raises:
+            ValueError: it is of another model or another history.
+        """
+        amax_SL3 = state["amax_SL3"]
+        if amax_SL3.shape != self.amax_SL3.shape:
+            raise ValueError(
+                f"Q/K/V ranges {list(amax_SL3.shape)}, expected {list(self.amax_SL3.shape)}"
+            )
+        self.amax_SL3.copy_(amax_SL3)
 
 
 def kv_scales(amax_SL3: Tensor, margin: float) -> dict[str, float]:
@@ -98,8 +107,11 @@ def kv_scales(amax_SL3: Tensor, margin: float) -> dict[str, float]:
 
 def saturated_fraction(amax_L3: Tensor, scales: dict[str, float]) -> float:
     """Share of the 3L ranges that exceeded `448 * scale` of the scale in force."""
-    limits_L3 = torch.tensor(list(scales.values())).view_as(amax_L3) * FP8_MAX
-    return (amax_L3 > limits_L3).double().mean().item()
+    names = [kv_scale_names(layer) for layer in range(len(amax_L3))]
+    scales_L3 = torch.tensor(
+        [[scales[name] for name in each] for each in names], dtype=torch.float64
+    )
+    return (amax_L3.double() / FP8_MAX > scales_L3).double().mean().item()
 
 
 def max_drift(before: dict[str, float], after: dict[str, float]) -> float:

@@ -89,11 +89,11 @@ def refit_stream(
             names.append(wire)
             sums += [checksum(tensor)] if checksums else []
             yield wire, tensor
-    if not metadata_only:
-        _refuse_nonfinite(nonfinite)
+    if not metadata_only and (broken := _failing({n: ~bad for n, bad in nonfinite.items()})):
+        raise RefitError(f"{name}: holds NaN or Inf in the trainer" for name in broken)
     if precision.rollout_kv == "fp8":
-        for wire, scale in _checked_kv_scales(kv_scales or {}, num_layers, metadata_only):
-            tensor = torch.tensor([scale], dtype=torch.float32, device=device)
+        for wire, scale in _checked_kv_scales(kv_scales or {}, num_layers, metadata_only).items():
+            tensor = scale.to(device)
             names.append(wire)
             sums += [checksum(tensor)] if checksums else []
             yield wire, tensor
@@ -117,20 +117,25 @@ class Ledger:
         expected: `weights.wire_specs` of the model, as the engine knows it.
         engine: the engine's own tensors by wire name. Opening the ledger compares them with
             `expected` and poisons their block scales. Without it, only the wire is proven.
+        checksums: refuse a manifest without them (`verify: full`).
 
     Raises:
         RefitError: the engine's tensors are not those that a refit of this precision fills.
     """
 
     def __init__(
-        self, expected: Mapping[str, WireSpec], engine: Mapping[str, Tensor] | None = None
+        self,
+        expected: Mapping[str, WireSpec],
+        engine: Mapping[str, Tensor] | None = None,
+        *,
+        checksums: bool = False,
     ) -> None:
-        self.expected = dict(expected)
-        self.engine = dict(engine or {})
+        self.expected, self.checksums = dict(expected), checksums
+        self.engine = {} if engine is None else engine
         self.received: dict[str, int] = {}
         self.kv_scales: dict[str, Tensor] = {}
         self.problems: list[str] = []
-        self.manifest: dict | None = None
+        self.manifest: dict[str, list[str]] | None = None
         self.sentinel = False
         if engine is not None:
             self._compare_engine()
@@ -146,7 +151,7 @@ class Ledger:
         if name == SENTINEL:
             self.sentinel = True
         elif name == MANIFEST:
-            self.manifest = json.loads(bytes(tensor.cpu().tolist()))
+            self.manifest = _read_manifest(tensor)
         elif problem := self._arrival_problem(name, tensor):
             self.problems.append(f"{name}: {problem}")
         else:
@@ -156,13 +161,18 @@ class Ledger:
             return True
         return False
 
-    def close(self) -> RefitProof:
+    def close(self, engine: Mapping[str, Tensor] | None = None) -> RefitProof:
         """Settle the book.
+
+        Args:
+            engine: the engine's own tensors as they are now, looked up again, where loading may
+                have put others in their place; by default those of the opening.
 
         Raises:
             RefitError: with the name of everything that was dropped, sent twice, unknown, of
                 another type or shape, not loaded, or not what the sender had.
         """
+        self.engine = engine or self.engine
         problems = [*self.problems, *self._wire_problems()]
         if self.engine and not problems:
             problems = [*self._engine_problems()]
@@ -188,8 +198,8 @@ class Ledger:
         problems += [
             f"{name}: the engine holds {found.dtype} {list(found.shape)}, a refit sends "
             f"{spec.dtype} {list(spec.shape)}"
-            for name, found in self.engine.items()
-            if (spec := self.expected.get(name)) and _spec_of(found) != spec
+            for name, tensor in self.engine.items()
+            if (spec := self.expected.get(name)) and (found := _spec_of(tensor)) != spec
         ]
         if problems:
             raise RefitError(sorted(problems))
@@ -218,24 +228,26 @@ class Ledger:
         if not self.sentinel:
             yield f"{SENTINEL}: never arrived, so this stream is not ours"
         if self.manifest is None:
-            yield f"{MANIFEST}: never arrived, so the stream was cut short"
+            yield f"{MANIFEST}: never arrived whole, so the stream was cut short"
+        elif self.checksums and len(self.manifest["sums"]) != len(self.expected):
+            yield f"{MANIFEST}: lacks checksums, which verify=full needs"
         elif self.manifest["names"] != list(self.expected):
             yield f"{MANIFEST}: lists other tensors than this engine expects"
 
     def _engine_problems(self) -> Iterator[str]:
-        for name in self._block_scales():
-            scale = self.engine[name]
-            if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-                yield f"{name}: not finite and positive in the engine, so it was not loaded"
-        for name, sent in self.kv_scales.items():
-            if not torch.equal(self.engine[name], sent):
-                yield f"{name}: the engine holds {self.engine[name].tolist()}, sent {sent.tolist()}"
+        live = {name: _is_live(self.engine[name]) for name in self._block_scales()}
+        for name in _failing(live):
+            yield f"{name}: not finite and positive in the engine, so it was not loaded"
+        equal = {name: (self.engine[name] == sent).all() for name, sent in self.kv_scales.items()}
+        for name in _failing(equal):
+            sent = self.kv_scales[name].tolist()
+            yield f"{name}: the engine holds {self.engine[name].tolist()}, sent {sent}"
         for name, address in self.addresses.items():
             if self.engine[name].data_ptr() != address:
                 yield f"{name}: its storage moved, CUDA graphs would read the old one"
-        for name, sent_sum in self._sums().items():
-            if checksum(self.engine[name]).item() != sent_sum:
-                yield f"{name}: the engine's bytes are not the sender's (checksum)"
+        match = {name: checksum(self.engine[name]) == sent for name, sent in self._sums().items()}
+        for name in _failing(match):
+            yield f"{name}: the engine's bytes are not the sender's (checksum)"
 
     def _sums(self) -> dict[str, int]:
         assert self.manifest is not None
@@ -255,8 +267,9 @@ def _encode(
     if projections:  # [E, 2 O, I] holds gate above up: taken apart, so that no block spans both
         pieces = weight.unflatten(1, (len(projections), -1)).flatten(0, 1)
     if not weights.is_fp8_weight(name, tuple(weight.shape), precision, num_layers):
+        pieces = pieces.to(torch.bfloat16)
         nonfinite.copy_(~torch.isfinite(pieces).all())
-        yield from zip(wires, pieces.to(torch.bfloat16), strict=True)
+        yield from zip(wires, pieces, strict=True)
         return
     quantized = quantize_blocks(pieces, pow2=precision.scales == "pow2", nonfinite=nonfinite)
     for wire, fp8_OI, scale_inv_PQ in zip(wires, *quantized, strict=True):
@@ -266,28 +279,30 @@ def _encode(
 
 def _checked_kv_scales(
     kv_scales: Mapping[str, float], num_layers: int, metadata_only: bool
-) -> list[tuple[str, float]]:
-    wanted = [name for layer in range(num_layers) for name in weights.kv_scale_names(layer)]
-    if metadata_only:
-        return [(name, float("nan")) for name in wanted]
+) -> dict[str, Tensor]:
+    """KV scales by name as they travel, FP32 `[1]`, in layer order."""
+    names = [name for layer in range(num_layers) for name in weights.kv_scale_names(layer)]
+    wanted = {name: torch.tensor([kv_scales.get(name, torch.nan)]) for name in names}
     broken = [
-        f"{name}: KV scale {kv_scales.get(name)} must be finite and above 0"
-        for name in wanted
-        if not 0 < kv_scales.get(name, 0.0) < float("inf")
+        f"{name}: KV scale {kv_scales.get(name)} must be finite and above 0 in FP32"
+        for name, scale in wanted.items()
+        if not (torch.isfinite(scale) & (scale > 0))
     ]
-    if broken:
+    if broken and not metadata_only:
         raise RefitError(broken)
-    return [(name, kv_scales[name]) for name in wanted]
+    return wanted
 
 
-def _refuse_nonfinite(nonfinite: Mapping[str, Tensor]) -> None:
-    """The refit's one read of the trainer's device before the manifest."""
-    if not nonfinite:
-        return
-    verdicts = torch.stack(list(nonfinite.values())).tolist()
-    broken = [name for name, bad in zip(nonfinite, verdicts, strict=True) if bad]
-    if broken:
-        raise RefitError(f"{name}: holds NaN or Inf in the trainer" for name in broken)
+def _failing(verdicts: Mapping[str, Tensor]) -> list[str]:
+    """Names whose verdict, a boolean on the device, is false: one read for all of them."""
+    if not verdicts:
+        return []
+    passed = torch.stack(list(verdicts.values())).tolist()
+    return [name for name, ok in zip(verdicts, passed, strict=True) if not ok]
+
+
+def _is_live(scale: Tensor) -> Tensor:
+    return (torch.isfinite(scale) & (scale > 0)).all()
 
 
 def _manifest(names: list[str], sums: list[Tensor]) -> Tensor:
@@ -295,6 +310,13 @@ def _manifest(names: list[str], sums: list[Tensor]) -> Tensor:
     host_sums = torch.stack(sums).tolist() if sums else []
     text = json.dumps({"names": names, "sums": [f"{value:016x}" for value in host_sums]})
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def _read_manifest(tensor: Tensor) -> dict[str, list[str]] | None:
+    try:
+        return json.loads(bytes(tensor.cpu().tolist()))
+    except ValueError:
+        return None
 
 
 def _spec_of(tensor: Tensor) -> WireSpec:

@@ -2,7 +2,7 @@
 
 python -m recipes.make_model fp8_nemo/local/models/tiny-llama model=tiny-llama
 
-Ten minutes on two cores for the tiny ones, two on a GPU. Takes the groups `model`, `data` and `seed`.
+Ten minutes on two cores for the tiny ones, two on a GPU. Takes the groups `model`, `data`, `seed`.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ FAULTS = [
         f"{GATE}: wrong dtype float8_e4m3fn, expected bfloat16",
         f"{GATE}_scale_inv: unknown name",
     ),
-    (without(MANIFEST), f"{MANIFEST}: never arrived, so the stream was cut short"),
+    (without(MANIFEST), f"{MANIFEST}: never arrived whole, so the stream was cut short"),
     (without(SENTINEL), f"{SENTINEL}: never arrived, so this stream is not ours"),
     (lambda pairs: without(Q)(twice(GATE)(pairs)), f"{GATE}: sent twice", f"{Q}: never arrived"),
 ]
@@ -363,3 +363,27 @@ def test_checksum_sees_any_neighbouring_blocks_swapped_and_rows_shifted():
         sums.append(checksum(swapped).item())
     sums += [checksum(fp8_OI.roll(rows, 0)).item() for rows in (1, 128, 255)]
     assert len(set(sums)) == len(sums) == 1 + 5 + 3
+
+
+def test_a_manifest_that_cannot_be_read_or_lacks_checksums_is_named():
+    expected, engine = engine_for(DENSE)
+    ledger = Ledger(expected, engine, checksums=True)
+    for name, tensor in stream_of(made(DENSE)):
+        if ledger.receive(name, tensor):
+            engine[name].copy_(tensor)
+    with fails(MANIFEST):
+        ledger.close()
+    ledger.receive(MANIFEST, torch.zeros(3, dtype=torch.uint8))
+    with fails(MANIFEST):
+        ledger.close()
+
+
+def test_tensors_that_loading_put_in_place_of_others_are_seen_when_looked_up_again():
+    expected, engine = engine_for(DENSE)
+    ledger = Ledger(expected, dict(engine))
+    for name, tensor in stream_of(made(DENSE)):
+        if ledger.receive(name, tensor):
+            engine[name].copy_(tensor)
+    name = "model.embed_tokens.weight"
+    with fails(name):
+        ledger.close(engine | {name: engine[name].clone()})

@@ -13,7 +13,7 @@ from fp8_nemo.plan import plan_recipe
 
 @pytest.fixture
 def plan(tmp_path):
-    return plan_recipe(compose([f"outputs={tmp_path}/outputs"])[0])
+    return plan_recipe(compose([f"outputs={tmp_path}/outputs", "grpo.steps=30"])[0])
 
 
 def longer(plan, steps: int):

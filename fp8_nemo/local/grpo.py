@@ -230,7 +230,7 @@ class Run:
             num_layers=self.num_layers,
             checksums=verify == "full",
         )
-        proof = self.engine.refit(stream, prove=verify != "off")
+        proof = self.engine.refit(stream, verify)
         row: dict[str, float] = {
             "refit/bytes": proof.bytes,
             "refit/verified_weights": proof.verified_weights,

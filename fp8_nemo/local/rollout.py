@@ -66,22 +66,22 @@ class Engine:
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         self.expected = weights.wire_specs(shapes, precision, config.num_hidden_layers)
         layers.set_rollout_precision(self.model, precision)
-        self.tensors = self._wire_tensors()
 
     @torch.no_grad()
-    def refit(self, stream: Iterable[tuple[str, Tensor]], *, prove: bool = True) -> RefitProof:
-        """Load what a refit sends; with `prove`, by a ledger that must close.
+    def refit(self, stream: Iterable[tuple[str, Tensor]], verify: str) -> RefitProof:
+        """Load what a refit sends; unless `verify` is off, by a ledger that must close.
 
         Raises:
             RefitError: something did not land; the engine must not be used.
         """
-        if not prove:
-            return self._load_unproven(stream)
-        ledger = Ledger(self.expected, self.tensors)
+        tensors = self.wire_tensors()
+        if verify == "off":
+            return _load_unproven(stream, tensors)
+        ledger = Ledger(self.expected, tensors, checksums=verify == "full")
         for name, tensor in stream:
             if ledger.receive(name, tensor):
-                self.tensors[name].copy_(tensor)
-        return ledger.close()
+                tensors[name].copy_(tensor)
+        return ledger.close(self.wire_tensors())
 
     @torch.no_grad()
     def generate(
@@ -111,14 +111,6 @@ class Engine:
             ended_B = ended_B | (new_B1[:, 0] == chat.end)
         return Batch(tokens_BT, mask_BT, torch.cat(real, dim=1), torch.cat(logprobs, dim=1))
 
-    def _load_unproven(self, stream: Iterable[tuple[str, Tensor]]) -> RefitProof:
-        received = 0
-        for name, tensor in stream:
-            if name in self.tensors:
-                self.tensors[name].copy_(tensor)
-                received += tensor.numel() * tensor.element_size()
-        return RefitProof(received, verified_weights=0, checksums=0)
-
     def _next(self, new_BT: Tensor, mask_BT: Tensor, cache: object) -> Tensor:
         """Logprobs `[B, V]` of the next token; `new_BT` are the tokens not in the cache yet."""
         new = new_BT.shape[1]
@@ -132,7 +124,7 @@ class Engine:
         )
         return output.logits[:, -1].float().log_softmax(-1)
 
-    def _wire_tensors(self) -> dict[str, Tensor]:
+    def wire_tensors(self) -> dict[str, Tensor]:
         """The engine's own tensors by wire name; experts are views into their slabs."""
         held = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         found: dict[str, Tensor] = {}
@@ -146,6 +138,15 @@ class Engine:
             else:
                 found[_vllm_name(name)] = tensor
         return {name: tensor for name, tensor in found.items() if "inv_freq" not in name}
+
+
+def _load_unproven(stream: Iterable[tuple[str, Tensor]], tensors: dict[str, Tensor]) -> RefitProof:
+    received = 0
+    for name, tensor in stream:
+        if name in tensors:
+            tensors[name].copy_(tensor)
+            received += tensor.numel() * tensor.element_size()
+    return RefitProof(received, verified_weights=0, checksums=0)
 
 
 def pad_left(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

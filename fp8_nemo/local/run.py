@@ -64,10 +64,15 @@ def progress(plan: Plan) -> Iterator[Report]:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, TextColumn("{task.fields[shown]}"), console=console)
+    bar = Progress(
+        *columns,
+        TextColumn("{task.fields[shown]}"),
+        console=console,
+        disable=not console.is_terminal,
+    )
     latest: dict[str, str] = {}
     with bar:
-        task = bar.add_task("", total=steps, shown="", visible=console.is_terminal)
+        task = bar.add_task("", total=steps, shown="")
 
         def report(row: dict[str, Any]) -> None:
             logging.info("%s", row)

@@ -106,9 +106,11 @@ def test_a_weight_that_landed_upside_down_stops_the_run_at_the_probe(make_plan, 
     run = Run(plan, frozen.path)
     refit = run.engine.refit
 
-    def refit_upside_down(stream, prove):
-        proof = refit(stream, prove=prove)
-        weight = run.engine.tensors["model.layers.0.self_attn.o_proj.weight"].view(torch.uint8)
+    def refit_upside_down(stream, verify):
+        proof = refit(stream, verify)
+        weight = run.engine.wire_tensors()["model.layers.0.self_attn.o_proj.weight"].view(
+            torch.uint8
+        )
         weight.copy_(weight.flip(0))
         return proof
 

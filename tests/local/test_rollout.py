@@ -31,7 +31,7 @@ def pair_of(model: str, precision: Precision):
     engine = Engine(policy.model.config, precision, CPU)
     scales = SCALES if precision.rollout_kv == "fp8" else None
     stream = refit_stream(policy.named_weights(), precision, scales, num_layers=2, checksums=True)
-    return policy, engine, engine.refit(stream)
+    return policy, engine, engine.refit(stream, "full")
 
 
 def sample(engine, model, texts=TEXTS, limit=8, seed=0):
@@ -94,17 +94,17 @@ def test_a_prompt_is_answered_alike_alone_and_padded_among_longer_ones():
 @pytest.mark.parametrize("model", MODELS)
 def test_a_refit_fills_fp8_weights_with_the_trainers_quantized_bytes(model):
     policy, engine, proof = pair_of(model, FP8_ALL)
-    assert proof.checksums == len(engine.tensors)
+    assert proof.checksums == len(engine.wire_tensors())
     name = "model.layers.1.self_attn.q_proj.weight"
     held = quantize_blocks(policy.parameters[name].detach())
-    assert engine.tensors[name].dtype == FP8
-    assert torch.equal(engine.tensors[name].view(torch.uint8), held.fp8_OI.view(torch.uint8))
-    assert torch.equal(engine.tensors[name + "_scale_inv"], held.scale_inv_PQ)
-    fp8 = sum(tensor.dtype == FP8 for tensor in engine.tensors.values())
+    assert engine.wire_tensors()[name].dtype == FP8
+    assert torch.equal(engine.wire_tensors()[name].view(torch.uint8), held.fp8_OI.view(torch.uint8))
+    assert torch.equal(engine.wire_tensors()[name + "_scale_inv"], held.scale_inv_PQ)
+    fp8 = sum(tensor.dtype == FP8 for tensor in engine.wire_tensors().values())
     assert proof.verified_weights == fp8 == (14 if model == "tiny-llama" else 2 * (4 + 3 * 4))
     assert not any(
         t.dtype == FP8
-        for n, t in engine.tensors.items()
+        for n, t in engine.wire_tensors().items()
         if "embed" in n or "lm_head" in n or "mlp.gate." in n
     )
 
@@ -122,7 +122,7 @@ def test_the_kv_cache_really_stores_fp8_with_the_scales_of_the_refit():
 def test_kv_scales_matter_to_what_is_sampled():
     _, engine, _ = pair_of("tiny-llama", FP8_ALL)
     before = sample(engine, "tiny-llama").rollout_BR
-    engine.tensors["model.layers.0.self_attn.v_scale"].mul_(0.01)
+    engine.wire_tensors()["model.layers.0.self_attn.v_scale"].mul_(0.01)
     after = sample(engine, "tiny-llama").rollout_BR
     assert before.shape != after.shape or not torch.equal(before, after)
 
@@ -132,7 +132,7 @@ def test_an_engine_that_was_not_refitted_whole_is_not_used():
     stream = refit_stream(policy.named_weights(), FP8_ALL, SCALES, num_layers=2)
     missing = "model.layers.0.mlp.down_proj.weight_scale_inv"
     with pytest.raises(RefitError, match=missing):
-        engine.refit(item for item in stream if item[0] != missing)
+        engine.refit((item for item in stream if item[0] != missing), "ledger")
 
 
 def test_ranges_are_observed_on_real_tokens_in_every_layer():
