@@ -11,7 +11,7 @@ demo: $(VENV)/installed
 	$(BIN)/python -m recipes.compare $(OUTPUTS)/tiny-llama
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

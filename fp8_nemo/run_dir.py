@@ -1,7 +1,7 @@
 """The directory of one run: freeze a plan into it, find it again, resume it, damage nothing.
 
     outputs/MODEL/PRECISION-CORRECTION/sSEED-HASH6/
-        recipe.yaml plan.json environment.json metrics.jsonl log/ checkpoints/ report/
+        recipe.yaml plan.json environment.json metrics.jsonl log/ checkpoints/ data/ report/
 
 The only file that makes directories. Freezing is all-or-nothing over the cells of a sweep:
 everything is written into one staging directory and renamed into place, so a mistake in the last
@@ -155,6 +155,13 @@ def attempt_log(run_dir: Path) -> Path:
     path = folder / f"attempt-{len(list(folder.iterdir())) + 1}.log"
     path.touch()
     return path
+
+
+def data_dir(run_dir: Path) -> Path:
+    """Where a run keeps the problems that it made."""
+    folder = run_dir / "data"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def report_dir(parent: Path) -> Path:

@@ -1,6 +1,11 @@
 """Shared fixtures: plans of the tiny models, small enough to run in a test."""
 
+import os
 from pathlib import Path
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # two threads a worker on two cores wait for each other
 
 import pytest
 

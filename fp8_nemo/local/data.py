@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,10 +80,11 @@ def read_jsonl(path: Path) -> list[Problem]:
     return problems
 
 
-def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
-    """Write problems as NeMo RL's ResponseDataset reads them."""
-    lines = [json.dumps(problem._asdict()) + "\n" for problem in problems]
-    path.write_text("".join(lines), encoding="utf-8")
+def write_problems(folder: Path, split: Split) -> None:
+    """Write train.jsonl and validation.jsonl, as NeMo RL and `data=jsonl` read them."""
+    for name, problems in zip((TRAIN_FILE, VALIDATION_FILE), split, strict=True):
+        lines = [json.dumps(problem._asdict()) + "\n" for problem in problems]
+        (folder / name).write_text("".join(lines), encoding="utf-8")
 
 
 def reward(answer: str, problem: Problem) -> float:

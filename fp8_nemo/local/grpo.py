@@ -26,7 +26,7 @@ from fp8_nemo import recalibrate, run_dir
 from fp8_nemo.correction import Multiplier, correct, correction_metrics
 from fp8_nemo.local import checkpoint
 from fp8_nemo.local.chat import Chat
-from fp8_nemo.local.data import Problem, load_problems, reward
+from fp8_nemo.local.data import Problem, load_problems, reward, write_problems
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.local.preflight import model_path
 from fp8_nemo.local.rollout import Batch, Engine, pad_left
@@ -62,6 +62,8 @@ class Run:
         )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.problems = load_problems(self.recipe.data, self.recipe.seed)
+        if self.recipe.data.name == "arithmetic":
+            write_problems(run_dir.data_dir(path), self.problems)
         self.chat = Chat.load(source)
         self.policy = Policy(source, precision, _set(grpo.learning_rate), device)
         self.reference = (

@@ -7,11 +7,12 @@ import pytest
 from fp8_nemo.local.data import (
     DataError,
     Problem,
+    Split,
     arithmetic,
     load_problems,
     read_jsonl,
     reward,
-    write_jsonl,
+    write_problems,
 )
 from fp8_nemo.schema import Data
 
@@ -45,8 +46,7 @@ def test_the_seed_orders_the_problems_and_does_not_move_the_split():
 
 def test_what_is_written_is_read_back_and_is_what_nemo_rls_response_dataset_reads(tmp_path):
     problems = [Problem("1+2", "3"), Problem('"ünï"\n', "x")]
-    for name in ("train", "validation"):
-        write_jsonl(tmp_path / f"{name}.jsonl", problems)
+    write_problems(tmp_path, Split(problems, problems))
     assert load_problems(Data("jsonl", str(tmp_path)), 0) == (problems, problems)
     first = (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert json.loads(first) == {"input": "1+2", "output": "3"}

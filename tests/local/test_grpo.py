@@ -1,7 +1,10 @@
 """GRPO's arithmetic, and every precision x correction cell for two steps on both tiny models."""
 
+import ast
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +136,29 @@ def test_advantages_leave_one_out_and_divide_by_the_deviation_of_the_others():
     expected = (1 - others.mean()) / (others.var(unbiased=True).sqrt() + 1e-6)
     assert found[0].item() == pytest.approx(expected.item(), rel=1e-5)
     assert found[4:].tolist() == [0.0] * 4
+
+
+def nemo_rls_function():
+    """NeMo RL's own baseline function, out of the checkout's source."""
+    root = os.environ.get("NEMO_RL_ROOT")
+    if not root:
+        pytest.skip("NEMO_RL_ROOT: no checkout of NeMo RL")
+    tree = ast.parse((Path(root) / "nemo_rl" / "algorithms" / "utils.py").read_text())
+    name = "calculate_baseline_and_std_per_prompt"
+    [function] = [node for node in tree.body if getattr(node, "name", "") == name]
+    scope = {"torch": torch}
+    exec(compile(ast.Module([function], []), root, "exec"), scope)
+    return scope[name]
+
+
+def test_advantages_equal_those_of_nemo_rl():
+    function = nemo_rls_function()
+    rewards = (torch.rand(50, 8, generator=torch.Generator().manual_seed(0)) < 0.4).float()
+    prompts = torch.arange(50).repeat_interleave(8)[:, None]
+    flat = rewards.flatten()
+    baseline, std = function(prompts, flat, torch.ones(400), leave_one_out_baseline=True)
+    expected = torch.where(std > 0, (flat - baseline) / (std + 1e-6), flat - baseline)
+    assert torch.allclose(group_advantages(rewards), expected, atol=1e-5)
 
 
 def test_a_response_whose_peers_agree_is_not_divided():
