@@ -17,6 +17,10 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 squares and sums in FP64 without overflow
 
 
+class LogprobError(ValueError):
+    """Logprobs that no mean can be taken of: the policy, or the engine, has diverged."""
+
+
 @dataclass(frozen=True)
 class LogprobPair:
     """One batch, scored twice.
@@ -26,7 +30,8 @@ class LogprobPair:
     [-0.6, 0.0]]), mask_BT=tensor([[True, True], [True, False]]))`.
 
     Raises:
-        ValueError: shapes differ, or a real token's logprob is not finite.
+        ValueError: shapes differ.
+        LogprobError: a real token's logprob is not finite.
     """
 
     train_BT: Tensor
@@ -44,7 +49,7 @@ class LogprobPair:
         for side, logprob_BT in (("train", self.train_BT), ("rollout", self.rollout_BT)):
             broken = int((~torch.isfinite(logprob_BT) & self.mask_BT.bool()).sum())
             if broken:
-                raise ValueError(f"{side} logprobs of {broken} real tokens are not finite")
+                raise LogprobError(f"{side} logprobs of {broken} real tokens are not finite")
 
     @property
     def log_ratio_BT(self) -> Tensor:

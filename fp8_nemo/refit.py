@@ -30,16 +30,19 @@ from fp8_nemo.weights import WireSpec
 
 SENTINEL = "fp8_nemo.sentinel"
 MANIFEST = "fp8_nemo.manifest"
+SHOWN_PROBLEMS = 8  # a model of 18,000 expert weights may lose them all
 KV_SUFFIXES = (".q_scale", ".k_scale", ".v_scale")
 CHECKSUM_PERIOD = 65521  # prime: shifting bytes by any block or row size changes their factors
 
 
 class RefitError(RuntimeError):
-    """A refit that did not land whole; the message names every tensor that failed."""
+    """A refit that did not land whole; `problems` names every tensor that failed."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
-        super().__init__(f"refit failed ({len(self.problems)}): " + "; ".join(self.problems))
+        more = len(self.problems) - SHOWN_PROBLEMS
+        shown = self.problems[:SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
+        super().__init__("refit failed: " + "; ".join(shown))
 
 
 @dataclass(frozen=True)

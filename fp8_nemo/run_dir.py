@@ -12,6 +12,7 @@ environment only versions and hardware are kept.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -32,6 +33,8 @@ from omegaconf.errors import OmegaConfBaseException
 from fp8_nemo.plan import Plan, plan_from_json
 
 PLAN, RECIPE, ENVIRONMENT, METRICS = "plan.json", "recipe.yaml", "environment.json", "metrics.jsonl"
+LOCK = ".lock"
+INTERRUPTED = 130  # exit code, as a shell reports SIGINT
 KEPT_CHECKPOINTS = 2  # the last one, and one to fall back to if it is damaged
 VERSIONS_OF = (
     "fp8-nemo",
@@ -148,6 +151,21 @@ def append_metrics(run_dir: Path, row: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold a run directory alone for as long as the block, or the process, lives.
+
+    Raises:
+        RunDirError: another process runs it.
+    """
+    with (run_dir / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunDirError(f"{run_dir}: another process is running it; wait for it") from error
+        yield
+
+
 def attempt_log(run_dir: Path) -> Path:
     """A new log file of this attempt: log/attempt-1.log, log/attempt-2.log, ..."""
     folder = run_dir / "log"
@@ -221,9 +239,17 @@ def environment() -> dict[str, Any]:
     }
 
 
-def python_module(module: str, *arguments: str) -> list[str]:
-    """The command that runs one of the package's verbs in a fresh process of this interpreter."""
-    return [sys.executable, "-m", f"fp8_nemo.recipes.{module}", *arguments]
+def call_verb(verb: str, *arguments: str) -> int:
+    """Run one of the recipes in a fresh process of this interpreter; its exit code.
+
+    Ctrl-C reaches the child too, which stops and says so; this waits for it.
+    """
+    child = subprocess.Popen([sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments])
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            continue
 
 
 def _existing(plan: Plan) -> Frozen:

@@ -9,7 +9,6 @@ import argparse
 import os
 import shlex
 import sys
-from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     paths = _paths(words)
     found = {path: [_short(run) for run in find_runs(path)] for path in paths}
-    runs, lines = read_runs(dict.fromkeys(chain.from_iterable(found.values())))
+    runs, lines = read_runs(dict.fromkeys(run for each in found.values() for run in each))
     lines += [f"{path}: no run directory here" for path in paths if not found[path]]
     sys.stderr.writelines(f"{line}\n" for line in lines)
     if not runs:

@@ -3,45 +3,46 @@
 python -m recipes.grpo precision=fp8-linear correction=tis grpo.steps=50
 python -m recipes.grpo -m sweep=demo
 
-All cells are checked before the first one starts. The same line again resumes what stopped, with
-more `grpo.steps` it goes on, and what is finished stays as it is.
+All cells are checked before the first one starts. The same line again resumes what stopped.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 from fp8_nemo.compose import ComposeError, compose
 from fp8_nemo.local import preflight
-from fp8_nemo.plan import PlanError, plan_recipe
-from fp8_nemo.run_dir import Frozen, RunDirError, freeze, python_module
+from fp8_nemo.plan import Plan, PlanError, plan_recipe
+from fp8_nemo.run_dir import INTERRUPTED, Frozen, RunDirError, call_verb, freeze
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run every cell; 2 if the line is wrong, else the first exit code that is not 0."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        plans = [
-            plan_recipe(each) for each in compose(sys.argv[1:] if arguments is None else arguments)
-        ]
-        lines = [f"{plan.cell}: needs {need}" for plan in plans for need in plan.needs]
-        lines += [
-            line
-            for plan in plans
-            if plan.backend == "local"
-            for line in preflight.problems_with(plan)
-        ]
-        if lines:
+        plans = [plan_recipe(recipe) for recipe in compose(arguments)]
+        if lines := [line for plan in plans for line in obstacles(plan)]:
             raise ComposeError(lines)
         frozen = freeze(plans)
     except (ComposeError, PlanError, RunDirError) as error:
         print(error, file=sys.stderr)
         return 2
-    for plan in plans:
-        for note in plan.notes:
-            print(f"note: {note}")
-    codes = [run(each) for each in frozen]
-    return next((code for code in codes if code), 0)
+    for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+        print(f"note: {note}")
+    worst = 0
+    for each in frozen:
+        code = run(each)
+        worst = worst or code
+        if code == INTERRUPTED:
+            break
+    return worst
+
+
+def obstacles(plan: Plan) -> list[str]:
+    """One line for each thing that would stop this plan later."""
+    if plan.needs:
+        return [f"{plan.cell}: needs {need}" for need in plan.needs]
+    return preflight.problems_with(plan)
 
 
 def run(frozen: Frozen) -> int:
@@ -49,7 +50,7 @@ def run(frozen: Frozen) -> int:
     if frozen.state == "finished":
         print(f"{frozen.path}: finished, {frozen.steps} steps; more grpo.steps go on from there")
         return 0
-    return subprocess.run(python_module("run", str(frozen.path)), check=False).returncode
+    return call_verb("run", str(frozen.path))
 
 
 if __name__ == "__main__":

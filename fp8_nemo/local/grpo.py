@@ -193,7 +193,7 @@ class Run:
                     penalty = _set(self.recipe.grpo.kl_penalty)
                     loss_BR = loss_BR + penalty * k3(current_BR, reference_BR[rows])
                 tokens = counted_BR[start : start + size].sum().clamp(min=1)
-                return (loss_BR * batch.response_mask_BR[rows]).sum() / tokens
+                return (loss_BR * counted_BR[rows]).sum() / tokens
 
             norms.append(self.policy.update(batch.rows(start, start + size), loss_of))
         return max(norms)

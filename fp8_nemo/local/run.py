@@ -21,10 +21,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fp8_nemo import run_dir
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import Report, Run
+from fp8_nemo.mismatch import LogprobError
 from fp8_nemo.plan import Plan
 from fp8_nemo.recalibrate import RecalibrateError
 from fp8_nemo.refit import RefitError
 
+DIVERGED = (RefitError, RecalibrateError, LogprobError)
 SHOWN = {
     "reward": "reward/mean",
     "val": "val/accuracy",
@@ -34,7 +36,7 @@ SHOWN = {
 
 
 def run(plan: Plan, path: Path) -> int:
-    """Train; 0 when the last step is done, 2 for a damaged checkpoint, 1 if a proof failed."""
+    """Train; 0 when the last step is done, 2 for an unusable directory, 1 if a proof failed."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True)
@@ -43,12 +45,15 @@ def run(plan: Plan, path: Path) -> int:
     run_dir.write_environment(path)
     logging.info("environment %s", run_dir.environment())
     try:
-        with progress(plan) as report:
+        with run_dir.locked(path), progress(plan) as report:
             Run(plan, path).train(report)
-    except (CheckpointError, RefitError, RecalibrateError) as error:
+    except (CheckpointError, run_dir.RunDirError, *DIVERGED) as error:
         logging.exception("stopped")
         print(f"{path}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, CheckpointError) else 1
+        return 1 if isinstance(error, DIVERGED) else 2
+    except KeyboardInterrupt:
+        print(f"{path}: stopped; the same line goes on from its last checkpoint", file=sys.stderr)
+        return run_dir.INTERRUPTED
     print(f"{path}: finished, {plan.recipe.grpo.steps} steps")
     return 0
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from fp8_nemo import run_dir
 from fp8_nemo.local.preflight import SHIPPED
@@ -203,3 +206,46 @@ def test_a_sweep_runs_every_cell_and_compare_reads_them(tmp_path):
     assert compared.returncode == 0, compared.stderr
     report = Path(compared.stdout.strip().splitlines()[-1].split()[-1])
     assert "fp8-linear" in report.read_text() and list(report.parent.glob("*.png"))
+
+
+def test_ctrl_c_stops_run_and_sweep_with_one_line_and_the_run_goes_on_later(tmp_path):
+    line = ["-m", *SMALL, "grpo.steps=200", "grpo.checkpoint_every=2", "seed=1,2"]
+    command = [sys.executable, "-m", "recipes.grpo", *line, f"outputs={tmp_path}/outputs"]
+    child = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not list((tmp_path / "outputs").glob("*/*/*/checkpoints/step-*")):
+        assert child.poll() is None
+        time.sleep(0.02)
+    os.killpg(child.pid, signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    [said] = errors.strip().splitlines()
+    assert said.endswith("stopped; the same line goes on from its last checkpoint")
+    assert len(list((tmp_path / "outputs").glob("*/*/*/metrics.jsonl"))) == 1
+
+
+def test_a_directory_that_another_process_runs_is_refused(tmp_path):
+    line = [*SMALL, f"outputs={tmp_path}/outputs"]
+    assert verb("grpo", *line).returncode == 0
+    [path] = (tmp_path / "outputs").glob("*/*/*")
+    before = curve(path)
+    with run_dir.locked(path):
+        result = verb("grpo", *line, "grpo.steps=3")
+    assert_refused(result, "another process is running it")
+    assert curve(path) == before
+
+
+def test_a_weight_that_is_not_finite_stops_the_run_and_is_named(tmp_path):
+    shutil.copytree(SHIPPED / "tiny-llama", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name][3, 5] = torch.nan
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    line = [*SMALL, "precision=fp8-linear", f"model.path={tmp_path}/model"]
+    result = verb("grpo", *line, f"outputs={tmp_path}/outputs")
+    assert result.returncode == 1 and result.stdout == ""
+    [said] = result.stderr.strip().splitlines()
+    assert said.endswith(f"refit failed: {name}: holds NaN or Inf in the trainer")
+    [metrics] = (tmp_path / "outputs").glob("*/*/*/metrics.jsonl")
+    assert metrics.read_text() == ""
