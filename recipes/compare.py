@@ -20,10 +20,9 @@ from fp8_nemo.run_dir import report_dir
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the page; 2 if there is no run, or nowhere to write."""
     words = sys.argv[1:] if arguments is None else arguments
-    paths = _paths(words)
-    found = {path: [_short(run) for run in find_runs(path)] for path in paths}
+    found = {path: [_short(run) for run in find_runs(path)] for path in _paths(words)}
     runs, lines = read_runs(dict.fromkeys(run for each in found.values() for run in each))
-    lines += [f"{path}: no run directory here" for path in paths if not found[path]]
+    lines += [f"{path}: no run directory here" for path in found if not found[path]]
     sys.stderr.writelines(f"{line}\n" for line in lines)
     if not runs:
         return 2
@@ -32,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from fp8_nemo.figures import draw_figures  # matplotlib is an extra, the table needs none
 
-        folder = report_dir(_short(Path(os.path.commonpath([each.resolve() for each in paths]))))
+        folder = report_dir(_short(Path(os.path.commonpath([each.resolve() for each in found]))))
         figures = draw_figures(comparison, folder)
         page = to_markdown(comparison, figures, f"python -m recipes.compare {shlex.join(words)}")
         (folder / "report.md").write_text(page)

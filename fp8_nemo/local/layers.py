@@ -18,7 +18,6 @@ features, E experts, F expert features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,51 +111,66 @@ class Fp8RolloutLinear(nn.Module):
         return linear_fp8(input, Fp8Weight(self.weight, self.weight_scale_inv), self.pow2)
 
 
-class TrainExperts(nn.Module):
-    """A layer's experts in two BF16 slabs, as transformers holds them; products in their format."""
-
-    def __init__(self, experts: Any, precision: Precision, fp8: bool) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
-        self.act_fn = experts.act_fn
-        self.fp8, self.pow2 = fp8, precision.scales == "pow2"
-
-    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.fp8:
-            return Fp8Product.apply(x, weight, self.pow2)  # pyright: ignore[reportReturnType]
-        return linear_bf16(x, weight)
-
-    def _expert(self, index: int, x: Tensor) -> Tensor:
-        gate, up = self._linear(x, self.gate_up_proj[index]).chunk(2, dim=-1)
-        return self._linear(self.act_fn(gate) * up, self.down_proj[index])
-
-    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Tokens `[T, I]` through the experts that the router chose."""
-        return _mix(hidden, top_k_index, top_k_weights, len(self.gate_up_proj), self._expert)
-
-
-class Fp8RolloutExperts(nn.Module):
-    """A layer's experts in FP8 slabs with block scales, filled by a refit expert by expert."""
+class Experts(nn.Module):
+    """A layer's experts in two slabs, `gate_up_proj` `[E, 2F, I]` and `down_proj` `[E, I, F]`."""
 
     def __init__(self, experts: Any, pow2: bool) -> None:
         super().__init__()
-        self.pow2, self.act_fn, self.experts = pow2, experts.act_fn, experts.num_experts
+        self.act_fn, self.experts, self.pow2 = experts.act_fn, experts.num_experts, pow2
+
+    def product(self, x: Tensor, slab: str, index: int) -> Tensor:
+        """`x` times one expert's matrix of a slab, in the format that the subclass stands for."""
+        raise NotImplementedError
+
+    def forward(self, hidden_TI: Tensor, index_TA: Tensor, weight_TA: Tensor) -> Tensor:
+        """Weighted sum of the experts that the router chose, in ascending order: it repeats."""
+        mixed_TI = torch.zeros_like(hidden_TI)
+        for index in range(self.experts):
+            token_N, choice_N = torch.where(index_TA == index)
+            if not token_N.numel():
+                continue
+            gate, up = self.product(hidden_TI[token_N], "gate_up_proj", index).chunk(2, dim=-1)
+            output = self.product(self.act_fn(gate) * up, "down_proj", index)
+            output = output * weight_TA[token_N, choice_N, None]
+            mixed_TI = mixed_TI.index_add(0, token_N, output.to(mixed_TI.dtype))
+        return mixed_TI
+
+
+class Bf16Experts(Experts):
+    """Slabs in BF16, as transformers holds them."""
+
+    def __init__(self, experts: Any, pow2: bool) -> None:
+        super().__init__(experts, pow2)
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+
+    def product(self, x: Tensor, slab: str, index: int) -> Tensor:
+        """BF16 operands."""
+        return linear_bf16(x, getattr(self, slab)[index])
+
+
+class Fp8TrainExperts(Bf16Experts):
+    """Slabs in BF16 that are quantized in every product."""
+
+    def product(self, x: Tensor, slab: str, index: int) -> Tensor:
+        """Both operands of all three products in FP8."""
+        held = getattr(self, slab)[index]
+        return Fp8Product.apply(x, held, self.pow2)  # pyright: ignore[reportReturnType]
+
+
+class Fp8RolloutExperts(Experts):
+    """Slabs of FP8 bytes and block scales, filled by refits expert by expert."""
+
+    def __init__(self, experts: Any, pow2: bool) -> None:
+        super().__init__(experts, pow2)
         for name in ("gate_up_proj", "down_proj"):
             slab = getattr(experts, name)
             self.register_buffer(name, torch.zeros(slab.shape, dtype=FP8, device=slab.device))
             self.register_buffer(f"{name}_scale_inv", _nan_scales(slab.shape, slab.device))
 
-    def _linear(self, x: Tensor, name: str, index: int) -> Tensor:
-        held = Fp8Weight(getattr(self, name)[index], getattr(self, f"{name}_scale_inv")[index])
+    def product(self, x: Tensor, slab: str, index: int) -> Tensor:
+        """FP8 operands."""
+        held = Fp8Weight(getattr(self, slab)[index], getattr(self, f"{slab}_scale_inv")[index])
         return linear_fp8(x, held, self.pow2)
-
-    def _expert(self, index: int, x: Tensor) -> Tensor:
-        gate, up = self._linear(x, "gate_up_proj", index).chunk(2, dim=-1)
-        return self._linear(self.act_fn(gate) * up, "down_proj", index)
-
-    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Tokens `[T, I]` through the experts that the router chose."""
-        return _mix(hidden, top_k_index, top_k_weights, self.experts, self._expert)
 
 
 class KvLayer(DynamicLayer):
@@ -249,14 +263,14 @@ AttentionInterface.register(ATTENTION, attention)
 
 def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
     """Give every linear and expert the format in which the trainer multiplies it."""
-    fp8_train = precision.train_linear == "fp8"
+    pow2 = precision.scales == "pow2"
     for name, module in list(model.named_modules()):
-        fp8 = fp8_train and _engine_fp8(model, name, module, precision)
+        fp8 = precision.train_linear == "fp8" and _is_fp8(model, name, precision)
         if _is_experts(name):
-            _replace(model, name, TrainExperts(module, precision, fp8))
+            _replace(model, name, (Fp8TrainExperts if fp8 else Bf16Experts)(module, pow2))
         elif isinstance(module, nn.Linear):
             module.__class__ = Fp8TrainLinear if fp8 else Bf16Linear
-            setattr(module, "pow2", precision.scales == "pow2")  # noqa: B010 (its class has changed)
+            setattr(module, "pow2", pow2)  # noqa: B010 (its class has changed)
     _prepare_attention(model, fp8_kv=False)
 
 
@@ -264,12 +278,9 @@ def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
     """Give every linear, expert and cache the format in which the engine holds it, still empty."""
     pow2 = precision.scales == "pow2"
     for name, module in list(model.named_modules()):
-        fp8 = _engine_fp8(model, name, module, precision)
+        fp8 = _is_fp8(model, name, precision)
         if _is_experts(name):
-            experts = (
-                Fp8RolloutExperts(module, pow2) if fp8 else TrainExperts(module, precision, False)
-            )
-            _replace(model, name, experts)
+            _replace(model, name, (Fp8RolloutExperts if fp8 else Bf16Experts)(module, pow2))
         elif isinstance(module, nn.Linear) and fp8:
             shape_OI = (module.out_features, module.in_features)
             _replace(model, name, Fp8RolloutLinear(shape_OI, pow2, module.weight.device))
@@ -301,13 +312,12 @@ def _prepare_attention(model: PreTrainedModel, fp8_kv: bool) -> None:
             module.register_buffer(name, scale)
 
 
-def _engine_fp8(model: PreTrainedModel, name: str, module: Any, precision: Precision) -> bool:
+def _is_fp8(model: PreTrainedModel, name: str, precision: Precision) -> bool:
+    """Whether the engine holds the module's weights in FP8."""
     layers = model.config.num_hidden_layers
     if _is_experts(name):
         return is_fp8_weight(f"{name}.down_proj", (1, 1, 1), precision, layers)
-    return isinstance(module, nn.Linear) and is_fp8_weight(
-        f"{name}.weight", (1, 1), precision, layers
-    )
+    return is_fp8_weight(f"{name}.weight", (1, 1), precision, layers)
 
 
 def _is_experts(name: str) -> bool:
@@ -317,23 +327,6 @@ def _is_experts(name: str) -> bool:
 def _replace(model: PreTrainedModel, name: str, new: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)
-
-
-def _mix(
-    hidden_TI: Tensor,
-    index_TA: Tensor,
-    weight_TA: Tensor,
-    experts: int,
-    expert: Callable[[int, Tensor], Tensor],
-) -> Tensor:
-    """Weighted sum of the chosen experts' outputs; experts in ascending order: it repeats."""
-    mixed_TI = torch.zeros_like(hidden_TI)
-    for index in range(experts):
-        token_N, choice_N = torch.where(index_TA == index)
-        if token_N.numel():
-            output = expert(index, hidden_TI[token_N]) * weight_TA[token_N, choice_N, None]
-            mixed_TI = mixed_TI.index_add(0, token_N, output.to(mixed_TI.dtype))
-    return mixed_TI
 
 
 def _grouped(x_TI: Tensor, pow2: bool) -> Tensor:
