@@ -60,7 +60,7 @@ class Frozen:
     path: Path
     state: State
     steps: int
-    """Steps whose metrics are already there."""
+    """Steps that are behind it, with metrics and a checkpoint."""
 
 
 def freeze(plans: Iterable[Plan]) -> list[Frozen]:
@@ -256,7 +256,8 @@ def _existing(plan: Plan) -> Frozen:
     path = run_path(plan)
     if not path.exists():
         return Frozen(path, "new", 0)
-    steps = steps_done(read_metrics(path))
+    saved = max(map(checkpoint_step, checkpoints(path)), default=0)
+    steps = min(steps_done(read_metrics(path)), saved)  # a kill may fall between row and checkpoint
     return Frozen(path, state_of(plan, steps), steps)
 
 

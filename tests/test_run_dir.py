@@ -24,6 +24,17 @@ def longer(plan, steps: int):
 def run_steps(path, first: int, last: int) -> None:
     for step in range(first, last + 1):
         run_dir.append_metrics(path, {"step": step})
+    with run_dir.new_checkpoint(path, last):
+        pass
+
+
+def test_a_run_killed_between_its_last_row_and_its_last_checkpoint_is_not_finished(plan):
+    [first] = run_dir.freeze([plan])
+    run_steps(first.path, 0, 20)
+    for step in range(21, 31):
+        run_dir.append_metrics(first.path, {"step": step})
+    [again] = run_dir.freeze([plan])
+    assert (again.state, again.steps) == ("unfinished", 20)
 
 
 def test_a_new_run_has_its_plan_and_recipe_and_nothing_of_the_environment(plan, monkeypatch):
