@@ -3,15 +3,16 @@
 The stream, in a fixed order with fixed shapes: a sentinel, the trainer's weights in export order
 (each FP8 weight followed by its `scale_inv`), the KV scales, a manifest. The receiver keeps a
 ledger. What must arrive comes from `weights.wire_specs`, the same function that the sender asks,
-and is compared with the engine's own tensors when the ledger opens. Block scales are poisoned with
-NaN before, and must be finite and positive after; KV scales are read back from the engine; storage
-addresses must not move, since CUDA graphs hold them.
+and is compared with the engine's own tensors when the ledger opens. Block scales, and one element
+of every other tensor, are then poisoned with NaN; at the end the scales must be finite and
+positive and no poison left, KV scales must read as they were sent, and no storage address may have
+moved, since CUDA graphs hold them.
 
 `verify: full` adds a checksum of every tensor on both sides, the sender's taken before the wire,
 the receiver's from the engine's own memory: it sees a scale that is stale but plausible.
 
-Weights that are not finite are refused before the manifest is sent: every weight sets its slot of
-one device vector, read once.
+Weights that are not finite are refused before the manifest is sent: every weight leaves its
+verdict on the device, and all are read at once.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import torch
 from torch import Tensor
 
 from fp8_nemo import weights
-from fp8_nemo.quantize import quantize_blocks
+from fp8_nemo.quantize import FP8, quantize_blocks
 from fp8_nemo.schema import Precision
 from fp8_nemo.weights import WireSpec
 
 SENTINEL = "fp8_nemo.sentinel"
 MANIFEST = "fp8_nemo.manifest"
 SHOWN_PROBLEMS = 8  # a model of 18,000 expert weights may lose them all
+FP8_NAN = 0x7F  # E4M3's NaN
 KV_SUFFIXES = (".q_scale", ".k_scale", ".v_scale")
 CHECKSUM_PERIOD = 65521  # prime: shifting bytes by any block or row size changes their factors
 
@@ -52,7 +54,7 @@ class RefitProof:
     bytes: int
     """Received over the wire, weights and scales."""
     verified_weights: int
-    """FP8 weights that arrived, each with a live scale."""
+    """FP8 weights that arrived and were loaded, each with its scales."""
     checksums: int
     """Tensors whose bytes in the engine equal the sender's; 0 unless `verify: full`."""
 
@@ -119,7 +121,7 @@ class Ledger:
     Args:
         expected: `weights.wire_specs` of the model, as the engine knows it.
         engine: the engine's own tensors by wire name. Opening the ledger compares them with
-            `expected` and poisons their block scales. Without it, only the wire is proven.
+            `expected` and poisons them. Without it, only the wire is proven.
         checksums: refuse a manifest without them (`verify: full`).
 
     Raises:
@@ -143,8 +145,8 @@ class Ledger:
         if engine is not None:
             self._compare_engine()
         self.addresses = {name: tensor.data_ptr() for name, tensor in self.engine.items()}
-        for name in self._block_scales():
-            self.engine[name].fill_(torch.nan)
+        for name, tensor in self.engine.items():
+            _poison(name, tensor)
 
     def receive(self, name: str, tensor: Tensor) -> bool:
         """Book one arrival; true if it is a tensor that the engine must now load.
@@ -207,9 +209,6 @@ class Ledger:
         if problems:
             raise RefitError(sorted(problems))
 
-    def _block_scales(self) -> list[str]:
-        return [name for name in self.engine if name.endswith(weights.SCALE_SUFFIX)]
-
     def _arrival_problem(self, name: str, tensor: Tensor) -> str:
         spec = self.expected.get(name)
         if spec is None:
@@ -238,9 +237,10 @@ class Ledger:
             yield f"{MANIFEST}: lists other tensors than this engine expects"
 
     def _engine_problems(self) -> Iterator[str]:
-        live = {name: _is_live(self.engine[name]) for name in self._block_scales()}
+        loaded = self.engine.keys() - self.kv_scales.keys()
+        live = {name: _is_live(name, self.engine[name]) for name in sorted(loaded)}
         for name in _failing(live):
-            yield f"{name}: not finite and positive in the engine, so it was not loaded"
+            yield f"{name}: arrived, and was not loaded: the engine still holds its poison"
         equal = {name: (self.engine[name] == sent).all() for name, sent in self.kv_scales.items()}
         for name in _failing(equal):
             sent = self.kv_scales[name].tolist()
@@ -304,8 +304,21 @@ def _failing(verdicts: Mapping[str, Tensor]) -> list[str]:
     return [name for name, ok in zip(verdicts, passed, strict=True) if not ok]
 
 
-def _is_live(scale: Tensor) -> Tensor:
-    return (torch.isfinite(scale) & (scale > 0)).all()
+def _poison(name: str, tensor: Tensor) -> None:
+    """NaN, which no trainer sends, into all of a block scale and the first element of the rest."""
+    if name.endswith(weights.SCALE_SUFFIX):
+        tensor.fill_(torch.nan)
+    elif tensor.dtype == FP8:
+        tensor.view(torch.uint8)[(0,) * tensor.ndim] = FP8_NAN
+    else:
+        tensor[(0,) * tensor.ndim] = torch.nan
+
+
+def _is_live(name: str, tensor: Tensor) -> Tensor:
+    """Whether loading has replaced the poison, a boolean on the device."""
+    if name.endswith(weights.SCALE_SUFFIX):
+        return (torch.isfinite(tensor) & (tensor > 0)).all()
+    return torch.isfinite(tensor[(0,) * tensor.ndim].float())
 
 
 def _manifest(names: list[str], sums: list[Tensor]) -> Tensor:

@@ -37,12 +37,6 @@ class WireSpec(NamedTuple):
     shape: tuple[int, ...]
 
 
-def layer_of(name: str) -> int | None:
-    """The layer index in a weight's name, or None for embeddings, the last norm and `lm_head`."""
-    found = _IN_LAYER.fullmatch(name)
-    return int(found[1]) if found else None
-
-
 def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_layers: int) -> bool:
     """Whether the engine holds this weight in FP8.
 

@@ -285,12 +285,23 @@ def test_a_kv_scale_that_is_missing_or_not_positive_and_finite_in_fp32_is_refuse
         list(stream_of(made(DENSE), scales=None))
 
 
-def test_opening_the_ledger_poisons_block_scales_and_nothing_else():
+def test_opening_the_ledger_poisons_block_scales_whole_and_one_element_of_the_rest():
     expected, engine = engine_for(MOE)
     Ledger(expected, engine)
     for name, tensor in engine.items():
-        poisoned = name.endswith("_scale_inv")
-        assert tensor.float().isnan().all() if poisoned else (tensor.float() == 0.25).all()
+        poison = tensor.float().isnan().flatten()
+        if name.endswith("_scale_inv"):
+            assert poison.all()
+        else:
+            assert poison[0] and not poison[1:].any()
+            assert (tensor.float().flatten()[1:] == 0.25).all()
+
+
+@pytest.mark.parametrize("name", [Q, S, EMBED, "model.layers.1.input_layernorm.weight"])
+def test_whatever_arrived_and_was_not_loaded_is_named(name):
+    with fails(name) as error:
+        deliver(stream_of(made(DENSE)), *engine_for(DENSE), name.__ne__)
+    assert "still holds its poison" in str(error.value)
 
 
 def test_an_engine_with_other_tensors_is_refused_and_left_untouched():
@@ -309,14 +320,14 @@ def test_an_engine_with_other_tensors_is_refused_and_left_untouched():
 
 @pytest.mark.parametrize("checksums", [False, True])
 def test_a_scale_that_the_engine_did_not_load_keeps_its_poison_and_is_named(checksums):
-    with pytest.raises(RefitError, match=f"{S}: not finite and positive in the engine"):
+    with pytest.raises(RefitError, match=f"{S}: arrived, and was not loaded"):
         deliver(stream_of(made(DENSE), checksums=checksums), *engine_for(DENSE), S.__ne__)
 
 
 def test_a_kv_scale_that_the_engine_did_not_take_is_named():
     with fails(K1) as error:
         deliver(stream_of(made(DENSE)), *engine_for(DENSE), K1.__ne__)
-    assert "the engine holds [0.25], sent [" in str(error.value)
+    assert "the engine holds [nan], sent [" in str(error.value)
 
 
 @pytest.mark.parametrize("name", [Q, S, EMBED, "model.layers.1.input_layernorm.weight"])

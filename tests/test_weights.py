@@ -84,12 +84,6 @@ def test_first_and_last_layers_stay_bf16_in_weights_and_slabs():
         assert fp8 == [2, 3, 4, 5, 6, 7, 8]
 
 
-def test_layer_of_reads_the_whole_number_and_nothing_outside_the_layers():
-    assert weights.layer_of("model.layers.31.mlp.experts.7.up_proj.weight") == 31
-    outside = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    assert [weights.layer_of(name) for name in outside] == [None] * 3
-
-
 def test_a_slab_travels_expert_by_expert_gate_before_up():
     at = "model.layers.1.mlp.experts"
     assert weights.wire_names(f"{at}.gate_up_proj", (2, 512, 256)) == (

@@ -41,6 +41,7 @@ class Chat:
         """Tokens of an answer and its end."""
         return [*self.encode(text), self.end]
 
-    def texts(self, tokens_BT: Tensor) -> list[str]:
-        """Each row as text, without special tokens."""
-        return self.tokenizer.batch_decode(tokens_BT, skip_special_tokens=True)
+    def texts(self, tokens_BR: Tensor, mask_BR: Tensor) -> list[str]:
+        """Each response as text, without its end; other special tokens stay visible."""
+        rows = [row[mask].tolist() for row, mask in zip(tokens_BR, mask_BR, strict=True)]
+        return [self.tokenizer.decode(row[:-1] if row[-1] == self.end else row) for row in rows]

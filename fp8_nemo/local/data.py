@@ -71,13 +71,13 @@ def read_jsonl(path: Path) -> list[Problem]:
         DataError: naming the file, and the line that is broken.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8-sig").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-    problems = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-    if not problems:
+    if not text.strip():
         raise DataError(f"{path}: holds no problem")
-    return problems
+    lines = enumerate(text.split("\n"), start=1)  # splitlines would split texts at U+2028 too
+    return [_parse(line, f"{path}:{number}") for number, line in lines]
 
 
 def write_problems(folder: Path, split: Split) -> None:

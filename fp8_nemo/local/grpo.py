@@ -162,7 +162,7 @@ class Run:
         return self.engine.generate(prompts, self.chat, limit, generator)
 
     def _rewards(self, batch: Batch, problems: list[Problem]) -> Tensor:
-        answers = self.chat.texts(batch.responses_BR)
+        answers = self.chat.texts(batch.responses_BR, batch.response_mask_BR)
         return torch.tensor(
             [reward(answer, problem) for answer, problem in zip(answers, problems, strict=True)]
         )
@@ -282,9 +282,16 @@ def clipped_loss(current_BR: Tensor, train_BR: Tensor, advantages_B1: Tensor) ->
 
 
 def k3(current_BR: Tensor, reference_BR: Tensor) -> Tensor:
-    """k3 estimate per token of KL(current || reference); NeMo RL clamps its input to +-20."""
-    x_BR = (reference_BR - current_BR).clamp(-20, 20)
-    return (torch.expm1(x_BR) - x_BR).clamp(max=10)
+    """k3 estimate per token of KL(current || reference), NeMo RL's value and gradient.
+
+    `exp(x - x.detach())` is 1 and carries the gradient of sampling from the policy; where the input
+    is clamped to +-20 neither gradient passes (`calculate_kl`, main 7ea279a).
+    """
+    log_ratio_BR = reference_BR - current_BR
+    x_BR = log_ratio_BR.clamp(-20, 20)
+    score_BR = (current_BR - current_BR.detach()).exp()
+    score_BR = torch.where(log_ratio_BR == x_BR, score_BR, score_BR.detach())
+    return (score_BR * (torch.expm1(x_BR) - x_BR)).clamp(max=10)
 
 
 def rollout_metrics(batch: Batch, rewards_B: Tensor) -> dict[str, float]:

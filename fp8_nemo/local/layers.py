@@ -13,7 +13,7 @@ Attention in FP8 does what vLLM's FlashAttention 3 kernel does on Hopper, withou
 the cache holds them, probabilities in E4M3, tile by tile.
 
 Shapes: B sequences, T tokens, H heads, K key heads, G = H/K, D head dimension, O out, I in
-features, E experts, F expert features.
+features, E experts, F expert features, A experts of a token, N tokens of an expert.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ PROBABILITY_BITS = 8  # FlashAttention 3 scales P to (0, 256], the upper range o
 LOG2_E = 1.4426950408889634
 
 
-def linear_bf16(x: Tensor, weight: Tensor) -> Tensor:
+def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """BF16 operands, FP32 products and sums, BF16 result.
 
     On a CPU without BF16 instructions torch's own BF16 product is many times slower than FP32.
     """
     if x.is_cuda:
-        return nn.functional.linear(x, weight)
-    return nn.functional.linear(x.float(), weight.float()).to(x.dtype)
+        return nn.functional.linear(x, weight, bias)
+    bias = None if bias is None else bias.float()
+    return nn.functional.linear(x.float(), weight.float(), bias).to(x.dtype)
 
 
 def linear_fp8(x: Tensor, weight: Fp8Weight, pow2: bool) -> Tensor:
@@ -84,7 +85,7 @@ class Bf16Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., I]` to `[..., O]`."""
-        return linear_bf16(input, self.weight)
+        return linear_bf16(input, self.weight, self.bias)
 
 
 class Fp8TrainLinear(nn.Linear):
@@ -94,21 +95,22 @@ class Fp8TrainLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., I]` to `[..., O]`."""
-        return Fp8Product.apply(input, self.weight, self.pow2)  # pyright: ignore[reportReturnType]
+        return _with_bias(Fp8Product.apply(input, self.weight, self.pow2), self.bias)
 
 
 class Fp8RolloutLinear(nn.Module):
     """A linear that holds real FP8 bytes and block scales, filled by refits alone."""
 
-    def __init__(self, shape_OI: tuple[int, int], pow2: bool, device: torch.device) -> None:
+    def __init__(self, linear: nn.Linear, pow2: bool) -> None:
         super().__init__()
-        self.pow2 = pow2
-        self.weight = nn.Buffer(torch.zeros(shape_OI, dtype=FP8, device=device))
-        self.weight_scale_inv = nn.Buffer(_nan_scales(shape_OI, device))
+        self.pow2, self.bias = pow2, linear.bias
+        self.weight = nn.Buffer(torch.zeros_like(linear.weight, dtype=FP8))
+        self.weight_scale_inv = nn.Buffer(_nan_scales(linear.weight))
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., I]` to `[..., O]`."""
-        return linear_fp8(input, Fp8Weight(self.weight, self.weight_scale_inv), self.pow2)
+        held = Fp8Weight(self.weight, self.weight_scale_inv)
+        return _with_bias(linear_fp8(input, held, self.pow2), self.bias)
 
 
 class Experts(nn.Module):
@@ -122,8 +124,8 @@ class Experts(nn.Module):
         """`x` times one expert's matrix of a slab, in the format that the subclass stands for."""
         raise NotImplementedError
 
-    def forward(self, hidden_TI: Tensor, index_TA: Tensor, weight_TA: Tensor) -> Tensor:
-        """Weighted sum of the experts that the router chose, in ascending order: it repeats."""
+    def forward(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
+        """Sum of the chosen experts by their shares, in ascending order, so that it repeats."""
         mixed_TI = torch.zeros_like(hidden_TI)
         for index in range(self.experts):
             token_N, choice_N = torch.where(index_TA == index)
@@ -131,7 +133,7 @@ class Experts(nn.Module):
                 continue
             gate, up = self.product(hidden_TI[token_N], "gate_up_proj", index).chunk(2, dim=-1)
             output = self.product(self.act_fn(gate) * up, "down_proj", index)
-            output = output * weight_TA[token_N, choice_N, None]
+            output = output * share_TA[token_N, choice_N, None]
             mixed_TI = mixed_TI.index_add(0, token_N, output.to(mixed_TI.dtype))
         return mixed_TI
 
@@ -164,8 +166,8 @@ class Fp8RolloutExperts(Experts):
         super().__init__(experts, pow2)
         for name in ("gate_up_proj", "down_proj"):
             slab = getattr(experts, name)
-            self.register_buffer(name, torch.zeros(slab.shape, dtype=FP8, device=slab.device))
-            self.register_buffer(f"{name}_scale_inv", _nan_scales(slab.shape, slab.device))
+            self.register_buffer(name, torch.zeros_like(slab, dtype=FP8))
+            self.register_buffer(f"{name}_scale_inv", _nan_scales(slab))
 
     def product(self, x: Tensor, slab: str, index: int) -> Tensor:
         """FP8 operands."""
@@ -239,10 +241,10 @@ def _attend_fp8(
         scores = (query @ key[..., tile, :].float().mT).masked_fill(~mask[..., tile], -torch.inf)
         raised = torch.maximum(top, scores.amax(-1, keepdim=True))
         origin = torch.where(raised == -torch.inf, 0.0, raised * exponent)
-        weight = torch.exp2(scores * exponent - (origin - PROBABILITY_BITS))
+        probability = torch.exp2(scores * exponent - (origin - PROBABILITY_BITS))
         shrink = torch.where(raised == -torch.inf, 1.0, torch.exp2((top - raised) * exponent))
-        total = total * shrink + weight.sum(-1, keepdim=True)  # of P before it is rounded
-        output = output * shrink + weight.to(FP8).float() @ value[..., tile, :].float()
+        total = total * shrink + probability.sum(-1, keepdim=True)  # of P before it is rounded
+        output = output * shrink + probability.to(FP8).float() @ value[..., tile, :].float()
         top = raised
     return output * (module.v_scale / total.clamp(min=torch.finfo(total.dtype).tiny))
 
@@ -282,8 +284,7 @@ def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
         if _is_experts(name):
             _replace(model, name, (Fp8RolloutExperts if fp8 else Bf16Experts)(module, pow2))
         elif isinstance(module, nn.Linear) and fp8:
-            shape_OI = (module.out_features, module.in_features)
-            _replace(model, name, Fp8RolloutLinear(shape_OI, pow2, module.weight.device))
+            _replace(model, name, Fp8RolloutLinear(module, pow2))
         elif isinstance(module, nn.Linear):
             module.__class__ = Bf16Linear
     _prepare_attention(model, fp8_kv=precision.rollout_kv == "fp8")
@@ -340,5 +341,9 @@ def _quantize_unchecked(weight_OI: Tensor, pow2: bool) -> Fp8Weight:
     return quantize_blocks(weight_OI, pow2=pow2, nonfinite=unread)
 
 
-def _nan_scales(shape: Any, device: torch.device) -> Tensor:
-    return torch.full(scale_shape(tuple(shape)), torch.nan, device=device)
+def _nan_scales(weight: Tensor) -> Tensor:
+    return torch.full(scale_shape(tuple(weight.shape)), torch.nan, device=weight.device)
+
+
+def _with_bias(product: Any, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias

@@ -54,8 +54,12 @@ class Policy:
         self.masters = {
             name: weight.detach().float().clone() for name, weight in self.parameters.items()
         }
+        matrices = [master for master in self.masters.values() if master.ndim > 1]
+        vectors = [master for master in self.masters.values() if master.ndim == 1]
         self.optimizer = torch.optim.AdamW(
-            list(self.masters.values()), lr=learning_rate, weight_decay=WEIGHT_DECAY
+            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+            lr=learning_rate,
+            weight_decay=WEIGHT_DECAY,
         )
 
     @property
