@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-OUTPUTS ?= outputs
+OUTPUTS ?= outputs/demo
 
 .PHONY: demo test lint format clean
 

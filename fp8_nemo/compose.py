@@ -15,7 +15,7 @@ import dataclasses
 import difflib
 import itertools
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -29,6 +29,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from fp8_nemo.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
 
 CONFIG = "grpo"
@@ -39,7 +40,8 @@ WORDS = {
     float: "a number",
     bool: "true or false",
     str: "a word",
-    list: "a list",
+    list: "a list: [a,b]",
+    dict: "keys of its own: +nemo.grpo.x=1",
 }
 
 
@@ -61,6 +63,35 @@ def compose(arguments: Iterable[str]) -> list[Recipe]:
     Raises:
         ComposeError: with one line per distinct mistake in any cell.
     """
+    return [recipe for _, recipe in _composed(arguments)]
+
+
+def compose_plans(arguments: Iterable[str], host_keys: Collection[str] | None = None) -> list[Plan]:
+    """`compose`, and every recipe's plan; all of them or none.
+
+    Args:
+        arguments: as for `compose`.
+        host_keys: as for `plan_recipe`.
+
+    Raises:
+        ComposeError: with one line per distinct mistake in any cell, what a backend forbids
+            included, or because two cells are one and the same run.
+    """
+    cells, plans, found = [], [], []
+    for cell, recipe in _composed(arguments):
+        cells.append(cell)
+        found.append([])
+        try:
+            plans.append(plan_recipe(recipe, host_keys))
+        except PlanError as error:
+            found[-1] = [str(mistake) for mistake in error.mistakes]
+    _raise_if_any(cells, found)
+    _refuse_twins(cells, plans)
+    return plans
+
+
+def _composed(arguments: Iterable[str]) -> list[tuple[list[str], Recipe]]:
+    """Every cell of a command line, as its overrides and as its recipe."""
     arguments = list(arguments)
     flags = [each for each in arguments if each.startswith("-")]
     if unknown := [flag for flag in flags if flag not in MULTIRUN]:
@@ -75,7 +106,7 @@ def compose(arguments: Iterable[str]) -> list[Recipe]:
         cells = _cells(overrides + swept, multirun=bool(flags or swept))
         composed = [_recipe_of(cell) for cell in cells]
     _raise_if_any(cells, [found for _, found in composed])
-    return [recipe for recipe, _ in composed if recipe is not None]
+    return [(cell, recipe) for cell, (recipe, _) in zip(cells, composed, strict=True) if recipe]
 
 
 def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
@@ -103,7 +134,7 @@ def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mis
     if override.is_delete():
         yield Mistake(typed, "", "nothing can be deleted, every key has a value")
     elif key in groups:
-        if override.is_add() and key not in ("experiment", "sweep"):
+        if override.is_add() or override.is_force_add():
             yield Mistake(
                 typed, override.get_value_string(), f"{key} is always there", f"write {key}=..."
             )
@@ -142,7 +173,13 @@ def _sweep_of(overrides: list[Override], loader: ConfigLoader) -> list[Override]
     chosen = [str(each.input_line) for each in overrides if each.key_or_group == "sweep"]
     if not chosen:
         return []
-    params = hydra_compose(CONFIG, chosen, return_hydra_config=True).hydra.sweeper.params or {}
+    if len(chosen) > 1 or "," in chosen[0]:
+        raise ComposeError([f"{', '.join(chosen)}: one sweep at a time"])
+    try:
+        found = hydra_compose(CONFIG, chosen, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ComposeError([f"{chosen[0]}: {_first_line(error)}"]) from error
+    params = found.hydra.sweeper.params or {}
     typed = {each.key_or_group for each in overrides}
     return _parse([f"{key}={value}" for key, value in params.items() if key not in typed], loader)
 
@@ -218,6 +255,18 @@ def _raise_if_any(cells: list[list[str]], found: list[list[str]]) -> None:
         raise ComposeError(lines)
 
 
+def _refuse_twins(cells: list[list[str]], plans: list[Plan]) -> None:
+    """Two cells of one name would write into one directory."""
+    first: dict[str, list[str]] = {}
+    lines = []
+    for cell, plan in zip(cells, plans, strict=True):
+        twin = first.setdefault(plan.run_name, cell)
+        if twin is not cell:
+            lines.append(f"{' '.join(cell)}: the same run as {' '.join(twin)}; drop one of them")
+    if lines:
+        raise ComposeError(lines)
+
+
 def _unknown_key(key: str, value: Any, known: Iterable[str]) -> Mistake:
     bare = key.lstrip("+")
     known = list(known)
@@ -247,7 +296,7 @@ def _type_word(key: str) -> str:
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
     if dataclasses.is_dataclass(kinds[0]):
         return "a group of keys"
-    words = WORDS.get(typing.get_origin(kinds[0]) or kinds[0], "a list")
+    words = WORDS[typing.get_origin(kinds[0]) or kinds[0]]
     return words + (" or null" if type(None) in typing.get_args(hint) else "")
 
 

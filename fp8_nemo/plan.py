@@ -101,8 +101,8 @@ def plan_recipe(recipe: Recipe, host_keys: Collection[str] | None = None) -> Pla
 
     Args:
         recipe: a valid recipe.
-        host_keys: the dotted keys of NeMo RL's base YAML, for `backend=nemo`; None without a
-            checkout.
+        host_keys: the dotted keys of NeMo RL's base YAML, that `nemo` will be held against; not
+            looked at yet.
 
     Raises:
         PlanError: the recipe, or the backend it asks for, forbids itself.
@@ -205,15 +205,29 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
 
 
 def _local_notes(recipe: Recipe) -> Iterator[str]:
-    if recipe.logging.wandb:
-        yield "logging.wandb: no effect on the local backend; it writes metrics.jsonl"
-    if recipe.glue.name == "stock":
-        yield "glue: no effect on the local backend beyond verify and recalibrate"
-    if recipe.precision.rollout_linear == "bf16" and recipe.precision.scales == "pow2":
-        yield "precision.scales: no effect, nothing is quantized"
-    if (
-        recipe.correction.mask == "none"
-        and recipe.correction.veto is None
-        and (recipe.correction.renormalize_denominator)
-    ):
-        yield "correction.renormalize_denominator: no effect, nothing is rejected"
+    """Options that were set and have no effect in this cell: no mistakes, or no sweep composes."""
+    precision, correction, usual = recipe.precision, recipe.correction, Recipe()
+    bf16, bf16_kv = precision.rollout_linear == "bf16", precision.rollout_kv == "bf16"
+    rejects = correction.mask != "none" or correction.veto is not None
+    without_effect = {
+        "logging": (recipe.logging != usual.logging, "the local backend writes metrics.jsonl"),
+        "glue.quantize": (recipe.glue.quantize != "fused", "the local backend has one quantizer"),
+        "glue.transfer": (recipe.glue.transfer != "fp8", "the local backend sends what it holds"),
+        "glue.recalibrate": (
+            bf16_kv and recipe.glue.recalibrate != usual.glue.recalibrate, "the KV cache is BF16"
+        ),
+        "model.parallel": (recipe.model.parallel != usual.model.parallel, "one device is used"),
+        "precision.scales": (bf16 and precision.scales != "fp32", "nothing is quantized"),
+        "precision.first_layers_bf16": (bf16 and precision.first_layers_bf16, "all are BF16"),
+        "precision.last_layers_bf16": (bf16 and precision.last_layers_bf16, "all are BF16"),
+        "correction.renormalize_denominator": (
+            correction.renormalize_denominator and not rejects, "nothing is rejected"
+        ),
+        "data.path": (recipe.data.name == "arithmetic" and recipe.data.path, "problems are made"),
+        "data.difficulty": (
+            recipe.data.name == "jsonl" and recipe.data.difficulty, "problems are read"
+        ),
+    }  # fmt: skip
+    for key, (is_set, reason) in without_effect.items():
+        if is_set:
+            yield f"{key}: no effect, {reason}"

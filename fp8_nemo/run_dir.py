@@ -6,7 +6,7 @@
 The only file that makes directories. Freezing is all-or-nothing over the cells of a sweep:
 everything is written into one staging directory and renamed into place, so a mistake in the last
 cell leaves no trace of the first. Checkpoints appear by one rename as well; a run that is killed
-while saving leaves only a folder that the next start removes. No secret ever comes here: of the
+while saving leaves only a folder that the next save removes. No secret ever comes here: of the
 environment only versions and hardware are kept.
 """
 
@@ -17,11 +17,12 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -74,7 +75,14 @@ def freeze(plans: Iterable[Plan]) -> list[Frozen]:
     """
     plans = list(plans)
     found = [_existing(plan) for plan in plans]
-    _write_all([plan for plan, each in zip(plans, found, strict=True) if each.state != "finished"])
+    unwritten = [not (each.path / PLAN).exists() for each in found]
+    _write_all(
+        [
+            plan
+            for plan, each, lost in zip(plans, found, unwritten, strict=True)
+            if lost or each.state != "finished"
+        ]
+    )
     return found
 
 
@@ -98,7 +106,7 @@ def read_plan(run_dir: Path) -> Plan:
     except (ValueError, KeyError, TypeError, OmegaConfBaseException) as error:
         raise RunDirError(
             f"{run_dir / PLAN}: not a plan ({str(error).splitlines()[0]}); "
-            "the same line again rewrites it"
+            "delete the file, and the same line again writes it"
         ) from error
 
 
@@ -242,9 +250,10 @@ def environment() -> dict[str, Any]:
 def call_verb(verb: str, *arguments: str) -> int:
     """Run one of the recipes in a fresh process of this interpreter; its exit code.
 
-    Ctrl-C reaches the child too, which stops and says so; this waits for it.
+    Ctrl-C reaches the child too, which stops and says so; this waits for it. SIGTERM is passed on.
     """
     child = subprocess.Popen([sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments])
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     while True:
         try:
             return child.wait()
@@ -256,8 +265,16 @@ def _existing(plan: Plan) -> Frozen:
     path = run_path(plan)
     if not path.exists():
         return Frozen(path, "new", 0)
-    saved = max(map(checkpoint_step, checkpoints(path)), default=0)
-    steps = min(steps_done(read_metrics(path)), saved)  # a kill may fall between row and checkpoint
+    with locked(path):
+        steps, saved = steps_done(read_metrics(path)), checkpoints(path)
+    if saved:  # a kill may fall between the last row and its checkpoint
+        steps = min(steps, checkpoint_step(saved[-1]))
+    elif plan.recipe.grpo.checkpoint_every < steps < plan.recipe.grpo.steps:
+        raise RunDirError(
+            f"{path}: its checkpoints are gone, so it cannot go on; delete it to start again"
+        )
+    elif steps < plan.recipe.grpo.steps:
+        steps = 0
     return Frozen(path, state_of(plan, steps), steps)
 
 
@@ -274,11 +291,12 @@ def _write_all(plans: list[Plan]) -> None:
             _write(plan, staging / plan.run_name)
         for plan in plans:
             made += _make(run_path(plan).parent)
+        for plan in sorted(plans, key=lambda plan: run_path(plan).exists()):  # the new ones first
             made += _move(staging / plan.run_name, run_path(plan))
         shutil.rmtree(staging)
     except OSError as error:
         for path in reversed(made):
-            shutil.rmtree(path, ignore_errors=True)
+            _unmake(path)
         raise RunDirError(
             f"outputs={plans[0].recipe.outputs}: cannot be written ({error.strerror}); "
             "set outputs=FOLDER to a folder of yours"
@@ -290,6 +308,16 @@ def _make(folder: Path) -> list[Path]:
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing[::-1]
+
+
+def _unmake(folder: Path) -> None:
+    """Remove what a failed freeze made, and nothing that another process has put there since."""
+    for name in (PLAN, RECIPE):
+        (folder / name).unlink(missing_ok=True)
+    if folder.name.startswith(".staging-"):
+        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _write(plan: Plan, folder: Path) -> None:

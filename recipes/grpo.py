@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 
-from fp8_nemo.compose import ComposeError, compose
+from fp8_nemo.compose import ComposeError, compose_plans
 from fp8_nemo.local import preflight
-from fp8_nemo.plan import Plan, PlanError, plan_recipe
+from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import INTERRUPTED, Frozen, RunDirError, call_verb, freeze
 
 
@@ -20,11 +20,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run every cell; 2 if the line is wrong, else the first exit code that is not 0."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        plans = [plan_recipe(recipe) for recipe in compose(arguments)]
+        plans = compose_plans(arguments)
         if lines := [line for plan in plans for line in obstacles(plan)]:
             raise ComposeError(lines)
         frozen = freeze(plans)
-    except (ComposeError, PlanError, RunDirError) as error:
+    except (ComposeError, RunDirError) as error:
         print(error, file=sys.stderr)
         return 2
     for note in dict.fromkeys(note for plan in plans for note in plan.notes):

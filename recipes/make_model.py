@@ -10,9 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fp8_nemo.compose import ComposeError, compose
+from fp8_nemo.compose import ComposeError, compose_plans
 from fp8_nemo.local.data import DataError, Problem, load_problems
-from fp8_nemo.plan import PlanError, plan_recipe
 from fp8_nemo.schema import Recipe
 
 STEPS = 2500
@@ -25,10 +24,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("recipes.make_model: the first argument is the folder to make", file=sys.stderr)
         return 2
     try:
-        [recipe] = compose([*words[1:], "backend=local", f"model.path={words[0]}"])
-        recipe = plan_recipe(recipe).recipe
+        [plan] = compose_plans([*words[1:], "backend=local", f"model.path={words[0]}"])
+        recipe = plan.recipe
         problems = load_problems(recipe.data, recipe.seed).train
-    except (ComposeError, PlanError, DataError) as error:
+        Path(words[0]).mkdir(parents=True)
+    except (ComposeError, DataError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     make(Path(words[0]), recipe, problems)

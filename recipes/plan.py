@@ -10,8 +10,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from fp8_nemo.compose import ComposeError, compose
-from fp8_nemo.plan import Plan, PlanError, describe, plan_recipe
+from fp8_nemo.compose import ComposeError, compose_plans
+from fp8_nemo.plan import Plan, describe
 from fp8_nemo.run_dir import run_path
 
 
@@ -19,8 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the plan of every cell; 2 if one of them is impossible."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        plans = [plan_recipe(recipe) for recipe in compose(arguments)]
-    except (ComposeError, PlanError) as error:
+        plans = compose_plans(arguments)
+    except ComposeError as error:
         print(error, file=sys.stderr)
         return 2
     for plan in plans:

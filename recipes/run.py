@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from fp8_nemo.local.preflight import problems_with
 from fp8_nemo.run_dir import RunDirError, read_plan
 
 
@@ -22,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
         plan = read_plan(path)
     except RunDirError as error:
         print(error, file=sys.stderr)
+        return 2
+    if lines := problems_with(plan):
+        print(*lines, sep="\n", file=sys.stderr)
         return 2
     from fp8_nemo.local.run import run  # imports torch: after the plan is known to be whole
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8_nemo.compose import ComposeError, compose
+from fp8_nemo.compose import ComposeError, compose, compose_plans
 
 MISTAKES = {
     "grpp=demo": "grpp=demo: no such key; did you mean grpo?",
@@ -31,6 +31,8 @@ MISTAKES = {
     "model.name=../elsewhere": "model.name=../elsewhere: must be letters, digits",
     "nemo.grpo.x=1": "nemo.grpo.x=1: nemo starts empty; write +nemo.grpo.x=...",
     "~grpo": "~grpo=: nothing can be deleted",
+    "cluster.extra=x": "cluster.extra=x: must be a list: [a,b]",
+    "nemo=3": "nemo=3: must be keys of its own: +nemo.grpo.x=1",
     "hydra.run.dir=x": "hydra.run.dir=x: Hydra only composes here; set outputs=FOLDER",
     "precision=bf16,fp8-linear": "several values; add -m to sweep over them",
     "grpo.steps=[1": "grpo.steps=[1: cannot be read",
@@ -84,6 +86,39 @@ def test_a_sweep_is_the_product_of_its_axes_in_the_order_typed():
         ("bf16", 1), ("bf16", 2), ("bf16", 3),
         ("fp8-linear", 1), ("fp8-linear", 2), ("fp8-linear", 3),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["-m", "seed=1,1"], "seed=1: the same run as seed=1; drop one of them"),
+        (
+            ["-m", "grpo.steps=10,20"],
+            "grpo.steps=20: the same run as grpo.steps=10; drop one of them",
+        ),
+        (
+            ["-m", "sweep=demo,precision-x-correction"],
+            "sweep=demo,precision-x-correction: one sweep",
+        ),
+        (["+sweep=demo"], "+sweep=demo: sweep is always there; write sweep=..."),
+        (
+            ["-m", "data=arithmetic,openmath-2"],
+            "data=openmath-2: backend=local reads arithmetic or jsonl; choose data=arithmetic, or "
+            "data=jsonl data.path=FOLDER (cell data=openmath-2)",
+        ),
+    ],
+)
+def test_cells_that_no_directory_can_hold_are_refused(arguments, line):
+    with pytest.raises(ComposeError) as caught:
+        compose_plans(arguments)
+    assert [each[: len(line)] for each in caught.value.lines] == [line]
+
+
+def test_plan_level_mistakes_of_all_cells_are_collected():
+    arguments = ["-m", "model=tiny-llama,llama31-8b", "data=arithmetic,openmath-2", "backend=local"]
+    with pytest.raises(ComposeError) as caught:
+        compose_plans(arguments)
+    assert len(caught.value.lines) == 4
 
 
 def test_an_axis_on_the_command_line_replaces_that_of_the_sweep_file():

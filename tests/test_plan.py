@@ -83,6 +83,9 @@ def test_what_the_local_backend_cannot_do_is_refused(arguments, line):
 def test_an_option_without_effect_is_a_note_so_that_sweeps_compose():
     [note] = plan("precision=bf16", "precision.scales=pow2").notes
     assert note == "precision.scales: no effect, nothing is quantized"
+    notes = plan("glue.quantize=stock", "glue.transfer=bf16", "logging.wandb=true").notes
+    assert [note.split(":")[0] for note in notes] == ["logging", "glue.quantize", "glue.transfer"]
+    assert plan().notes == ()
 
 
 def test_a_plan_is_frozen():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 
 import pytest
 
@@ -59,12 +60,38 @@ def test_the_same_line_finds_the_directory_and_more_steps_extend_it(plan):
     assert len(run_dir.read_metrics(first.path)) == 31
 
 
+def test_a_finished_run_whose_checkpoints_are_deleted_stays_finished_and_keeps_its_curve(plan):
+    [first] = run_dir.freeze([plan])
+    run_steps(first.path, 0, 30)
+    shutil.rmtree(first.path / "checkpoints")
+    assert run_dir.freeze([plan])[0].state == "finished"
+    with pytest.raises(run_dir.RunDirError, match="its checkpoints are gone"):
+        run_dir.freeze([longer(plan, 40)])
+    assert len(run_dir.read_metrics(first.path)) == 31
+
+
+def test_a_refused_freeze_leaves_the_plans_of_other_cells_as_they_were(plan, tmp_path):
+    [first] = run_dir.freeze([plan])
+    blocked = dataclasses.replace(plan, cell="tiny-llama/other-none")
+    (tmp_path / "outputs" / "tiny-llama" / "other-none").write_text("in the way")
+    with pytest.raises(run_dir.RunDirError):
+        run_dir.freeze([longer(plan, 40), blocked])
+    assert run_dir.read_plan(first.path) == plan
+
+
+def test_a_running_directory_is_not_frozen_again(plan):
+    [first] = run_dir.freeze([plan])
+    with run_dir.locked(first.path), pytest.raises(run_dir.RunDirError, match="another process"):
+        run_dir.freeze([longer(plan, 40)])
+    assert run_dir.read_plan(first.path) == plan
+
+
 def test_a_finished_directory_is_left_as_it_is(plan):
     [first] = run_dir.freeze([plan])
     run_steps(first.path, 0, 30)
-    before = {each: each.stat().st_mtime_ns for each in first.path.iterdir()}
+    before = {each: each.stat().st_mtime_ns for each in first.path.glob("[!.]*")}
     run_dir.freeze([longer(plan, 20)])
-    assert {each: each.stat().st_mtime_ns for each in first.path.iterdir()} == before
+    assert {each: each.stat().st_mtime_ns for each in first.path.glob("[!.]*")} == before
 
 
 def test_outputs_that_cannot_be_written_leave_nothing_behind(plan, tmp_path):

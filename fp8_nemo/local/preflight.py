@@ -9,10 +9,18 @@ from pathlib import Path
 
 from fp8_nemo.local.data import DataError, load_problems
 from fp8_nemo.plan import Plan
+from fp8_nemo.run_dir import checkpoints, run_path
 from fp8_nemo.schema import Mistake, Model
 
 SHIPPED = Path(__file__).parent / "models"
-NEEDED = ("config.json", "tokenizer.json")
+NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
+SHAPE_KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocab": "vocab_size",
+}
 
 
 def model_path(model: Model) -> Path:
@@ -23,6 +31,7 @@ def model_path(model: Model) -> Path:
 def problems_with(plan: Plan) -> list[str]:
     """One line for each thing that would stop this plan after it has started."""
     lines = [str(mistake) for mistake in _model_mistakes(plan.recipe.model)]
+    lines += _checkpoint_mistakes(run_path(plan))
     try:
         load_problems(plan.recipe.data, plan.recipe.seed)
     except DataError as error:
@@ -40,17 +49,48 @@ def _model_mistakes(model: Model) -> Iterator[Mistake]:
             f"python -m recipes.make_model {folder} model={model.name} makes it",
         )
         return
-    for name in NEEDED:
-        if not (folder / name).is_file():
-            yield Mistake(
-                "model.path", folder, f"lacks {name}", "it must be in Hugging Face format"
-            )
+    missing = [name for name in NEEDED if not (folder / name).is_file()]
+    for name in missing:
+        yield Mistake("model.path", folder, f"lacks {name}", "it must be in Hugging Face format")
+    if missing:
+        return
+    yield from _config_mistakes(folder, model)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         yield Mistake("model.path", folder, "holds no *.safetensors")
     for file in files:
         if missing := missing_bytes(file):
             yield Mistake("model.path", file, f"is cut short by {missing} bytes", "copy it again")
+
+
+def _config_mistakes(folder: Path, model: Model) -> Iterator[Mistake]:
+    """The numbers that the plan counts with, and the tokens that sampling needs."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        tokens = json.loads((folder / "tokenizer_config.json").read_text())
+    except ValueError as error:
+        yield Mistake("model.path", folder, f"holds broken JSON ({error})", "copy it again")
+        return
+    for key, name in SHAPE_KEYS.items():
+        typed, found = getattr(model.shape, key), config.get(name)
+        if typed != found:
+            yield Mistake(f"model.shape.{key}", typed, f"{folder} has {name}={found}")
+    for name in ("pad_token", "eos_token"):
+        if not tokens.get(name):
+            yield Mistake("model.path", folder, f"its tokenizer has no {name}")
+    if not (tokens.get("chat_template") or (folder / "chat_template.jinja").is_file()):
+        yield Mistake("model.path", folder, "its tokenizer has no chat template")
+
+
+def _checkpoint_mistakes(path: Path) -> Iterator[str]:
+    """The checkpoint that a run would go on from, if it is cut short."""
+    for saved in checkpoints(path)[-1:]:
+        for file in saved.glob("*.safetensors"):
+            if missing := missing_bytes(file):
+                yield (
+                    f"{saved}: {file.name} is cut short by {missing} bytes; delete this folder and "
+                    "the run goes on from the checkpoint before it"
+                )
 
 
 def missing_bytes(file: Path) -> int:

@@ -40,22 +40,27 @@ def run(plan: Plan, path: Path) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True)
-    log = run_dir.attempt_log(path)
-    logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
-    run_dir.write_environment(path)
-    logging.info("environment %s", run_dir.environment())
     try:
-        with run_dir.locked(path), progress(plan) as report:
-            Run(plan, path).train(report)
-    except (CheckpointError, run_dir.RunDirError, *DIVERGED) as error:
+        with run_dir.locked(path):
+            _attempt(plan, path)
+    except (CheckpointError, run_dir.RunDirError, OSError, *DIVERGED) as error:
         logging.exception("stopped")
-        print(f"{path}: {error}", file=sys.stderr)
+        print(error if str(path) in str(error) else f"{path}: {error}", file=sys.stderr)
         return 1 if isinstance(error, DIVERGED) else 2
     except KeyboardInterrupt:
         print(f"{path}: stopped; the same line goes on from its last checkpoint", file=sys.stderr)
         return run_dir.INTERRUPTED
     print(f"{path}: finished, {plan.recipe.grpo.steps} steps")
     return 0
+
+
+def _attempt(plan: Plan, path: Path) -> None:
+    log = run_dir.attempt_log(path)
+    logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
+    run_dir.write_environment(path)
+    logging.info("environment %s", run_dir.environment())
+    with progress(plan) as report:
+        Run(plan, path).train(report)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A model's files are checked by their own headers, without torch."""
 
+import json
 import shutil
 
 import pytest
@@ -33,3 +34,16 @@ def test_a_missing_file_is_named(make_plan, copy, name):
     (copy / name).unlink()
     [line] = problems_with(make_plan(f"model.path={copy}"))
     assert line.startswith(f"model.path={copy}: ") and (name in line or "safetensors" in line)
+
+
+def test_a_model_of_another_shape_than_the_plan_counts_with_is_refused(make_plan):
+    [line] = problems_with(make_plan("model.shape.layers=4"))
+    assert line.startswith("model.shape.layers=4: ") and line.endswith("num_hidden_layers=2")
+
+
+@pytest.mark.parametrize("name", ["pad_token", "eos_token"])
+def test_a_tokenizer_that_sampling_cannot_use_is_refused(make_plan, copy, name):
+    file = copy / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: None}))
+    [line] = problems_with(make_plan(f"model.path={copy}"))
+    assert line.endswith(f"its tokenizer has no {name}")

@@ -159,3 +159,12 @@ def test_the_chat_template_wraps_a_problem():
     chat = Chat.load(SHIPPED / "tiny-llama")
     assert chat.tokenizer.decode(chat.prompt("1+2")) == "<user>1+2<assistant>"
     assert chat.tokenizer.decode(chat.answer("3")) == "3<eos>"
+
+
+def test_special_tokens_inside_an_answer_stay_visible_and_cost_the_reward():
+    chat = Chat.load(SHIPPED / "tiny-llama")
+    rows = [[*chat.encode("8<user>5"), chat.end], chat.answer("85"), [*chat.encode("85"), chat.pad]]
+    width = max(map(len, rows))
+    tokens = torch.tensor([row + [chat.pad] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
+    assert chat.texts(tokens, mask) == ["8<user>5", "85", "85<pad>"]

@@ -186,8 +186,9 @@ def test_a_checkpoint_cut_short_is_named_and_the_one_before_it_serves(tmp_path):
     tensors = last / "state.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:5000])
     result = verb("grpo", *line, "grpo.steps=5")
-    assert_refused(result, "step-000004: cannot be read", "delete this folder")
-    assert curve(path) == whole
+    assert_refused(result, "step-000004: state.safetensors is cut short", "delete this folder")
+    assert curve(path) == whole and len(list((path / "log").iterdir())) == 1
+    assert run_dir.read_plan(path).recipe.grpo.steps == 4
     subprocess.run(["rm", "-r", str(last)], check=True)
     assert verb("grpo", *line, "grpo.steps=5").returncode == 0
     assert [row["step"] for row in curve(path)] == [0, 1, 2, 3, 4, 5]
