@@ -293,11 +293,11 @@ def _all_keys() -> list[str]:
 
 def _type_word(key: str) -> str:
     hint = _fields()[key]
-    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
-    if dataclasses.is_dataclass(kinds[0]):
+    optional = type(None) in typing.get_args(hint)
+    kind = typing.get_args(hint)[0] if optional else hint
+    if dataclasses.is_dataclass(kind):
         return "a group of keys"
-    words = WORDS[typing.get_origin(kinds[0]) or kinds[0]]
-    return words + (" or null" if type(None) in typing.get_args(hint) else "")
+    return WORDS[typing.get_origin(kind) or kind] + (" or null" if optional else "")
 
 
 def _fields(group: type = Recipe, prefix: str = "") -> dict[str, Any]:
