@@ -15,7 +15,7 @@ import dataclasses
 import difflib
 import itertools
 import typing
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -29,6 +29,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from fp8_nemo.host import MAIN, Host, HostError
 from fp8_nemo.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
 
@@ -66,12 +67,14 @@ def compose(arguments: Iterable[str]) -> list[Recipe]:
     return [recipe for _, recipe in _composed(arguments)]
 
 
-def compose_plans(arguments: Iterable[str], host_keys: Collection[str] | None = None) -> list[Plan]:
+def compose_plans(
+    arguments: Iterable[str], host_of: Callable[[Recipe], Host] = lambda recipe: MAIN
+) -> list[Plan]:
     """`compose`, and every recipe's plan; all of them or none.
 
     Args:
         arguments: as for `compose`.
-        host_keys: as for `plan_recipe`.
+        host_of: the NeMo RL that a recipe would run in, as `nemo/checkout.py` finds it.
 
     Raises:
         ComposeError: with one line per distinct mistake in any cell, what a backend forbids
@@ -82,9 +85,9 @@ def compose_plans(arguments: Iterable[str], host_keys: Collection[str] | None = 
         cells.append(cell)
         found.append([])
         try:
-            plans.append(plan_recipe(recipe, host_keys))
-        except PlanError as error:
-            found[-1] = [str(mistake) for mistake in error.mistakes]
+            plans.append(plan_recipe(recipe, host_of(recipe)))
+        except (PlanError, HostError) as error:
+            found[-1] = str(error).splitlines()
     _raise_if_any(cells, found)
     _refuse_twins(cells, plans)
     return plans

@@ -6,8 +6,8 @@ reads that file and never composes again. The name of its run directory carries 
 it but steps, cluster, logging and outputs, so the same line finds the same directory, also with
 more steps.
 
-`null` in `grpo` inherits the base configuration: NeMo RL's base YAML there, and `LOCAL_BASE`, the
-values of its `grpo_math_1B.yaml` (main 7ea279a), on the local backend.
+`null` in `grpo` inherits the base configuration: the model's base YAML in NeMo RL, and on the local
+backend `LOCAL_BASE`, the values of its `grpo_math_1B.yaml` (main 7ea279a).
 """
 
 from __future__ import annotations
@@ -15,14 +15,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from fp8_nemo.estimate import estimate
-from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
+from fp8_nemo.host import MAIN, Host, HostError, host_mistakes
+from fp8_nemo.overrides import (
+    environment_variables,
+    native_correction,
+    nemo_mistakes,
+    overrides,
+)
+from fp8_nemo.schema import Data, Mistake, Recipe, as_typed, mistakes
 
 LOCAL_BASE: dict[str, Any] = {
     "prompts_per_step": 32,
@@ -45,6 +52,19 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
+class NemoPlan:
+    """What a run hands to NeMo RL: `NemoPlan("main 7ea279a", "examples/...yaml", {...}, {...})`."""
+
+    host: str
+    """Which NeMo RL the plan was made for."""
+    base_config: str
+    """Base YAML, relative to the checkout."""
+    overrides: dict[str, Any]
+    """Dotted keys and their values, but those that hold folders."""
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Plan:
     """Frozen description of one run: `Plan("tiny-llama/fp8-linear-tis", "local", recipe)`."""
 
@@ -56,7 +76,9 @@ class Plan:
     needs: tuple[str, ...] = ()
     """What a run of this plan still lacks; empty if it can start."""
     notes: tuple[str, ...] = ()
-    """Options that have no effect in this cell."""
+    """Options that have no effect in this cell, and what the host cannot do as asked."""
+    nemo: NemoPlan | None = None
+    """For `backend=nemo`."""
 
     @property
     def hash6(self) -> str:
@@ -93,28 +115,30 @@ def plan_from_json(content: dict[str, Any]) -> Plan:
         recipe,
         tuple(content["needs"]),
         tuple(content["notes"]),
+        NemoPlan(**content["nemo"]) if content["nemo"] else None,
     )
 
 
-def plan_recipe(recipe: Recipe, host_keys: Collection[str] | None = None) -> Plan:
+def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
     """Decide everything that a run of this recipe does.
 
     Args:
         recipe: a valid recipe.
-        host_keys: the dotted keys of NeMo RL's base YAML, that `nemo` will be held against; not
-            looked at yet.
+        host: the NeMo RL that it would run in; not looked at by the local backend.
 
     Raises:
         PlanError: the recipe, or the backend it asks for, forbids itself.
     """
     backend = recipe.model.backend if recipe.backend == "auto" else recipe.backend
-    found = [*mistakes(recipe), *(_local_mistakes(recipe) if backend == "local" else ())]
-    if found:
+    if found := mistakes(recipe):
         raise PlanError(found)
     cell = f"{recipe.model.name}/{recipe.precision.name}-{recipe.correction.name}"
-    notes = tuple(_local_notes(recipe)) if backend == "local" else ()
-    recipe = _with_local_base(recipe) if backend == "local" else recipe
-    return Plan(cell, backend, recipe, needs=tuple(_needs(recipe, backend)), notes=notes)
+    if backend == "nemo":
+        return _nemo_plan(cell, recipe, host)
+    if found := list(_local_mistakes(recipe)):
+        raise PlanError(found)
+    needs, notes = tuple(_cluster_needs(recipe)), tuple(_local_notes(recipe))
+    return Plan(cell, backend, _with_local_base(recipe), needs, notes)
 
 
 def describe(plan: Plan) -> dict[str, str]:
@@ -151,25 +175,104 @@ def _size(count: float) -> str:
     return f"{count:.1f} GB"
 
 
-def _needs(recipe: Recipe, backend: str) -> Iterator[str]:
-    if backend == "nemo":
-        yield "backend=nemo, which is not here yet"
+def _cluster_needs(recipe: Recipe) -> Iterator[str]:
     if recipe.cluster.kind == "slurm":
         yield "cluster.kind=slurm, which is not here yet"
+
+
+def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
+    try:
+        recipe = _with_nemo_base(recipe, host)
+    except HostError as error:
+        raise PlanError(
+            [Mistake("model.base_config", recipe.model.base_config, str(error))]
+        ) from error
+    if found := [
+        *_nemo_mistakes(recipe),
+        *host_mistakes(recipe, host),
+        *nemo_mistakes(recipe, host),
+    ]:
+        raise PlanError(found)
+    nemo = NemoPlan(
+        host.name,
+        recipe.model.base_config or "",
+        overrides(recipe, host),
+        environment_variables(recipe),
+    )
+    needs = (*_cluster_needs(recipe), *_glue_needs(recipe))
+    return Plan(cell, "nemo", recipe, needs, tuple(_nemo_notes(recipe)), nemo)
+
+
+def _with_nemo_base(recipe: Recipe, host: Host) -> Recipe:
+    """The numbers that the recipe leaves to the base YAML, filled in; but `max_new_tokens`.
+
+    A base that is given fewer or more sequences keeps its number of updates per step.
+    """
+    grpo, base = recipe.grpo, host.base(recipe.model.base_config or "")
+    sequences = base.prompts_per_step * base.generations_per_prompt
+    inherited = {
+        "prompts_per_step": base.prompts_per_step,
+        "generations_per_prompt": base.generations_per_prompt,
+        "learning_rate": base.learning_rate,
+        "updates_per_step": max(1, sequences // base.sequences_per_update),
+        "kl_penalty": base.kl_penalty,
+    }
+    missing = {key: value for key, value in inherited.items() if getattr(grpo, key) is None}
+    return dataclasses.replace(
+        recipe, grpo=dataclasses.replace(grpo, **missing), data=_with_difficulty(recipe.data)
+    )
+
+
+def _nemo_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    grpo = recipe.grpo
+    if not recipe.model.base_config:
+        yield Mistake("model.base_config", None, "backend=nemo starts from a YAML of NeMo RL's")
+    sequences = (grpo.prompts_per_step or 0) * (grpo.generations_per_prompt or 0)
+    if sequences % (grpo.updates_per_step or 1):
+        yield Mistake(
+            "grpo.updates_per_step",
+            grpo.updates_per_step,
+            f"must divide the step's {sequences} sequences",
+        )
+
+
+def _glue_needs(recipe: Recipe) -> Iterator[str]:
+    glue = recipe.glue
+    switches = (glue.quantize, glue.transfer, glue.verify, glue.recalibrate.source)
+    if switches != ("stock", "bf16", "off", "forward"):
+        yield f"glue={glue.name} inside NeMo RL's workers, which is not here yet; add glue=stock"
+
+
+def _nemo_notes(recipe: Recipe) -> Iterator[str]:
+    precision = recipe.precision
+    if precision.rollout_kv == "fp8" and recipe.grpo.validate_first:
+        yield (
+            "grpo.validate_first: no effect, NeMo RL would validate, and sample the first step, "
+            "with KV scales of 1.0 (grpo.py:2744)"
+        )
+    if precision.rollout_linear == "bf16" and precision.scales != "fp32":
+        yield "precision.scales: no effect, nothing is quantized"
+    if recipe.correction.name != "none" and native_correction(recipe.correction) is None:
+        yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
+    if recipe.data.name == "arithmetic" and recipe.data.path:
+        yield "data.path: no effect, problems are made"
 
 
 def _with_local_base(recipe: Recipe) -> Recipe:
     inherited = {
         key: value for key, value in LOCAL_BASE.items() if getattr(recipe.grpo, key) is None
     }
-    difficulty = recipe.data.difficulty
-    if recipe.data.name == "arithmetic" and difficulty is None:
-        difficulty = DIFFICULTY
     return dataclasses.replace(
         recipe,
         grpo=dataclasses.replace(recipe.grpo, **inherited),
-        data=dataclasses.replace(recipe.data, difficulty=difficulty),
+        data=_with_difficulty(recipe.data),
     )
+
+
+def _with_difficulty(data: Data) -> Data:
+    if data.name != "arithmetic" or data.difficulty is not None:
+        return data
+    return dataclasses.replace(data, difficulty=DIFFICULTY)
 
 
 def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:

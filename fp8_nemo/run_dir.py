@@ -45,6 +45,11 @@ VERSIONS_OF = (
     "hydra-core",
     "omegaconf",
     "numpy",
+    "nemo-rl",
+    "vllm",
+    "ray",
+    "megatron-core",
+    "transformer-engine-torch",
 )
 
 State = Literal["new", "unfinished", "finished"]
@@ -198,13 +203,13 @@ def report_dir(parent: Path) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Whole checkpoints, oldest first: checkpoints/step-000010, ..."""
-    return sorted((run_dir / "checkpoints").glob("step-??????"))
+    """Whole checkpoints, oldest first: checkpoints/step-000010, ..., or NeMo RL's step_10, ..."""
+    return sorted((run_dir / "checkpoints").glob("step[-_]*[0-9]"), key=checkpoint_step)
 
 
 def checkpoint_step(checkpoint: Path) -> int:
     """The step that a checkpoint was saved after."""
-    return int(checkpoint.name.removeprefix("step-"))
+    return int(checkpoint.name.removeprefix("step")[1:])
 
 
 @contextmanager
@@ -242,6 +247,7 @@ def environment() -> dict[str, Any]:
             "machine": platform.machine(),
             "processor": _processor(),
             "cores": os.cpu_count(),
+            "gpus": _gpus(),
             "system": f"{platform.system()} {platform.release()}",
         },
     }
@@ -373,6 +379,18 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs that this process may use, by the driver's own tool."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["-i", visible]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return found.stdout.splitlines()
 
 
 def _processor() -> str:

@@ -71,6 +71,19 @@ class Parallel:
 
 
 @dataclass
+class Memory:
+    """How a model shares a GPU that trainer and engine take turns on (`backend=nemo`)."""
+
+    recompute: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    rollout_share: float = number(0.5, above=0, most=0.95)
+    """Share of the GPU that the engine may take."""
+    kv_cache_gib: float | None = number(None, above=0)
+    """Size of the KV cache per GPU. Without it the engine takes what it saw free when it started,
+    and may find it taken when it wakes up (NeMo RL #3412)."""
+
+
+@dataclass
 class Shape:
     """The numbers of a model that its weights' names and shapes follow from."""
 
@@ -102,6 +115,7 @@ class Model:
     base_config: str | None = None
     """Base YAML in NeMo RL's checkout, for `backend=nemo`."""
     parallel: Parallel = field(default_factory=Parallel)
+    memory: Memory = field(default_factory=Memory)
     shape: Shape = field(default_factory=Shape)
 
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 import sys
 
 from fp8_nemo.compose import ComposeError, compose_plans
-from fp8_nemo.local import preflight
+from fp8_nemo.nemo.checkout import host_of
 from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import INTERRUPTED, Frozen, RunDirError, call_verb, freeze
+
+from .run import problems_with  # as recipes.run here, as fp8_nemo.recipes.run when frozen
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run every cell; 2 if the line is wrong, else the first exit code that is not 0."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        plans = compose_plans(arguments)
+        plans = compose_plans(arguments, host_of)
         if lines := [line for plan in plans for line in obstacles(plan)]:
             raise ComposeError(lines)
         frozen = freeze(plans)
@@ -42,7 +44,7 @@ def obstacles(plan: Plan) -> list[str]:
     """One line for each thing that would stop this plan later."""
     if plan.needs:
         return [f"{plan.cell}: needs {need}" for need in plan.needs]
-    return preflight.problems_with(plan)
+    return problems_with(plan)
 
 
 def run(frozen: Frozen) -> int:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from fp8_nemo.compose import ComposeError, compose_plans
-from fp8_nemo.local.data import DataError, Problem, load_problems
+from fp8_nemo.data import DataError, Problem, load_problems
 from fp8_nemo.schema import Recipe
 
 STEPS = 2500

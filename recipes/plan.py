@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fp8_nemo.compose import ComposeError, compose_plans
+from fp8_nemo.nemo.checkout import host_of
 from fp8_nemo.plan import Plan, describe
 from fp8_nemo.run_dir import run_path
 
@@ -19,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the plan of every cell; 2 if one of them is impossible."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        plans = compose_plans(arguments)
+        plans = compose_plans(arguments, host_of)
     except ComposeError as error:
         print(error, file=sys.stderr)
         return 2

@@ -6,10 +6,14 @@ python -m recipes.run outputs/tiny-llama/fp8-kv-attn-tis/s42-1a2b3c
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
-from fp8_nemo.local.preflight import problems_with
+from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import RunDirError, read_plan
+
+PREFLIGHT = {"local": "fp8_nemo.local.preflight", "nemo": "fp8_nemo.nemo.preflight"}
+DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.nemo.driver"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,9 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
     if lines := problems_with(plan):
         print(*lines, sep="\n", file=sys.stderr)
         return 2
-    from fp8_nemo.local.run import run  # imports torch: after the plan is known to be whole
+    # Imports torch, or NeMo RL: after the plan is known to be whole.
+    return import_module(DRIVER[plan.backend]).run(plan, path)
 
-    return run(plan, path)
+
+def problems_with(plan: Plan) -> list[str]:
+    """One line for each thing that would stop this plan after it has started."""
+    return import_module(PREFLIGHT[plan.backend]).problems_with(plan)
 
 
 if __name__ == "__main__":

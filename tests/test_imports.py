@@ -9,10 +9,11 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fp8_nemo"
 ORDER = (
-    *("schema", "weights", "estimate", "plan", "compose", "run_dir", "kernels", "quantize"),
-    *("recalibrate", "refit", "mismatch", "correction", "report", "figures"),
+    *("schema", "weights", "estimate", "model_dir", "host", "overrides", "plan", "compose"),
+    *("run_dir", "data", "kernels", "quantize", "recalibrate", "refit", "mismatch"),
+    *("correction", "report", "figures"),
 )
-WITHOUT_TORCH = (*ORDER[:6], "report")
+WITHOUT_TORCH = (*ORDER[:10], "report", "nemo.checkout", "nemo.preflight")
 HOST = {"nemo_rl", "vllm", "ray", "megatron"}
 
 

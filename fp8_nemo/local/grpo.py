@@ -24,13 +24,13 @@ from torch import Tensor
 
 from fp8_nemo import recalibrate, run_dir
 from fp8_nemo.correction import Multiplier, correct, correction_metrics
+from fp8_nemo.data import Problem, load_problems, reward, write_problems
 from fp8_nemo.local import checkpoint
 from fp8_nemo.local.chat import Chat
-from fp8_nemo.local.data import Problem, load_problems, reward, write_problems
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.local.preflight import model_path
 from fp8_nemo.local.rollout import Batch, Engine, pad_left
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.model_dir import model_path
 from fp8_nemo.plan import Plan
 from fp8_nemo.refit import RefitError, refit_stream
 from fp8_nemo.schema import Recipe

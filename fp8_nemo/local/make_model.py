@@ -27,8 +27,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from fp8_nemo.data import Problem
 from fp8_nemo.local.chat import Chat
-from fp8_nemo.local.data import Problem
 from fp8_nemo.schema import Shape
 
 SPECIALS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")

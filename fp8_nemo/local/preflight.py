@@ -2,84 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8_nemo.local.data import DataError, load_problems
+from fp8_nemo.data import DataError, load_problems
+from fp8_nemo.model_dir import missing_bytes, model_mistakes
 from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import checkpoints, run_path
-from fp8_nemo.schema import Mistake, Model
-
-SHIPPED = Path(__file__).parent / "models"
-NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
-SHAPE_KEYS = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "vocab": "vocab_size",
-}
-
-
-def model_path(model: Model) -> Path:
-    """The folder that a model is read from: `model.path`, else the one that ships here."""
-    return Path(model.path) if model.path else SHIPPED / model.name
 
 
 def problems_with(plan: Plan) -> list[str]:
     """One line for each thing that would stop this plan after it has started."""
-    lines = [str(mistake) for mistake in _model_mistakes(plan.recipe.model)]
+    lines = [str(mistake) for mistake in model_mistakes(plan.recipe.model)]
     lines += _checkpoint_mistakes(run_path(plan))
     try:
         load_problems(plan.recipe.data, plan.recipe.seed)
     except DataError as error:
         lines.append(str(error))
     return lines
-
-
-def _model_mistakes(model: Model) -> Iterator[Mistake]:
-    folder = model_path(model)
-    if not folder.is_dir():
-        yield Mistake(
-            "model.path",
-            folder,
-            "no such folder",
-            f"python -m recipes.make_model {folder} model={model.name} makes it",
-        )
-        return
-    missing = [name for name in NEEDED if not (folder / name).is_file()]
-    for name in missing:
-        yield Mistake("model.path", folder, f"lacks {name}", "it must be in Hugging Face format")
-    if missing:
-        return
-    yield from _config_mistakes(folder, model)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        yield Mistake("model.path", folder, "holds no *.safetensors")
-    for file in files:
-        if missing := missing_bytes(file):
-            yield Mistake("model.path", file, f"is cut short by {missing} bytes", "copy it again")
-
-
-def _config_mistakes(folder: Path, model: Model) -> Iterator[Mistake]:
-    """The numbers that the plan counts with, and the tokens that sampling needs."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        tokens = json.loads((folder / "tokenizer_config.json").read_text())
-    except ValueError as error:
-        yield Mistake("model.path", folder, f"holds broken JSON ({error})", "copy it again")
-        return
-    for key, name in SHAPE_KEYS.items():
-        typed, found = getattr(model.shape, key), config.get(name)
-        if typed != found:
-            yield Mistake(f"model.shape.{key}", typed, f"{folder} has {name}={found}")
-    for name in ("pad_token", "eos_token"):
-        if not tokens.get(name):
-            yield Mistake("model.path", folder, f"its tokenizer has no {name}")
-    if not (tokens.get("chat_template") or (folder / "chat_template.jinja").is_file()):
-        yield Mistake("model.path", folder, "its tokenizer has no chat template")
 
 
 def _checkpoint_mistakes(path: Path) -> Iterator[str]:
@@ -91,18 +31,3 @@ def _checkpoint_mistakes(path: Path) -> Iterator[str]:
                     f"{saved}: {file.name} is cut short by {missing} bytes; delete this folder and "
                     "the run goes on from the checkpoint before it"
                 )
-
-
-def missing_bytes(file: Path) -> int:
-    """How many bytes a safetensors file lacks, by its own header; 0 if it is whole."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            return 8 - len(prefix)
-        (header_size,) = struct.unpack("<Q", prefix)
-        if 8 + header_size > size:
-            return 8 + header_size - size
-        header = json.loads(stream.read(header_size))
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return max(0, 8 + header_size + max(ends, default=0) - size)

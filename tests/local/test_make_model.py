@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fp8_nemo.data import Problem, arithmetic
 from fp8_nemo.local import make_model
-from fp8_nemo.local.data import Problem, arithmetic
 from fp8_nemo.schema import Shape
 from fp8_nemo.weights import named_shapes, wire_names
 

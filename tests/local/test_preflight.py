@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from fp8_nemo.local.preflight import SHIPPED, missing_bytes, problems_with
+from fp8_nemo.local.preflight import problems_with
+from fp8_nemo.model_dir import SHIPPED, missing_bytes
 
 
 @pytest.fixture

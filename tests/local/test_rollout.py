@@ -8,9 +8,9 @@ import torch
 from fp8_nemo import recalibrate
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.local.preflight import SHIPPED
 from fp8_nemo.local.rollout import Engine, pad_left
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.model_dir import SHIPPED
 from fp8_nemo.quantize import FP8, quantize_blocks
 from fp8_nemo.refit import RefitError, refit_stream
 from fp8_nemo.schema import Precision

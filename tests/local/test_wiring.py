@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from fp8_nemo import run_dir, weights
 from fp8_nemo.correction import Multiplier, correct
+from fp8_nemo.data import arithmetic
 from fp8_nemo.local import policy as policy_module
 from fp8_nemo.local.chat import Chat
-from fp8_nemo.local.data import arithmetic
 from fp8_nemo.local.grpo import Run
-from fp8_nemo.local.preflight import SHIPPED
 from fp8_nemo.local.rollout import Engine
 from fp8_nemo.mismatch import LogprobPair
+from fp8_nemo.model_dir import SHIPPED
 from fp8_nemo.quantize import dequantize_blocks, quantize_blocks
 from fp8_nemo.recalibrate import AmaxObserver
 from fp8_nemo.refit import refit_stream

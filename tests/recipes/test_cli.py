@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8_nemo import run_dir
-from fp8_nemo.local.preflight import SHIPPED
+from fp8_nemo.model_dir import SHIPPED
 from tests.conftest import SMALL
 
 ROOT = Path(__file__).parent.parent.parent

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fp8_nemo.local.data import (
+from fp8_nemo.data import (
     DataError,
     Problem,
     Split,

@@ -1,0 +1,228 @@
+"""`examples/run_grpo.py` of NeMo RL, repeated call by call with our plan in its three seams.
+
+The configuration is the plan's, the policy is `WatchedPolicy` through `setup(policy_factory=)`, and
+where NeMo RL's loss has no such correction it trains with its own loss without one. Everything else
+is NeMo RL, unmodified, and prints what it prints.
+"""
+
+# pyright: reportMissingImports=false
+# NeMo RL stands on the path of a run, not of a type check.
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
+
+from fp8_nemo import run_dir
+from fp8_nemo.data import load_problems, write_problems
+from fp8_nemo.nemo.checkout import config_of, read_host, root_of
+from fp8_nemo.nemo.engine import check_engine, engine_dtypes
+from fp8_nemo.nemo.metrics import OverheardLogger
+from fp8_nemo.overrides import native_correction, path_overrides
+from fp8_nemo.plan import Plan
+
+CLUSTER = (
+    "import ray, sys;"
+    "print(ray.init(address='local', include_dashboard=False, log_to_driver=False)"
+    ".address_info['gcs_address'], flush=True);"
+    "sys.stdin.readline()"
+)
+"""A Ray cluster that ends at a line on its standard input, or with the process that holds it."""
+
+
+def run(plan: Plan, path: Path) -> int:
+    """Train; 0 when the last step is done, 2 for an unusable directory, 1 if the run broke."""
+    try:
+        with run_dir.locked(path):
+            return _logged(plan, path, run_dir.attempt_log(path))
+    except (run_dir.RunDirError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _logged(plan: Plan, path: Path, log: Path) -> int:
+    try:
+        with copied_to(log):
+            _attempt(plan, path)
+    except KeyboardInterrupt:
+        print(f"{path}: stopped; the same line goes on from its last checkpoint", file=sys.stderr)
+        return run_dir.INTERRUPTED
+    except Exception as error:  # whatever breaks in there, in one line and whole in the log
+        with log.open("a") as file:
+            traceback.print_exc(file=file)
+        print(f"{path}: {_reason(error)} (the whole story: {log})", file=sys.stderr)
+        return 1
+    steps = run_dir.steps_done(run_dir.read_metrics(path))
+    finished = steps >= plan.recipe.grpo.steps
+    print(f"{path}: finished, {steps} steps" if finished else f"{path}: stopped at step {steps}")
+    return 0
+
+
+def prepare(plan: Plan, root: Path) -> None:
+    """Give this process, and the workers that inherit from it, the plan's environment."""
+    assert plan.nemo
+    for name, value in plan.nemo.environment.items():
+        os.environ.setdefault(name, value)
+    paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+
+
+@contextmanager
+def own_ray() -> Iterator[None]:
+    """A Ray cluster of this run alone, unless `RAY_ADDRESS` names one.
+
+    NeMo RL attaches to whatever cluster it finds on the machine, so two runs side by side would
+    share GPUs; an address it cannot miss.
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        yield
+        return
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as cluster:
+        assert cluster.stdin and cluster.stdout
+        try:
+            address = cluster.stdout.readline().strip()
+            if not address:
+                raise RuntimeError("Ray did not start; its own message stands above")
+            os.environ["RAY_ADDRESS"] = address
+            yield
+        finally:
+            os.environ.pop("RAY_ADDRESS", None)
+            # A line, not the end of the stream: forked data loaders hold that open too.
+            cluster.stdin.write("\n")
+            cluster.stdin.flush()
+
+
+@contextmanager
+def copied_to(log: Path) -> Iterator[None]:
+    """Everything that is printed goes to the attempt's log too."""
+    with (
+        log.open("a", buffering=1) as file,
+        redirect_stdout(_Both(sys.stdout, file)),
+        redirect_stderr(_Both(sys.stderr, file)),
+    ):
+        yield
+
+
+class _Both:
+    """A stream and its copy."""
+
+    def __init__(self, stream: TextIO, copy: TextIO) -> None:
+        self._stream, self._copy = stream, copy
+
+    def write(self, text: str) -> int:
+        self._copy.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._copy.flush()
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _attempt(plan: Plan, path: Path) -> None:
+    root = root_of(plan.recipe)
+    assert root, "preflight has looked"
+    read_host(root)
+    prepare(plan, root)
+    run_dir.write_environment(path)
+    if plan.recipe.data.name == "arithmetic":
+        problems = load_problems(plan.recipe.data, plan.recipe.seed)
+        write_problems(run_dir.data_dir(path), problems)
+    saved = run_dir.checkpoints(path)
+    run_dir.rewind_metrics(path, run_dir.checkpoint_step(saved[-1]) if saved else -1)
+    with own_ray():
+        train(plan, path, root)
+
+
+def train(plan: Plan, path: Path, root: Path) -> None:
+    """The calls of NeMo RL's `main`, in its order (run_grpo.py, main 7ea279a)."""
+    assert plan.nemo
+    from nemo_rl.algorithms.grpo import MasterConfig, grpo_train, setup
+    from nemo_rl.algorithms.utils import get_tokenizer
+    from nemo_rl.data.utils import setup_response_data
+    from nemo_rl.distributed.virtual_cluster import init_ray
+    from nemo_rl.models.generation import configure_generation_config
+    from nemo_rl.utils.logger import get_next_experiment_dir
+
+    from fp8_nemo.nemo.policy import WatchedPolicy, without_correction
+
+    if plan.recipe.cluster.interpreter == "system":
+        _one_interpreter()
+    written = plan.nemo.overrides | path_overrides(plan.recipe, path, root)
+    config = MasterConfig(**config_of(root, plan.nemo.base_config, written))
+    config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
+    init_ray()
+    tokenizer = get_tokenizer(config.policy["tokenizer"])
+    config.policy["generation"] = configure_generation_config(
+        config.policy["generation"], tokenizer, has_refit_draft_weights=False, trains_mtp=False
+    )
+    dataset, validation, environments, validation_environments = setup_response_data(
+        tokenizer, config.data, config.env
+    )
+    parts = setup(
+        config,
+        tokenizer,
+        dataset,
+        validation,
+        policy_factory=lambda **arguments: WatchedPolicy(plan.recipe, **arguments),
+    )
+    policy, generation, _, _, loader, validation_loader, loss_fn, *rest = parts
+    logger, checkpointer, state, config, *_ = rest
+    if native_correction(plan.recipe.correction) is None:
+        loss_fn = without_correction(loss_fn)
+    dtypes = engine_dtypes(generation)
+    (path / "log" / "engine.json").write_text(json.dumps(dtypes, indent=1) + "\n")
+    check_engine(dtypes, plan.recipe)
+    overheard = OverheardLogger(
+        logger, policy.take_row, lambda row: run_dir.append_metrics(path, row)
+    )
+    try:
+        with checkpointer if hasattr(checkpointer, "__enter__") else nullcontext():
+            grpo_train(
+                policy, generation, loader, validation_loader, tokenizer, loss_fn, environments,
+                validation_environments, overheard, checkpointer, state, config,
+            )  # fmt: skip
+    finally:
+        _shut_down(environments, validation_environments, generation)
+
+
+def _one_interpreter() -> None:
+    """Every actor runs under this interpreter; `NEMO_RL_PY_EXECUTABLES_SYSTEM` leaves some out."""
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
+
+    for name, executable in ACTOR_ENVIRONMENT_REGISTRY.items():
+        if executable.startswith("uv"):
+            ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
+
+
+def _shut_down(environments: Any, validation_environments: Any, generation: Any) -> None:
+    """As `main` does on main 7ea279a; v0.7.0 leaves it to Ray."""
+    from nemo_rl.algorithms import grpo
+
+    if hasattr(grpo, "shutdown_environments"):
+        grpo.shutdown_environments(environments, validation_environments)
+    generation.shutdown()
+
+
+def _reason(error: BaseException) -> str:
+    """The line that says why: Ray wraps a worker's error, and its traceback, in its own."""
+    named = re.findall(r"^.*?((?:\w+\.)*\w*(?:Error|Exception): .+)$", str(error), re.M)
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return named[-1].strip() if named else f"{type(error).__name__}: {first}"

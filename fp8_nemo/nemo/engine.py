@@ -1,0 +1,98 @@
+"""What vLLM's workers hold, read back from the engine itself: which weights are FP8.
+
+Upstream decides by substring and by module type, silently; a plan that asked for FP8 and an engine
+that does not hold it, or a router gate that it does, would show up as a slow or an unstable run.
+The functions that run inside the workers travel by value: their environment need not have this
+package.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from fp8_nemo.schema import Recipe
+from fp8_nemo.weights import is_fp8_weight, named_shapes
+
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""vLLM holds these projections as one weight."""
+
+
+class EngineError(RuntimeError):
+    """The engine's FP8 weights are not the plan's; one line."""
+
+
+def engine_dtypes(generation: Any) -> dict[str, str]:
+    """Every parameter of the engine by vLLM's name with its dtype, over all workers.
+
+    Args:
+        generation: NeMo RL's `VllmGeneration`, its synchronous engine.
+    """
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    actors = generation.worker_group.workers
+    answers = ray.get([actor.__ray_call__.remote(_dtypes_of_actor) for actor in actors])
+    return {name: dtype for answer in answers for each in answer for name, dtype in each.items()}
+
+
+def check_engine(dtypes: dict[str, str], recipe: Recipe) -> None:
+    """Compare the engine's FP8 weights with the plan's.
+
+    Raises:
+        EngineError: naming a weight that is FP8 on one side alone.
+    """
+    found = {engine_weight(name) for name, dtype in dtypes.items() if "float8" in dtype}
+    planned = planned_weights(recipe)
+    for side, extra in (("the plan", planned - found), ("the engine", found - planned)):
+        if extra:
+            raise EngineError(
+                f"{min(extra)}: FP8 by {side} alone, as are {len(extra) - 1} more; the engine has "
+                f"{len(found)} FP8 weights, the plan {len(planned)}"
+            )
+
+
+def planned_weights(recipe: Recipe) -> set[str]:
+    """Names, as `engine_weight` gives them, of what the engine should hold in FP8."""
+    shape = recipe.model.shape
+    return {
+        engine_weight(name)
+        for name, size in named_shapes(shape).items()
+        if is_fp8_weight(name, size, recipe.precision, shape.layers)
+    }
+
+
+def engine_weight(name: str) -> str:
+    """One spelling for a weight of a checkpoint and the fused one that vLLM holds it in.
+
+    `model.layers.0.mlp.experts.7.up_proj.weight`, and vLLM's slab of it, become
+    `model.layers.0.mlp.experts.w13`.
+    """
+    stem, _, rest = name.partition(".experts.")
+    if rest:
+        second = "down_proj" in rest or "w2" in rest
+        return f"{stem}.experts.{'w2' if second else 'w13'}"
+    module = re.sub(r"\.weight$", "", name)
+    head, _, last = module.rpartition(".")
+    return f"{head}.{FUSED.get(last, last)}"
+
+
+def _dtypes_of_actor(actor: Any) -> list[dict[str, str]]:
+    """In NeMo RL's generation actor: ask each of vLLM's workers."""
+    llm = getattr(actor, "llm", None)
+    return llm.collective_rpc(_dtypes_of_worker) if llm is not None else []
+
+
+def _dtypes_of_worker(worker: Any) -> dict[str, str]:
+    """In a worker of vLLM."""
+    named: Iterable[tuple[str, Any]] = worker.model_runner.model.named_parameters()
+    return {name: str(parameter.dtype) for name, parameter in named}

@@ -1,0 +1,69 @@
+"""NeMo RL's logger, overheard: what it logs of a step and what our policy saw become one row.
+
+NeMo RL's own log stays as it is. It logs validation before a step's metrics, and a step's times
+last, so the times close the row; the first validation, before any step, is row 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+TIMES = {
+    "generation": "time/rollout",
+    "policy_and_reference_logprobs": "time/logprob",
+    "policy_training": "time/train",
+    "prepare_for_generation/total": "time/refit",
+    "recompute_kv_scales": "time/recalibrate",
+    "total_step_time": "time/step",
+}
+"""NeMo RL's timers by our names. Its refit opens the step that uses it."""
+
+
+class OverheardLogger:
+    """NeMo RL's `Logger`, which also hands each finished step to `write`.
+
+    Args:
+        logger: NeMo RL's.
+        take_row: what our policy saw of the step.
+        write: called with one row per step.
+    """
+
+    def __init__(
+        self,
+        logger: Any,
+        take_row: Callable[[], dict[str, float]],
+        write: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._logger, self._take_row, self._write = logger, take_row, write
+        self._row: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the logger's own."""
+        return getattr(self._logger, name)
+
+    def log_metrics(
+        self,
+        metrics: dict[str, Any],
+        step: int,
+        prefix: str | None = "",
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
+        """Log as NeMo RL does, and listen."""
+        self._logger.log_metrics(metrics, step, prefix, *arguments, **options)
+        if prefix == "validation" and "accuracy" in metrics:
+            self._row["val/accuracy"] = float(metrics["accuracy"])
+            if step == 0:
+                self._close(0)
+        elif prefix == "train" and "reward" in metrics:  # the rollout's own come under it too
+            self._row["reward/mean"] = float(metrics["reward"])
+        elif prefix == "timing/train":
+            self._row |= {
+                ours: metrics[theirs] for theirs, ours in TIMES.items() if theirs in metrics
+            }
+            self._close(step)
+
+    def _close(self, step: int) -> None:
+        self._write({"step": step} | self._take_row() | self._row)
+        self._row = {}

@@ -1,0 +1,133 @@
+"""What a run inside NeMo RL needs, checked before a directory is made: one line for each lack."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from fp8_nemo.data import DataError, load_problems
+from fp8_nemo.host import Host, HostError
+from fp8_nemo.model_dir import model_mistakes, model_path
+from fp8_nemo.nemo.checkout import REMEDY, read_host, root_of
+from fp8_nemo.plan import Plan
+from fp8_nemo.schema import Mistake, Recipe
+
+NEEDED_PYTHON = (3, 12)
+"""NeMo RL's pydantic models use `typing.TypedDict`, which needs it."""
+NEEDED_PACKAGES = ("ray", "torch", "transformers", "megatron", "vllm", "pydantic")
+
+
+def problems_with(plan: Plan) -> list[str]:
+    """One line for each thing that would stop this plan after it has started."""
+    recipe, root = plan.recipe, root_of(plan.recipe)
+    lines = [str(mistake) for mistake in _model(recipe, plan)]
+    lines += _data(recipe)
+    if root is None:
+        return [
+            f"cluster.nemo_root=null: backend=nemo runs in a clone of NeMo RL; {REMEDY}",
+            *lines,
+        ]
+    try:
+        host = read_host(root)
+    except HostError as error:
+        return [str(error), *lines]
+    return [*_software(recipe, host), *lines]
+
+
+def _software(recipe: Recipe, host: Host) -> Iterator[str]:
+    if sys.version_info < NEEDED_PYTHON:
+        yield (
+            f"python {sys.version_info.major}.{sys.version_info.minor}: NeMo RL needs 3.12 or "
+            "later; run in its container, or in an environment of that Python"
+        )
+        return
+    if recipe.cluster.interpreter == "container":
+        if importlib.util.find_spec("ray") is None:
+            yield "ray is not installed here; run in NeMo RL's container (docs/nemo.md)"
+        return
+    missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        yield (
+            f"cluster.interpreter=system: {', '.join(missing)} cannot be imported here; install "
+            "what docs/nemo.md lists, or run in NeMo RL's container"
+        )
+    elif (found := metadata.version("vllm").split("+")[0]) != host.vllm:
+        yield (
+            f"vllm {found}: NeMo RL {host.name} works with vllm=={host.vllm} only, whose internals "
+            "its FP8 path patches; install that version, or another checkout"
+        )
+
+
+def _model(recipe: Recipe, plan: Plan) -> Iterator[Mistake]:
+    model = recipe.model
+    if model.path is None and model.hf_id is not None:
+        yield from _hub_mistakes(model.hf_id)
+        return
+    found = list(model_mistakes(model))
+    yield from found
+    if not found and plan.nemo:
+        longest = plan.nemo.overrides["policy.max_total_sequence_length"]
+        config = json.loads((model_path(model) / "config.json").read_text())
+        most = config.get("max_position_embeddings", longest)
+        if longest > most:
+            yield Mistake(
+                "grpo.max_new_tokens",
+                recipe.grpo.max_new_tokens,
+                f"makes sequences of {longest} tokens, the model has {most} positions",
+                "lower it",
+            )
+
+
+def _hub_mistakes(hf_id: str) -> Iterator[Mistake]:
+    """Whether the hub, or its cache here, gives this user the model; silent without its library."""
+    try:
+        from huggingface_hub import (
+            constants,
+            get_hf_file_metadata,
+            hf_hub_url,
+            try_to_load_from_cache,
+        )
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    except ModuleNotFoundError:
+        return
+    if isinstance(try_to_load_from_cache(hf_id, "config.json"), str):
+        return
+    remedy = "or give model.path=FOLDER"
+    if constants.HF_HUB_OFFLINE:
+        text = f"is not in the cache, {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+        yield Mistake("model.hf_id", hf_id, text, f"fill it with `hf download {hf_id}`, {remedy}")
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(hf_id, "config.json"), timeout=10)
+    except GatedRepoError:
+        text = "is gated, and this account has no access"
+        yield Mistake("model.hf_id", hf_id, text, f"ask for it on its page, set HF_TOKEN, {remedy}")
+    except RepositoryNotFoundError:
+        text = "is not on the hub, or not for this account"
+        yield Mistake("model.hf_id", hf_id, text, f"set HF_TOKEN, {remedy}")
+    except Exception as error:  # the network's own, of which there are many
+        text = f"the hub cannot be asked ({type(error).__name__})"
+        yield Mistake("model.hf_id", hf_id, text, f"fill the cache first, {remedy}")
+
+
+def _data(recipe: Recipe) -> Iterator[str]:
+    if recipe.data.name not in ("arithmetic", "jsonl"):
+        return
+    try:
+        problems = load_problems(recipe.data, recipe.seed).train
+    except DataError as error:
+        yield str(error)
+        return
+    prompts = recipe.grpo.prompts_per_step or 0
+    if len(problems) < prompts:
+        yield str(
+            Mistake(
+                "grpo.prompts_per_step",
+                prompts,
+                f"NeMo RL drops the last, unfilled batch, and there are {len(problems)} problems",
+                "lower it, or give more problems",
+            )
+        )

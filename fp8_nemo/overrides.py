@@ -1,0 +1,481 @@
+"""Recipe -> NeMo RL's configuration: every key that a cell depends on, as one flat dictionary.
+
+The only place where our words become NeMo RL's. A cell writes all keys that an option of ours, a
+limit of the host or a known defect depends on, and inherits none of them: base files differ (one
+sets `force_on_policy_ratio`, and the logprob pass is gone; one has `async_save`).
+
+Keys are dotted, values are leaves. `ADDED` lists those that base files lack, so that they can be
+applied in struct mode, where a misspelled key is an error. Folders are added last, when it is known
+where a run stands (`path_overrides`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fp8_nemo.host import Host, sequences_per_update
+from fp8_nemo.model_dir import model_path
+from fp8_nemo.schema import Correction, Mistake, Model, Recipe
+
+GIB = 2**30
+ARCHITECTURES = {"h100": "9.0", "h200": "9.0", "b200": "10.0"}
+PROMPT_ROOM = 1024
+"""Tokens kept for the prompt when `grpo.max_new_tokens` is given."""
+VALIDATION_PROBLEMS = 256
+KEPT_CHECKPOINTS = 2
+
+GENERATION = "policy.generation"
+VLLM = f"{GENERATION}.vllm_cfg"
+MEGATRON = "policy.megatron_cfg"
+
+ADDED = (
+    "data.train.data_path",
+    "data.train.input_key",
+    "data.train.output_key",
+    "data.validation.dataset_name",
+    "data.validation.data_path",
+    "data.validation.input_key",
+    "data.validation.output_key",
+    "grpo.skip_reference_policy_logprobs_calculation",
+    f"{MEGATRON}.scheduler.override_opt_param_scheduler",
+    f"{VLLM}.quantization_ignored_layer_kws",
+    f"{VLLM}.pow2_weight_scaling_factors",
+    f"{VLLM}.pow2_activation_scaling_factors",
+)
+"""Keys that NeMo RL reads and its base files may lack."""
+OPEN_MAPS = (
+    f"{GENERATION}.vllm_kwargs",
+    f"{VLLM}.env_vars",
+    f"{MEGATRON}.env_vars",
+    f"{MEGATRON}.model_overrides",
+    "policy.hf_config_overrides",
+    "policy.tokenizer.chat_template_kwargs",
+)
+"""Maps whose keys are vLLM's, Megatron's or the environment's."""
+ONLY_IF_KNOWN = (f"{VLLM}.logprobs_mode", f"{MEGATRON}.checkpoint.async_save")
+"""Written where the host has them; v0.7.0 has processed logprobs and whole saves built in."""
+
+OURS = {
+    "grpo.max_num_steps": "grpo.steps",
+    "grpo.num_prompts_per_step": "grpo.prompts_per_step",
+    "grpo.num_generations_per_prompt": "grpo.generations_per_prompt",
+    "grpo.val_period": "grpo.validate_every",
+    "grpo.val_at_start": "grpo.validate_first",
+    "grpo.seed": "seed",
+    "policy.train_global_batch_size": "grpo.updates_per_step",
+    "policy.model_name": "model.path or model.hf_id",
+    f"{GENERATION}.max_new_tokens": "grpo.max_new_tokens",
+    f"{VLLM}.precision": "precision.rollout_linear",
+    f"{VLLM}.kv_cache_dtype": "precision.rollout_kv",
+    f"{VLLM}.num_first_layers_in_bf16": "precision.first_layers_bf16",
+    f"{VLLM}.num_last_layers_in_bf16": "precision.last_layers_bf16",
+    f"{VLLM}.pow2_weight_scaling_factors": "precision.scales",
+    f"{VLLM}.pow2_activation_scaling_factors": "precision.scales",
+    f"{MEGATRON}.fp8_cfg.enabled": "precision.train_linear",
+    f"{MEGATRON}.optimizer.lr": "grpo.learning_rate",
+    f"{MEGATRON}.tensor_model_parallel_size": "model.parallel.tensor",
+    f"{MEGATRON}.pipeline_model_parallel_size": "model.parallel.pipeline",
+    f"{MEGATRON}.context_parallel_size": "model.parallel.context",
+    f"{MEGATRON}.expert_model_parallel_size": "model.parallel.expert",
+    f"{VLLM}.tensor_parallel_size": "model.parallel.rollout_tensor",
+    f"{VLLM}.expert_parallel_size": "model.parallel.rollout_expert",
+    "cluster.num_nodes": "cluster.nodes",
+    "cluster.gpus_per_node": "cluster.gpus_per_node",
+    "loss_fn.use_importance_sampling_correction": "correction",
+    "loss_fn.truncated_importance_sampling_type": "correction",
+    "loss_fn.truncated_importance_sampling_ratio": "correction.truncate or correction.high",
+    "loss_fn.truncated_importance_sampling_ratio_min": "correction.low",
+    "loss_fn.reference_policy_kl_penalty": "grpo.kl_penalty",
+    "checkpointing.save_period": "grpo.checkpoint_every",
+    "checkpointing.checkpoint_dir": "outputs",
+    "logger.log_dir": "outputs",
+    "logger.wandb_enabled": "logging.wandb",
+    "logger.tensorboard_enabled": "logging.tensorboard",
+    "data.train.dataset_name": "data",
+    "data.train.data_path": "data.path",
+    "data.validation.dataset_name": "data",
+    "data.validation.data_path": "data.path",
+}
+"""NeMo RL's keys that have a word of ours: said twice, they could disagree."""
+
+_SYNC = "metrics and correction are taken from the synchronous loop"
+PINNED: dict[str, tuple[Any, str]] = {
+    "grpo.async_grpo.enabled": (
+        False,
+        f"not supported yet, {_SYNC}; under FP8 KV NeMo RL has none",
+    ),
+    f"{VLLM}.async_engine": (False, "not supported yet; NeMo RL refuses it under FP8 KV"),
+    f"{VLLM}.logprobs_mode": ("processed_logprobs", "others are not those it sampled from"),
+    f"{GENERATION}.colocated.enabled": (True, "not supported yet"),
+    f"{GENERATION}.backend": ("vllm", "the only engine whose FP8 path is driven here"),
+    "data_plane.enabled": (False, f"not supported yet, {_SYNC}"),
+    "data.use_multiple_dataloader": (False, "not supported yet"),
+    "policy.dtensor_cfg.enabled": (False, "the plan is written for Megatron"),
+    f"{MEGATRON}.enabled": (True, "the plan is written for Megatron"),
+    "policy.draft.enabled": (False, "not supported yet"),
+    "loss_fn.force_on_policy_ratio": (False, "it drops the logprob pass that mismatch is seen in"),
+    "loss_fn.sequence_level_importance_ratios": (False, "use correction=seq-tis"),
+    "checkpointing.enabled": (True, "a run that stops must be able to go on"),
+}
+"""Keys written by every plan whose other values are not driven, measured or corrected here."""
+ABSENT = {
+    "policy.router_replay.enabled": (False, "not supported yet"),
+    f"{GENERATION}.refit_transport": (None, "not supported yet"),
+}
+"""The same, for keys that not every base file has."""
+
+
+def native_correction(correction: Correction) -> dict[str, Any] | None:
+    """The keys of `loss_fn` that make NeMo RL's own loss apply a correction; None if none does.
+
+    `tis` is its `tis`, `mis` its `icepop`, a bare token ratio its correction without a type. Every
+    other one multiplies the advantages before the loss sees them (`nemo/policy.py`). Its
+    `seq-mask-tis` leaves the token ratio without a bound and is therefore not `geo-mis`.
+    """
+    plain = (
+        correction.level == "token"
+        and correction.veto is None
+        and not correction.normalize
+        and not correction.renormalize_denominator
+    )
+    if plain and correction.mask == "none":
+        return {
+            "type": None if correction.truncate is None else "tis",
+            "ratio": correction.truncate,
+            "ratio_min": None,
+        }
+    if plain and correction.mask == "token" and correction.high and correction.truncate is None:
+        return {"type": "icepop", "ratio": correction.high, "ratio_min": correction.low or 0.0}
+    return None
+
+
+def overrides(recipe: Recipe, host: Host) -> dict[str, Any]:
+    """Every key of NeMo RL that this cell sets, but folders; the user's own under `nemo` win.
+
+    Args:
+        recipe: with the numbers of `grpo` filled in, but `max_new_tokens`.
+        host: for keys that not every version has.
+    """
+    written = {
+        **_grpo(recipe),
+        **_loss(recipe),
+        **_rollout(recipe),
+        **_train(recipe),
+        **_parallel(recipe),
+        **_lengths(recipe, host),
+        **_data(recipe),
+        **_records(recipe),
+        **{key: value for key, (value, _) in PINNED.items()},
+        **leaves(recipe.nemo),
+    }
+    lacking = [key for key in ONLY_IF_KNOWN if not host.has(_base(recipe), key)]
+    return {key: value for key, value in written.items() if key not in lacking}
+
+
+def environment_variables(recipe: Recipe) -> dict[str, str]:
+    """What the driver's process needs; its workers inherit it. Never a secret."""
+    found = {
+        "TORCH_CUDA_ARCH_LIST": ARCHITECTURES[recipe.cluster.gpu],  # lm_policy.py:149 asks for it
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if recipe.cluster.interpreter == "system":
+        found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    from_folder = recipe.model.path is not None or recipe.model.hf_id is None
+    if from_folder and recipe.data.name in ("arithmetic", "jsonl"):
+        found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # nothing is on the hub
+    return found
+
+
+def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str, Any]:
+    """The keys that hold folders, absolute: NeMo RL takes its own relative to where it is started.
+
+    Args:
+        recipe: of the plan.
+        run_dir: where the run keeps everything.
+        root: NeMo RL's checkout; None shows its name in the environment instead.
+    """
+    here = run_dir.absolute()
+    found: dict[str, Any] = {
+        "policy.model_name": _model_name(recipe.model),
+        "logger.log_dir": str(here / "log" / "nemo"),
+        "checkpointing.checkpoint_dir": str(here / "checkpoints"),
+    }
+    if recipe.data.name == "openmath-2":
+        prompt = Path(root or "$NEMO_RL_ROOT") / "examples" / "prompts" / "cot.txt"
+        found["data.default.prompt_file"] = str(prompt)
+    if recipe.data.name in ("arithmetic", "jsonl"):
+        folder = Path(recipe.data.path).absolute() if recipe.data.path else here / "data"
+        if recipe.data.name == "arithmetic":
+            folder = here / "data"
+        found["data.train.data_path"] = str(folder / "train.jsonl")
+        found["data.validation.data_path"] = str(folder / "validation.jsonl")
+    return found
+
+
+def nemo_mistakes(recipe: Recipe, host: Host) -> Iterator[Mistake]:
+    """What is wrong with the keys that a user gave under `nemo`."""
+    base, refused = _base(recipe), PINNED | ABSENT
+    known = {*ADDED, *OURS, *refused}
+    plain = dataclasses.replace(recipe, nemo={})
+    known |= set(overrides(plain, host) if host.bases is None else host.bases[base])
+    for key, value in leaves(recipe.nemo).items():
+        if key in OURS:
+            yield Mistake(f"nemo.{key}", value, f"is written by {OURS[key]}", "set that instead")
+        elif key in refused and value != refused[key][0]:
+            allowed, reason = refused[key]
+            yield Mistake(f"nemo.{key}", value, f"must be {json.dumps(allowed)}: {reason}")
+        elif key not in known and not may_be_added(key):
+            near = difflib.get_close_matches(key, known, n=1)
+            where = f"no such key in {base}" if host.bases is not None else (
+                "not one of the keys that are known without a checkout; set NEMO_RL_ROOT"
+            )  # fmt: skip
+            yield Mistake(
+                f"nemo.{key}", value, where, f"did you mean nemo.{near[0]}?" if near else ""
+            )
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= leaves(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def command_line(base_config: str, written: Mapping[str, Any]) -> list[str]:
+    """The stock command that sets the same configuration, as an argument list.
+
+    Args:
+        base_config: relative to NeMo RL's checkout.
+        written: all overrides, folders included. Keys that a base may lack get Hydra's `++`.
+    """
+    words = [
+        f"{'++' if may_be_added(key) else ''}{key}={_typed(value)}"
+        for key, value in written.items()
+    ]
+    return ["python", "examples/run_grpo.py", "--config", base_config, *words]
+
+
+def may_be_added(key: str) -> bool:
+    """Whether a key may be new to a base file: it is on the allow-list, or in an open map."""
+    return key in ADDED or key.startswith(tuple(f"{each}." for each in OPEN_MAPS))
+
+
+def _typed(value: Any) -> str:
+    """A value in Hydra's grammar: texts quoted, the rest as JSON writes it."""
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{escaped}'"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_typed, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_typed(each)}" for key, each in value.items()) + "}"
+    return json.dumps(value)
+
+
+def _grpo(recipe: Recipe) -> dict[str, Any]:
+    grpo = recipe.grpo
+    return {
+        "grpo.max_num_steps": grpo.steps,
+        "grpo.max_num_epochs": 1_000_000,  # steps end a run, not the end of the data
+        "grpo.num_prompts_per_step": grpo.prompts_per_step,
+        "grpo.num_generations_per_prompt": grpo.generations_per_prompt,
+        "grpo.val_period": grpo.validate_every,
+        "grpo.val_at_start": grpo.validate_first and recipe.precision.rollout_kv != "fp8",
+        "grpo.val_at_end": True,
+        "grpo.max_val_samples": VALIDATION_PROBLEMS,
+        "grpo.val_batch_size": VALIDATION_PROBLEMS,
+        "grpo.seed": recipe.seed,
+        "grpo.skip_reference_policy_logprobs_calculation": grpo.kl_penalty == 0,
+        "policy.train_global_batch_size": sequences_per_update(recipe),
+    }
+
+
+def _loss(recipe: Recipe) -> dict[str, Any]:
+    native = native_correction(recipe.correction)
+    found = native or {"type": None, "ratio": None, "ratio_min": None}
+    at = "loss_fn.truncated_importance_sampling"
+    return {
+        # NeMo RL insists on it under FP8 (grpo.py:1321); without a native correction the driver
+        # takes it out of the loss again.
+        "loss_fn.use_importance_sampling_correction": native is not None
+        or recipe.precision.rollout_linear == "fp8",
+        f"{at}_type": found["type"],
+        f"{at}_ratio": found["ratio"],
+        f"{at}_ratio_min": found["ratio_min"],
+        "loss_fn.token_level_loss": True,
+        "loss_fn.reference_policy_kl_penalty": recipe.grpo.kl_penalty,
+    }
+
+
+def _rollout(recipe: Recipe) -> dict[str, Any]:
+    precision, memory = recipe.precision, recipe.model.memory
+    fp8 = precision.rollout_linear == "fp8"
+    found: dict[str, Any] = {
+        f"{VLLM}.precision": "fp8" if fp8 else "bfloat16",
+        f"{VLLM}.kv_cache_dtype": "fp8" if precision.rollout_kv == "fp8" else "auto",
+        f"{VLLM}.use_deep_gemm": fp8,
+        f"{VLLM}.num_first_layers_in_bf16": precision.first_layers_bf16 if fp8 else 0,
+        f"{VLLM}.num_last_layers_in_bf16": precision.last_layers_bf16 if fp8 else 0,
+        f"{VLLM}.gpu_memory_utilization": memory.rollout_share,
+        f"{VLLM}.enforce_eager": False,
+    }
+    if fp8 and precision.scales == "pow2":
+        found[f"{VLLM}.pow2_weight_scaling_factors"] = True
+        found[f"{VLLM}.pow2_activation_scaling_factors"] = True
+    if fp8 and recipe.model.shape.experts:
+        # A substring, which is why dense models must not have it: it would take mlp.gate_proj.
+        found[f"{VLLM}.quantization_ignored_layer_kws"] = ["mlp.gate"]
+    if recipe.model.shape.experts:
+        found[f"{GENERATION}.vllm_kwargs.moe_backend"] = "triton"  # others relayout at a refit
+    if memory.kv_cache_gib is not None:
+        kv_bytes = int(memory.kv_cache_gib * GIB)
+        found[f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"] = kv_bytes
+    if recipe.model.parallel.rollout_tensor > 1:
+        # NeMo RL patches vLLM's workers through Ray executor V1 only (quantization/fp8.py:95).
+        found[f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
+    return found
+
+
+def _train(recipe: Recipe) -> dict[str, Any]:
+    precision = recipe.precision
+    fp8 = precision.train_linear == "fp8"
+    found: dict[str, Any] = {
+        f"{MEGATRON}.fp8_cfg.enabled": fp8,
+        f"{MEGATRON}.fp8_cfg.fp8": "e4m3",
+        f"{MEGATRON}.fp8_cfg.fp8_recipe": "blockwise",
+        f"{MEGATRON}.fp8_cfg.fp8_param": False,
+        f"{MEGATRON}.optimizer.use_precision_aware_optimizer": not fp8,
+        f"{MEGATRON}.optimizer.lr": recipe.grpo.learning_rate,
+        f"{MEGATRON}.optimizer.min_lr": recipe.grpo.learning_rate,
+        f"{MEGATRON}.scheduler.lr_warmup_init": _tenth(recipe.grpo.learning_rate),
+        # A run that goes on with more steps has another schedule than its checkpoint.
+        f"{MEGATRON}.scheduler.override_opt_param_scheduler": True,
+        f"{MEGATRON}.activation_checkpointing": recipe.model.memory.recompute,
+        f"{MEGATRON}.checkpoint.async_save": False,
+    }
+    if recipe.model.shape.experts:
+        found[f"{MEGATRON}.moe_router_dtype"] = "fp32"  # as upstream's FP8 MoE recipes
+    if fp8:
+        scales = "1" if precision.scales == "fp32" else "0"
+        found[f"{MEGATRON}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = scales
+    if fp8 and (precision.first_layers_bf16 or precision.last_layers_bf16):
+        at = f"{MEGATRON}.model_overrides"
+        found[f"{at}.first_last_layers_bf16"] = True
+        found[f"{at}.num_layers_at_start_in_bf16"] = precision.first_layers_bf16
+        found[f"{at}.num_layers_at_end_in_bf16"] = precision.last_layers_bf16
+    return found
+
+
+def _parallel(recipe: Recipe) -> dict[str, Any]:
+    parallel = recipe.model.parallel
+    # Megatron wants it for experts under tensor parallelism.
+    by_sequence = bool(recipe.model.shape.experts) and parallel.tensor > 1
+    multiple = (2 * parallel.context if parallel.context > 1 else 1) * (
+        parallel.tensor if by_sequence else 1
+    )
+    return {
+        f"{MEGATRON}.tensor_model_parallel_size": parallel.tensor,
+        f"{MEGATRON}.pipeline_model_parallel_size": parallel.pipeline,
+        f"{MEGATRON}.context_parallel_size": parallel.context,
+        f"{MEGATRON}.expert_model_parallel_size": parallel.expert,
+        f"{MEGATRON}.expert_tensor_parallel_size": 1,
+        f"{MEGATRON}.sequence_parallel": by_sequence,
+        "policy.make_sequence_length_divisible_by": multiple,
+        f"{VLLM}.tensor_parallel_size": parallel.rollout_tensor,
+        f"{VLLM}.pipeline_parallel_size": 1,
+        f"{VLLM}.expert_parallel_size": parallel.rollout_expert,
+        "cluster.num_nodes": recipe.cluster.nodes,
+        "cluster.gpus_per_node": recipe.cluster.gpus_per_node,
+    }
+
+
+def _lengths(recipe: Recipe, host: Host) -> dict[str, Any]:
+    base = host.base(_base(recipe))
+    longest, prompt, response = base.sequence, base.sequence, recipe.grpo.max_new_tokens
+    if response is not None:
+        longest, prompt = 128 * math.ceil((response + PROMPT_ROOM) / 128), PROMPT_ROOM
+    return {
+        "policy.max_total_sequence_length": longest,
+        f"{GENERATION}.max_new_tokens": response or longest,
+        f"{VLLM}.max_model_len": longest,
+        "data.max_input_seq_length": prompt,
+        # One size for both passes: NeMo RL asserts it for TP >= 4 (lm_policy.py:212).
+        "policy.train_micro_batch_size": base.micro_batch,
+        "policy.logprob_batch_size": base.micro_batch,
+        "policy.sequence_packing.enabled": True,
+        "policy.dynamic_batching.enabled": False,
+    }
+
+
+def _data(recipe: Recipe) -> dict[str, Any]:
+    usual = {
+        "data.default.prompt_file": None,
+        "data.default.system_prompt_file": None,
+        "data.default.processor": "math_hf_data_processor",
+        "data.default.env_name": "math",
+        "env.math.math_verify_impl": "hf_math_verify",
+    }
+    match recipe.data.name:
+        case "openmath-2":
+            return usual | {"data.train.dataset_name": "OpenMathInstruct-2"}
+        case "dapo-math-17k":
+            return usual | {
+                "data.train.dataset_name": "DAPOMath17K",
+                "data.train.split_validation_size": 0,
+                "data.validation.dataset_name": "DAPOMathAIME2024",
+                "env.math.math_verify_impl": "dapo_math_verify",
+            }
+        case _:
+            files = {
+                f"data.{split}.{key}": value
+                for split in ("train", "validation")
+                for key, value in (
+                    ("dataset_name", "ResponseDataset"),
+                    ("input_key", "input"),
+                    ("output_key", "output"),
+                )
+            }
+            return usual | files | {"data.train.split_validation_size": 0}
+
+
+def _records(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "logger.tensorboard_enabled": recipe.logging.tensorboard,
+        "logger.wandb_enabled": recipe.logging.wandb,
+        "logger.wandb.project": "fp8-nemo",
+        "logger.wandb.name": "-".join(
+            (recipe.model.name, recipe.precision.name, recipe.correction.name, f"s{recipe.seed}")
+        ),
+        "logger.mlflow_enabled": False,
+        "logger.swanlab_enabled": False,
+        "logger.monitor_gpus": False,
+        "checkpointing.save_period": recipe.grpo.checkpoint_every,
+        "checkpointing.metric_name": None,  # the latest are kept, not the best
+        "checkpointing.keep_top_k": KEPT_CHECKPOINTS,
+        "checkpointing.checkpoint_must_save_by": None,
+    }
+
+
+def _model_name(model: Model) -> str:
+    """The folder if there is one, else the hub's name, else the model that ships here."""
+    if model.hf_id and not model.path:
+        return model.hf_id
+    return str(model_path(model).absolute())
+
+
+def _tenth(rate: float | None) -> float | None:
+    return rate and rate / 10
+
+
+def _base(recipe: Recipe) -> str:
+    return recipe.model.base_config or ""
