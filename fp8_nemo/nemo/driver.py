@@ -28,14 +28,6 @@ from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.overrides import native_correction, path_overrides
 from fp8_nemo.plan import Plan
 
-CLUSTER = (
-    "import ray, sys;"
-    "print(ray.init(address='local', include_dashboard=False, log_to_driver=False)"
-    ".address_info['gcs_address'], flush=True);"
-    "sys.stdin.readline()"
-)
-"""A Ray cluster that ends at a line on its standard input, or with the process that holds it."""
-
 
 def run(plan: Plan, path: Path) -> int:
     """Train; 0 when the last step is done, 2 for an unusable directory, 1 if the run broke."""
@@ -81,13 +73,13 @@ def own_ray() -> Iterator[None]:
     """A Ray cluster of this run alone, unless `RAY_ADDRESS` names one.
 
     NeMo RL attaches to whatever cluster it finds on the machine, so two runs side by side would
-    share GPUs; an address it cannot miss.
+    share GPUs; an address it cannot miss. `CUDA_VISIBLE_DEVICES` says which GPUs are the run's.
     """
     if os.environ.get("RAY_ADDRESS"):
         yield
         return
     with subprocess.Popen(
-        [sys.executable, "-c", CLUSTER],
+        [sys.executable, "-m", "fp8_nemo.nemo.ray_cluster"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -98,6 +90,7 @@ def own_ray() -> Iterator[None]:
             if not address:
                 raise RuntimeError("Ray did not start; its own message stands above")
             os.environ["RAY_ADDRESS"] = address
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the cluster keeps to it, by number
             yield
         finally:
             os.environ.pop("RAY_ADDRESS", None)
