@@ -2,8 +2,8 @@
 
 Prints its address, then lives until a line, or the end, of its standard input. NeMo RL's Megatron
 worker takes Ray's GPU id for a device's number (megatron_policy_worker.py:439), so a cluster that
-sees `CUDA_VISIBLE_DEVICES=2` gives it a device that does not exist. This one sees all GPUs, numbered
-as they are, and holds those that the run was not given.
+sees `CUDA_VISIBLE_DEVICES=2` gives it a device that does not exist. This one sees all GPUs, by
+their own numbers, and holds those that the run was not given.
 """
 
 # pyright: reportMissingImports=false
@@ -18,12 +18,9 @@ def main() -> int:
     mine = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     import ray
 
-    gpus = int(os.environ.get("FP8_NEMO_FAKE_GPUS", 0)) or None
-    address = ray.init(
-        address="local", include_dashboard=False, log_to_driver=False, num_gpus=gpus
-    ).address_info["gcs_address"]
+    cluster = ray.init(address="local", include_dashboard=False, log_to_driver=False)
     held = hold_others(mine.split(",")) if mine else []
-    print(address, flush=True)
+    print(cluster.address_info["gcs_address"], flush=True)
     sys.stdin.readline()
     del held
     return 0
