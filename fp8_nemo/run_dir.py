@@ -13,6 +13,7 @@ environment only versions and hardware are kept.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -192,6 +193,25 @@ def data_dir(run_dir: Path) -> Path:
     """Where a run keeps the problems that it made."""
     folder = run_dir / "data"
     folder.mkdir(exist_ok=True)
+    return folder
+
+
+def conversion_dir(outputs: Path, model: str, source: Path | None) -> Path:
+    """Where a model in Megatron's format is kept for the runs that start from it.
+
+    A folder's name holds a hash over its files' sizes and times: NeMo RL goes by the name alone,
+    and would start from the weights of a model that has been made again since.
+
+    Args:
+        outputs: of the recipe.
+        model: its name, or the hub's.
+        source: the folder it is read from; None on the hub.
+    """
+    files = sorted(source.iterdir()) if source else []
+    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(json.dumps([model, state]).encode()).hexdigest()[:8]
+    folder = outputs.absolute() / ".megatron" / f"{model.replace('/', '--')}-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

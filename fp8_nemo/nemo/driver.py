@@ -9,6 +9,7 @@ is NeMo RL, unmodified, and prints what it prints.
 # NeMo RL stands on the path of a run, not of a type check.
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -22,11 +23,14 @@ from typing import Any, TextIO
 
 from fp8_nemo import run_dir
 from fp8_nemo.data import load_problems, write_problems
+from fp8_nemo.model_dir import model_path
 from fp8_nemo.nemo.checkout import config_of, read_host, root_of
 from fp8_nemo.nemo.engine import check_engine, engine_dtypes
 from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.overrides import native_correction, path_overrides
 from fp8_nemo.plan import Plan
+
+CONVERSIONS = "NRL_MEGATRON_CHECKPOINT_DIR"
 
 
 def run(plan: Plan, path: Path) -> int:
@@ -62,6 +66,10 @@ def prepare(plan: Plan, root: Path) -> None:
     assert plan.nemo
     for name, value in plan.nemo.environment.items():
         os.environ.setdefault(name, value)
+    model = plan.recipe.model
+    source = None if model.hf_id and not model.path else model_path(model)
+    folder = run_dir.conversion_dir(Path(plan.recipe.outputs), model.hf_id or model.name, source)
+    os.environ.setdefault(CONVERSIONS, str(folder))
     paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if str(root) not in sys.path:
@@ -97,6 +105,18 @@ def own_ray() -> Iterator[None]:
             # A line, not the end of the stream: forked data loaders hold that open too.
             cluster.stdin.write("\n")
             cluster.stdin.flush()
+
+
+@contextmanager
+def one_conversion(folder: Path) -> Iterator[None]:
+    """Runs that start together convert a model to Megatron's format once, the others wait.
+
+    NeMo RL takes a folder that another run is still writing for a finished one (setup.py:578).
+    """
+    with (folder / ".lock").open("w") as lock:
+        if not list(folder.glob("*/iter_0000000/run_config.yaml")):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -168,13 +188,14 @@ def train(plan: Plan, path: Path, root: Path) -> None:
     dataset, validation, environments, validation_environments = setup_response_data(
         tokenizer, config.data, config.env
     )
-    parts = setup(
-        config,
-        tokenizer,
-        dataset,
-        validation,
-        policy_factory=lambda **arguments: WatchedPolicy(plan.recipe, **arguments),
-    )
+    with one_conversion(Path(os.environ[CONVERSIONS])):
+        parts = setup(
+            config,
+            tokenizer,
+            dataset,
+            validation,
+            policy_factory=lambda **arguments: WatchedPolicy(plan.recipe, **arguments),
+        )
     policy, generation, _, _, loader, validation_loader, loss_fn, *rest = parts
     logger, checkpointer, state, config, *_ = rest
     if native_correction(plan.recipe.correction) is None:

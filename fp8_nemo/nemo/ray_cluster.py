@@ -9,8 +9,10 @@ their own numbers, and holds those that the run was not given.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+import tempfile
 
 
 def main() -> int:
@@ -19,7 +21,17 @@ def main() -> int:
     import ray
 
     cluster = ray.init(address="local", include_dashboard=False, log_to_driver=False)
-    held = hold_others(mine.split(",")) if mine else []
+    gpus = [str(each) for each in range(int(ray.cluster_resources().get("GPU", 0)))]
+    given = mine.split(",") if mine else gpus
+    held = hold_others(given) if mine else []
+    taken = [gpu for gpu in given if not take(gpu)]
+    if taken:
+        print(
+            f"GPU {', '.join(taken)}: another run is on it, and NeMo RL's refit has one socket per "
+            "GPU (base_policy_worker.py:137); name others in CUDA_VISIBLE_DEVICES",
+            file=sys.stderr,
+        )
+        return 1
     print(cluster.address_info["gcs_address"], flush=True)
     sys.stdin.readline()
     del held
@@ -37,6 +49,17 @@ def hold_others(mine: list[str]) -> list[object]:
         if gpu in mine:
             ray.kill(actor)
     return [actor for actor, gpu in zip(actors, ids, strict=True) if gpu not in mine]
+
+
+def take(gpu: str) -> bool:
+    """Whether this process now has the GPU to itself, among runs of this package on the machine."""
+    path = os.path.join(tempfile.gettempdir(), f"fp8-nemo-gpu-{gpu}.lock")
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # open, and held, until the process ends
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 class _Holder:
