@@ -1,6 +1,9 @@
-"""What a recipe's weights and cache weigh, before a GPU is asked for.
+"""What a recipe's weights, cache and training state weigh, before a GPU is asked for.
 
-Exact counts of bytes from the model's numbers; speeds are measured (benchmarks/), not estimated.
+`estimate` counts bytes exactly, from the model's numbers. `memory_per_gpu` adds up what trainer and
+engine hold in each phase of a NeMo RL step on one GPU: exact for weights, gradients and optimizer,
+by formula for activations, and with a fixed allowance for what no formula knows. It has not been
+held against a measurement yet. Speeds are measured (benchmarks/), not estimated.
 """
 
 from __future__ import annotations
@@ -8,10 +11,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fp8_nemo.schema import Precision, Shape
-from fp8_nemo.weights import SCALE_SUFFIX, named_shapes, wire_specs
+from fp8_nemo.schema import Precision, Recipe, Shape
+from fp8_nemo.weights import SCALE_SUFFIX, is_fp8_weight, named_shapes, wire_specs
 
 DTYPE_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
+GIB = 2**30
+GPU_GIB = {"h100": 79.6, "h200": 140.4, "b200": 179.1}
+"""Memory of one GPU as nvidia-smi reports it: 81559, 143771, 183359 MiB."""
+ALLOWANCE_GIB = 6.0
+"""CUDA and NCCL of two processes, a sleeping engine's graphs, fragmentation."""
+HEADROOM = 0.1
 
 
 @dataclass(frozen=True)
@@ -44,3 +53,116 @@ def estimate(shape: Shape, precision: Precision) -> Estimate:
         refit_bytes_bf16=2 * parameters,
         kv_bytes_per_token=2 * shape.layers * shape.kv_heads * shape.head_dim * kv_bytes,
     )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU: `Memory({"train": {"weights": 8e9, ...}, "refit": {...}, ...}, 79.6)`."""
+
+    phases: dict[str, dict[str, float]]
+    """Phase of the step -> what lies on the GPU -> bytes."""
+    gpu_gib: float
+
+    @property
+    def worst(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    def headroom(self, phase: str) -> float:
+        """Share of the GPU that a phase leaves free; negative if it does not fit."""
+        return 1 - sum(self.phases[phase].values()) / (self.gpu_gib * GIB)
+
+    def text(self, phase: str) -> str:
+        """A phase's parts: `train in GiB: weights 7.5, gradients 7.5, ...`."""
+        parts = [f"{name} {size / GIB:.1f}" for name, size in self.phases[phase].items() if size]
+        return f"{phase} in GiB: " + ", ".join(parts)
+
+
+def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
+    """What each phase of a step needs on one GPU, colocated as NeMo RL does it.
+
+    Training: BF16 weights and gradients, the distributed optimizer's FP32 master and two moments
+    (with the precision-aware optimizer the master is BF16 and 16 bits of remainder), FP8 copies of
+    the linear weights in both directions, activations of one micro-batch, logits in BF16 and FP32
+    with their gradient. Refit: the trainer's and the engine's weights. Rollout: the engine's
+    weights and KV cache; the trainer waits in host memory.
+
+    Args:
+        recipe: with `model.parallel`, `model.memory`, `precision` and `cluster.gpu`.
+        gpus: of the whole run.
+        tokens: of one micro-batch.
+    """
+    parallel, memory = recipe.model.parallel, recipe.model.memory
+    dense, expert, quantized = _parameters(recipe)
+    stages, ranks = parallel.pipeline, parallel.tensor * parallel.pipeline
+    held_dense, held_expert = dense / ranks, expert / (parallel.expert * stages)
+    held = held_dense + held_expert
+    spread_dense = max(1, gpus // ranks)
+    spread_expert = max(1, gpus // (parallel.expert * stages))
+    fp8 = recipe.precision.train_linear == "fp8"
+    state = 12 if fp8 else 10
+    fraction = quantized / (dense + expert)
+    allowance = ALLOWANCE_GIB * GIB
+    train = {
+        "weights": 2 * held,
+        "gradients": 2 * held,
+        "optimizer": state * (held_dense / spread_dense + held_expert / spread_expert),
+        "FP8 copies": 2 * held * fraction if fp8 else 0.0,
+        "activations": _activations(recipe, tokens),
+        "logits": 10 * tokens * recipe.model.shape.vocab / parallel.tensor,
+        "allowance": allowance,
+    }
+    engine = _engine_weights(recipe, dense, expert, quantized)
+    cache = GPU_GIB[recipe.cluster.gpu] * GIB * memory.rollout_share - engine
+    if memory.kv_cache_gib is not None:
+        cache = memory.kv_cache_gib * GIB
+    phases = {
+        "train": train,
+        "refit": {"trainer": 2 * held, "engine": engine, "allowance": allowance},
+        "rollout": {"engine": engine, "KV cache": max(0.0, cache), "allowance": allowance},
+    }
+    return Memory(phases, GPU_GIB[recipe.cluster.gpu])
+
+
+def kv_cache_tokens(recipe: Recipe, memory: Memory) -> int:
+    """Tokens that the KV cache of one engine holds, over its `rollout_tensor` GPUs."""
+    per_token = estimate(recipe.model.shape, recipe.precision).kv_bytes_per_token
+    shards = min(recipe.model.parallel.rollout_tensor, recipe.model.shape.kv_heads)
+    return int(memory.phases["rollout"]["KV cache"] * shards / per_token)
+
+
+def _parameters(recipe: Recipe) -> tuple[int, int, int]:
+    """Parameters outside experts, in experts, and how many of them are linear weights of blocks."""
+    shape = recipe.model.shape
+    all_fp8 = Precision(rollout_linear="fp8")
+    dense = expert = quantized = 0
+    for name, size in named_shapes(shape).items():
+        count = math.prod(size)
+        dense, expert = (dense, expert + count) if ".experts." in name else (dense + count, expert)
+        quantized += count if is_fp8_weight(name, size, all_fp8, shape.layers) else 0
+    return dense, expert, quantized
+
+
+def _engine_weights(recipe: Recipe, dense: int, expert: int, quantized: int) -> float:
+    parallel = recipe.model.parallel
+    held = dense / parallel.rollout_tensor
+    held += expert / max(parallel.rollout_tensor, parallel.rollout_expert)
+    share = quantized / (dense + expert) if recipe.precision.rollout_linear == "fp8" else 0.0
+    return held * (2 - share)
+
+
+def _activations(recipe: Recipe, tokens: int) -> float:
+    """Bytes that the backward pass of one micro-batch keeps: inputs of every product, in BF16.
+
+    With `recompute` a layer keeps its input alone, and one layer at a time keeps the rest.
+    """
+    shape, parallel = recipe.model.shape, recipe.model.parallel
+    heads = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / parallel.tensor
+    if shape.experts:
+        routed = shape.experts_per_token * (shape.hidden + 3 * shape.expert_ffn)
+    else:
+        routed = 3 * shape.ffn / parallel.tensor
+    layer = 2 * tokens * (4 * shape.hidden + heads + routed) / parallel.context
+    kept = 2 * tokens * shape.hidden / parallel.context
+    layers = shape.layers / parallel.pipeline
+    return layers * kept + layer if recipe.model.memory.recompute else layers * layer

@@ -4,9 +4,7 @@ The only place where our words become NeMo RL's. A cell writes all keys that an 
 limit of the host or a known defect depends on, and inherits none of them: base files differ (one
 sets `force_on_policy_ratio`, and the logprob pass is gone; one has `async_save`).
 
-Keys are dotted, values are leaves. `ADDED` lists those that base files lack, so that they can be
-applied in struct mode, where a misspelled key is an error. Folders are added last, when it is known
-where a run stands (`path_overrides`).
+Folders are added last, when it is known where a run stands (`path_overrides`).
 """
 
 from __future__ import annotations
@@ -20,6 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from fp8_nemo.host import Host, sequences_per_update
+from fp8_nemo.keys import (
+    ABSENT,
+    ADDED,
+    GENERATION,
+    MEGATRON,
+    ONLY_IF_KNOWN,
+    OURS,
+    PINNED,
+    VLLM,
+    leaves,
+    may_be_added,
+)
 from fp8_nemo.model_dir import model_path
 from fp8_nemo.schema import Correction, Mistake, Model, Recipe
 
@@ -29,106 +39,6 @@ PROMPT_ROOM = 1024
 """Tokens kept for the prompt when `grpo.max_new_tokens` is given."""
 VALIDATION_PROBLEMS = 256
 KEPT_CHECKPOINTS = 2
-
-GENERATION = "policy.generation"
-VLLM = f"{GENERATION}.vllm_cfg"
-MEGATRON = "policy.megatron_cfg"
-
-ADDED = (
-    "data.train.data_path",
-    "data.train.input_key",
-    "data.train.output_key",
-    "data.validation.dataset_name",
-    "data.validation.data_path",
-    "data.validation.input_key",
-    "data.validation.output_key",
-    "grpo.skip_reference_policy_logprobs_calculation",
-    f"{MEGATRON}.scheduler.override_opt_param_scheduler",
-    f"{VLLM}.quantization_ignored_layer_kws",
-    f"{VLLM}.pow2_weight_scaling_factors",
-    f"{VLLM}.pow2_activation_scaling_factors",
-)
-"""Keys that NeMo RL reads and its base files may lack."""
-OPEN_MAPS = (
-    f"{GENERATION}.vllm_kwargs",
-    f"{VLLM}.env_vars",
-    f"{MEGATRON}.env_vars",
-    f"{MEGATRON}.model_overrides",
-    "policy.hf_config_overrides",
-    "policy.tokenizer.chat_template_kwargs",
-)
-"""Maps whose keys are vLLM's, Megatron's or the environment's."""
-ONLY_IF_KNOWN = (f"{VLLM}.logprobs_mode", f"{MEGATRON}.checkpoint.async_save")
-"""Written where the host has them; v0.7.0 has processed logprobs and whole saves built in."""
-
-OURS = {
-    "grpo.max_num_steps": "grpo.steps",
-    "grpo.num_prompts_per_step": "grpo.prompts_per_step",
-    "grpo.num_generations_per_prompt": "grpo.generations_per_prompt",
-    "grpo.val_period": "grpo.validate_every",
-    "grpo.val_at_start": "grpo.validate_first",
-    "grpo.seed": "seed",
-    "policy.train_global_batch_size": "grpo.updates_per_step",
-    "policy.model_name": "model.path or model.hf_id",
-    f"{GENERATION}.max_new_tokens": "grpo.max_new_tokens",
-    f"{VLLM}.precision": "precision.rollout_linear",
-    f"{VLLM}.kv_cache_dtype": "precision.rollout_kv",
-    f"{VLLM}.num_first_layers_in_bf16": "precision.first_layers_bf16",
-    f"{VLLM}.num_last_layers_in_bf16": "precision.last_layers_bf16",
-    f"{VLLM}.pow2_weight_scaling_factors": "precision.scales",
-    f"{VLLM}.pow2_activation_scaling_factors": "precision.scales",
-    f"{MEGATRON}.fp8_cfg.enabled": "precision.train_linear",
-    f"{MEGATRON}.optimizer.lr": "grpo.learning_rate",
-    f"{MEGATRON}.tensor_model_parallel_size": "model.parallel.tensor",
-    f"{MEGATRON}.pipeline_model_parallel_size": "model.parallel.pipeline",
-    f"{MEGATRON}.context_parallel_size": "model.parallel.context",
-    f"{MEGATRON}.expert_model_parallel_size": "model.parallel.expert",
-    f"{VLLM}.tensor_parallel_size": "model.parallel.rollout_tensor",
-    f"{VLLM}.expert_parallel_size": "model.parallel.rollout_expert",
-    "cluster.num_nodes": "cluster.nodes",
-    "cluster.gpus_per_node": "cluster.gpus_per_node",
-    "loss_fn.use_importance_sampling_correction": "correction",
-    "loss_fn.truncated_importance_sampling_type": "correction",
-    "loss_fn.truncated_importance_sampling_ratio": "correction.truncate or correction.high",
-    "loss_fn.truncated_importance_sampling_ratio_min": "correction.low",
-    "loss_fn.reference_policy_kl_penalty": "grpo.kl_penalty",
-    "checkpointing.save_period": "grpo.checkpoint_every",
-    "checkpointing.checkpoint_dir": "outputs",
-    "logger.log_dir": "outputs",
-    "logger.wandb_enabled": "logging.wandb",
-    "logger.tensorboard_enabled": "logging.tensorboard",
-    "data.train.dataset_name": "data",
-    "data.train.data_path": "data.path",
-    "data.validation.dataset_name": "data",
-    "data.validation.data_path": "data.path",
-}
-"""NeMo RL's keys that have a word of ours: said twice, they could disagree."""
-
-_SYNC = "metrics and correction are taken from the synchronous loop"
-PINNED: dict[str, tuple[Any, str]] = {
-    "grpo.async_grpo.enabled": (
-        False,
-        f"not supported yet, {_SYNC}; under FP8 KV NeMo RL has none",
-    ),
-    f"{VLLM}.async_engine": (False, "not supported yet; NeMo RL refuses it under FP8 KV"),
-    f"{VLLM}.logprobs_mode": ("processed_logprobs", "others are not those it sampled from"),
-    f"{GENERATION}.colocated.enabled": (True, "not supported yet"),
-    f"{GENERATION}.backend": ("vllm", "the only engine whose FP8 path is driven here"),
-    "data_plane.enabled": (False, f"not supported yet, {_SYNC}"),
-    "data.use_multiple_dataloader": (False, "not supported yet"),
-    "policy.dtensor_cfg.enabled": (False, "the plan is written for Megatron"),
-    f"{MEGATRON}.enabled": (True, "the plan is written for Megatron"),
-    "policy.draft.enabled": (False, "not supported yet"),
-    "loss_fn.force_on_policy_ratio": (False, "it drops the logprob pass that mismatch is seen in"),
-    "loss_fn.sequence_level_importance_ratios": (False, "use correction=seq-tis"),
-    "checkpointing.enabled": (True, "a run that stops must be able to go on"),
-}
-"""Keys written by every plan whose other values are not driven, measured or corrected here."""
-ABSENT = {
-    "policy.router_replay.enabled": (False, "not supported yet"),
-    f"{GENERATION}.refit_transport": (None, "not supported yet"),
-}
-"""The same, for keys that not every base file has."""
 
 
 def native_correction(correction: Correction) -> dict[str, Any] | None:
@@ -192,6 +102,11 @@ def environment_variables(recipe: Recipe) -> dict[str, str]:
     return found
 
 
+def micro_batch_tokens(written: Mapping[str, Any]) -> int:
+    """Tokens of one micro-batch: packed sequences fill this many at most."""
+    return written["policy.max_total_sequence_length"] * written["policy.train_micro_batch_size"]
+
+
 def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str, Any]:
     """The keys that hold folders, absolute: NeMo RL takes its own relative to where it is started.
 
@@ -238,48 +153,6 @@ def nemo_mistakes(recipe: Recipe, host: Host) -> Iterator[Mistake]:
             yield Mistake(
                 f"nemo.{key}", value, where, f"did you mean nemo.{near[0]}?" if near else ""
             )
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= leaves(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def command_line(base_config: str, written: Mapping[str, Any]) -> list[str]:
-    """The stock command that sets the same configuration, as an argument list.
-
-    Args:
-        base_config: relative to NeMo RL's checkout.
-        written: all overrides, folders included. Keys that a base may lack get Hydra's `++`.
-    """
-    words = [
-        f"{'++' if may_be_added(key) else ''}{key}={_typed(value)}"
-        for key, value in written.items()
-    ]
-    return ["python", "examples/run_grpo.py", "--config", base_config, *words]
-
-
-def may_be_added(key: str) -> bool:
-    """Whether a key may be new to a base file: it is on the allow-list, or in an open map."""
-    return key in ADDED or key.startswith(tuple(f"{each}." for each in OPEN_MAPS))
-
-
-def _typed(value: Any) -> str:
-    """A value in Hydra's grammar: texts quoted, the rest as JSON writes it."""
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{escaped}'"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_typed, value)) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_typed(each)}" for key, each in value.items()) + "}"
-    return json.dumps(value)
 
 
 def _grpo(recipe: Recipe) -> dict[str, Any]:

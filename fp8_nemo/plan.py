@@ -21,15 +21,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from fp8_nemo.estimate import estimate
-from fp8_nemo.host import MAIN, Host, HostError, host_mistakes
+from fp8_nemo.estimate import HEADROOM, memory_per_gpu
+from fp8_nemo.host import MAIN, Host, HostError, gpus, host_mistakes
 from fp8_nemo.overrides import (
     environment_variables,
+    micro_batch_tokens,
     native_correction,
     nemo_mistakes,
     overrides,
 )
-from fp8_nemo.schema import Data, Mistake, Recipe, as_typed, mistakes
+from fp8_nemo.schema import Data, Mistake, Recipe, mistakes
 
 LOCAL_BASE: dict[str, Any] = {
     "prompts_per_step": 32,
@@ -141,40 +142,6 @@ def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
     return Plan(cell, backend, _with_local_base(recipe), needs, notes)
 
 
-def describe(plan: Plan) -> dict[str, str]:
-    """What a plan says to people, line by line; exact counts, no speeds."""
-    recipe, counts = plan.recipe, estimate(plan.recipe.model.shape, plan.recipe.precision)
-    precision = recipe.precision
-    return {
-        "backend": f"{plan.backend}, cluster {recipe.cluster.name}",
-        "rollout": f"linear {precision.rollout_linear}, attention and KV {precision.rollout_kv}",
-        "train": f"linear {precision.train_linear}",
-        "weights": f"{counts.parameters:,} parameters in {counts.fp8_weights:,} FP8 and "
-        f"{counts.bf16_weights:,} BF16 tensors",
-        "refit": f"{_size(counts.refit_bytes)}, in BF16 {_size(counts.refit_bytes_bf16)}; "
-        f"verify {recipe.glue.verify}",
-        "KV cache": f"{counts.kv_bytes_per_token:,} bytes per token",
-        "correction": _as_typed(recipe.correction),
-        "grpo": _as_typed(recipe.grpo),
-        "data": _as_typed(recipe.data),
-    }
-
-
-def _as_typed(group: Any) -> str:
-    """The fields of a group as one would type them; null inherits the base configuration."""
-    pairs = [f"{key}={as_typed(value)}" for key, value in vars(group).items() if key != "name"]
-    return f"{group.name}: " + " ".join(pairs)
-
-
-def _size(count: float) -> str:
-    """Bytes in a unit that people read: `9.1 GB`."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
-
-
 def _cluster_needs(recipe: Recipe) -> Iterator[str]:
     if recipe.cluster.kind == "slurm":
         yield "cluster.kind=slurm, which is not here yet"
@@ -193,14 +160,16 @@ def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
         *nemo_mistakes(recipe, host),
     ]:
         raise PlanError(found)
-    nemo = NemoPlan(
-        host.name,
-        recipe.model.base_config or "",
-        overrides(recipe, host),
-        environment_variables(recipe),
+    written = overrides(recipe, host)
+    base, environment = recipe.model.base_config or "", environment_variables(recipe)
+    return Plan(
+        cell,
+        "nemo",
+        recipe,
+        needs=(*_cluster_needs(recipe), *_glue_needs(recipe)),
+        notes=(*_nemo_notes(recipe), *_tight_memory(recipe, micro_batch_tokens(written))),
+        nemo=NemoPlan(host.name, base, written, environment),
     )
-    needs = (*_cluster_needs(recipe), *_glue_needs(recipe))
-    return Plan(cell, "nemo", recipe, needs, tuple(_nemo_notes(recipe)), nemo)
 
 
 def _with_nemo_base(recipe: Recipe, host: Host) -> Recipe:
@@ -256,6 +225,17 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
         yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
     if recipe.data.name == "arithmetic" and recipe.data.path:
         yield "data.path: no effect, problems are made"
+
+
+def _tight_memory(recipe: Recipe, tokens: int) -> Iterator[str]:
+    """A plan that the estimate sees run out of memory is not refused: it is an estimate."""
+    memory = memory_per_gpu(recipe, gpus(recipe), tokens)
+    if memory.headroom(memory.worst) < HEADROOM:
+        yield (
+            f"memory: {memory.worst} leaves {memory.headroom(memory.worst):.0%} of an "
+            f"{recipe.cluster.gpu}'s {memory.gpu_gib} GiB free, by estimate; "
+            f"{memory.text(memory.worst)}; use more GPUs, or model.memory.recompute=true"
+        )
 
 
 def _with_local_base(recipe: Recipe) -> Recipe:

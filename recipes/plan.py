@@ -5,14 +5,17 @@ python -m recipes.plan model=llama31-8b precision=fp8-kv-attn correction=tis
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 from rich.console import Console
 from rich.table import Table
 
 from fp8_nemo.compose import ComposeError, compose_plans
+from fp8_nemo.describe import Difference, describe, differences, stock_command
+from fp8_nemo.host import Host
 from fp8_nemo.nemo.checkout import host_of
-from fp8_nemo.plan import Plan, describe
+from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import run_path
 
 
@@ -24,21 +27,32 @@ def main(arguments: list[str] | None = None) -> int:
     except ComposeError as error:
         print(error, file=sys.stderr)
         return 2
+    console = Console(width=100)
     for plan in plans:
-        Console(width=100).print(table(plan))
+        host, path = host_of(plan.recipe), run_path(plan)
+        console.print(table(plan, host))
+        if plan.nemo:
+            console.print(changes(differences(plan, host, path)))
+            print("\nThe same with NeMo RL alone, in its checkout:\n")
+            print(shlex.join(stock_command(plan, host, path)))
     return 0
 
 
-def table(plan: Plan) -> Table:
+def table(plan: Plan, host: Host) -> Table:
     """One plan as a table of words and numbers."""
     rows = Table(title=plan.cell, title_justify="left", show_header=False, min_width=98)
-    rows.add_row("run directory", str(run_path(plan)))
-    for name, text in describe(plan).items():
+    for name, text in [("run directory", str(run_path(plan))), *describe(plan, host)]:
         rows.add_row(name, text)
-    for note in plan.notes:
-        rows.add_row("note", note)
-    for need in plan.needs:
-        rows.add_row("[bold]needs[/]", need)
+    return rows
+
+
+def changes(found: list[Difference]) -> Table:
+    """The keys of NeMo RL's that a plan changes."""
+    rows = Table(title="changes to the base YAML", title_justify="left")
+    for name in Difference._fields:
+        rows.add_column(name, overflow="fold")
+    for key, base, value in found:
+        rows.add_row(key, "" if base is ... else str(base), str(value))
     return rows
 
 

@@ -9,11 +9,21 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fp8_nemo"
 ORDER = (
-    *("schema", "weights", "estimate", "model_dir", "host", "overrides", "plan", "compose"),
-    *("run_dir", "data", "kernels", "quantize", "recalibrate", "refit", "mismatch"),
+    *("schema", "weights", "estimate", "model_dir", "host", "keys", "overrides", "plan"),
+    *(
+        "describe",
+        "compose",
+        "run_dir",
+        "data",
+        "kernels",
+        "quantize",
+        "recalibrate",
+        "refit",
+        "mismatch",
+    ),
     *("correction", "report", "figures"),
 )
-WITHOUT_TORCH = (*ORDER[:10], "report", "nemo.checkout", "nemo.preflight")
+WITHOUT_TORCH = (*ORDER[:12], "report", "nemo.checkout", "nemo.preflight")
 HOST = {"nemo_rl", "vllm", "ray", "megatron"}
 
 

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fp8_nemo.host import BF16_LAYERS_BROKEN, KV_SCALES_DROPPED, MAIN, POW2_BROKEN, Host, HostError
-from fp8_nemo.overrides import leaves, may_be_added
+from fp8_nemo.keys import leaves, may_be_added
 from fp8_nemo.schema import Recipe
 
 ROOT_VARIABLE = "NEMO_RL_ROOT"
