@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fp8_nemo.estimate import HEADROOM, memory_per_gpu
-from fp8_nemo.host import MAIN, Host, HostError, gpus, host_mistakes
+from fp8_nemo.host import MAIN, Host, gpus, host_mistakes
 from fp8_nemo.overrides import (
     environment_variables,
     micro_batch_tokens,
@@ -129,6 +129,7 @@ def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
 
     Raises:
         PlanError: the recipe, or the backend it asks for, forbids itself.
+        HostError: the host has no such base YAML.
     """
     backend = recipe.model.backend if recipe.backend == "auto" else recipe.backend
     if found := mistakes(recipe):
@@ -148,12 +149,10 @@ def _cluster_needs(recipe: Recipe) -> Iterator[str]:
 
 
 def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
-    try:
-        recipe = _with_nemo_base(recipe, host)
-    except HostError as error:
-        raise PlanError(
-            [Mistake("model.base_config", recipe.model.base_config, str(error))]
-        ) from error
+    if not recipe.model.base_config:
+        text = "backend=nemo starts from a YAML of NeMo RL's"
+        raise PlanError([Mistake("model.base_config", None, text)])
+    recipe = _with_nemo_base(recipe, host)
     if found := [
         *_nemo_mistakes(recipe),
         *host_mistakes(recipe, host),
@@ -194,8 +193,6 @@ def _with_nemo_base(recipe: Recipe, host: Host) -> Recipe:
 
 def _nemo_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     grpo = recipe.grpo
-    if not recipe.model.base_config:
-        yield Mistake("model.base_config", None, "backend=nemo starts from a YAML of NeMo RL's")
     sequences = (grpo.prompts_per_step or 0) * (grpo.generations_per_prompt or 0)
     if sequences % (grpo.updates_per_step or 1):
         yield Mistake(

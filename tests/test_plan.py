@@ -14,7 +14,11 @@ def plan(*arguments: str):
 
 
 def test_a_plan_survives_json():
-    for arguments in ([], ["model=llama31-8b", "+nemo.grpo.x={a: 1}"], ["correction=geo-mis"]):
+    for arguments in (
+        [],
+        ["model=llama31-8b", "+nemo.policy.generation.vllm_kwargs.a={b: 1}"],
+        ["correction=geo-mis"],
+    ):
         before = plan(*arguments)
         assert plan_from_json(json.loads(json.dumps(before.to_json()))) == before
 
@@ -24,8 +28,9 @@ def test_null_inherits_nemo_rls_base_on_the_local_backend():
     assert {key: getattr(grpo, key) for key in LOCAL_BASE} == LOCAL_BASE
 
 
-def test_null_stays_open_for_nemo_rls_own_base():
-    assert plan("model=llama31-8b").recipe.grpo.learning_rate is None
+def test_null_inherits_the_models_base_yaml_on_nemo():
+    grpo = plan("model=llama31-8b").recipe.grpo
+    assert (grpo.learning_rate, grpo.updates_per_step, grpo.max_new_tokens) == (3e-7, 4, None)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +59,9 @@ def test_the_run_is_named_model_precision_correction_seed():
     assert plan("seed=7").run_name.startswith("tiny-llama/fp8-kv-attn-tis/s7-")
 
 
-def test_nemo_cells_say_that_their_backend_is_not_here_yet():
-    assert plan("model=qwen3-30b-a3b").needs == ("backend=nemo, which is not here yet",)
+def test_a_slurm_cell_says_that_its_cluster_is_not_here_yet():
+    [need] = plan("model=qwen3-30b-a3b", "cluster=slurm").needs
+    assert need == "cluster.kind=slurm, which is not here yet"
     assert plan().needs == ()
 
 

@@ -28,7 +28,17 @@ from fp8_nemo.report import (
     table,
     to_markdown,
 )
-from fp8_nemo.schema import Cluster, Correction, Glue, Grpo, Logging, Model, Precision, Recipe
+from fp8_nemo.schema import (
+    Cluster,
+    Correction,
+    Glue,
+    Grpo,
+    Logging,
+    Model,
+    Precision,
+    Recalibrate,
+    Recipe,
+)
 
 BF16 = Precision("bf16")
 KV = Precision("fp8-kv-attn", rollout_linear="fp8", rollout_kv="fp8")
@@ -56,6 +66,10 @@ def make(tmp_path):
 
     def run(rows=(), *, first=0.4, environment=True, folder="outputs", steps=4, **recipe) -> Path:
         settings = {"precision": KV, "correction": TIS, "grpo": Grpo(steps=steps)} | recipe
+        if settings.get("backend") == "nemo":
+            base = "examples/configs/grpo_math_1B_megatron.yaml"
+            settings |= {"model": Model(base_config=base), "cluster": Cluster(gpus_per_node=1)}
+            settings["glue"] = Glue("stock", "stock", "bf16", "off", Recalibrate("forward"))
         plan = plan_recipe(Recipe(outputs=f"{tmp_path}/{folder}", **settings))
         [frozen] = run_dir.freeze([plan])
         if environment:
@@ -188,9 +202,11 @@ def test_runs_that_differ_in_a_setting_are_never_averaged_and_the_label_says_in_
 
 def test_a_key_of_nemo_that_only_one_run_has_is_in_both_labels(make):
     nemo = {"precision": BF16, "backend": "nemo"}
-    paths = [make(finished(), **nemo), make(finished(), nemo={"grpo": {"x": 1}}, **nemo)]
+    own = {"policy": {"generation": {"vllm_kwargs": {"max_num_seqs": 1}}}}
+    paths = [make(finished(), **nemo), make(finished(), nemo=own, **nemo)]
     labels = [cell.label for cell in compare(map(read_run, paths)).cells]
-    assert labels == ["bf16-tis nemo.grpo.x=not set", "bf16-tis nemo.grpo.x=1"]
+    key = "nemo.policy.generation.vllm_kwargs.max_num_seqs"
+    assert labels == [f"bf16-tis {key}=not set", f"bf16-tis {key}=1"]
 
 
 def test_cells_of_several_models_carry_the_model(make):
@@ -358,8 +374,11 @@ def test_the_page_names_its_command_and_has_every_column_cell_and_run(make):
 
 def test_a_pipe_in_a_setting_does_not_break_the_page(make):
     nemo = {"backend": "nemo", "precision": BF16}
-    paths = [make(finished(), nemo={"a": text}, **nemo) for text in ("x|y", "z")]
-    assert "| bf16-tis nemo.a=x\\|y |" in to_markdown(compare(map(read_run, paths)), {}, "x")
+    own = [{"policy": {"generation": {"vllm_kwargs": {"a": text}}}} for text in ("x|y", "z")]
+    paths = [make(finished(), nemo=each, **nemo) for each in own]
+    assert "| bf16-tis nemo.policy.generation.vllm_kwargs.a=x\\|y |" in to_markdown(
+        compare(map(read_run, paths)), {}, "x"
+    )
 
 
 def test_the_terminal_table_keeps_every_number_whole_in_100_columns(make):

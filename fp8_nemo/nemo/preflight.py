@@ -27,7 +27,7 @@ def problems_with(plan: Plan) -> list[str]:
     lines += _data(recipe)
     if root is None:
         return [
-            f"cluster.nemo_root=null: backend=nemo runs in a clone of NeMo RL; {REMEDY}",
+            f"cluster.nemo_root=null: backend=nemo runs in NeMo RL; {REMEDY}",
             *lines,
         ]
     try:

@@ -126,9 +126,17 @@ def test_a_broken_line_of_data_is_refused_with_file_and_line(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_cell_of_the_nemo_backend_says_what_it_needs_and_creates_nothing(tmp_path):
-    result = verb("grpo", "model=llama31-8b", f"outputs={tmp_path}/outputs")
-    assert_refused(result, "llama31-8b/fp8-kv-attn-tis: needs backend=nemo, which is not here yet")
+def test_a_nemo_cell_without_a_checkout_says_so_and_creates_nothing(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key != "NEMO_RL_ROOT"}
+    arguments = ["backend=nemo", "glue=stock", f"outputs={tmp_path}/outputs"]
+    result = verb("grpo", *arguments, env=environment)
+    assert_refused(result, "cluster.nemo_root=null: backend=nemo runs in NeMo RL", "NEMO_RL_ROOT")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_our_glue_inside_nemo_rl_is_refused_until_it_is_there(tmp_path):
+    result = verb("grpo", "backend=nemo", "glue=ours", f"outputs={tmp_path}/outputs")
+    assert_refused(result, "tiny-llama/fp8-kv-attn-tis: needs glue=ours", "add glue=stock")
     assert list(tmp_path.iterdir()) == []
 
 

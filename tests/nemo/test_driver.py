@@ -1,0 +1,325 @@
+"""The parts of the nemo backend that need no NeMo RL: logger, engine read-back, logs, preflight."""
+
+import fcntl
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from fp8_nemo.compose import compose, compose_plans
+from fp8_nemo.model_dir import SHIPPED
+from fp8_nemo.nemo import driver, preflight
+from fp8_nemo.nemo.engine import EngineError, check_engine, engine_weight
+from fp8_nemo.nemo.metrics import OverheardLogger
+from fp8_nemo.run_dir import checkpoint_step, checkpoints, conversion_dir
+
+NEMO = ("backend=nemo", "glue=stock")
+
+
+def overheard():
+    """A logger as NeMo RL drives it through a first validation and one step that validates."""
+    logged, rows = [], []
+    inner = SimpleNamespace(
+        log_metrics=lambda *arguments, **options: logged.append(arguments[2]), log_plot="plot"
+    )
+    logger = OverheardLogger(inner, lambda: {"mismatch/kl": 0.25}, rows.append)
+    logger.log_metrics({"accuracy": 0.5, "avg_length": 3.0}, 0, prefix="validation")
+    logger.log_metrics({"total_validation_time": 1.0}, 0, prefix="timing/validation")
+    logger.log_metrics({"mean_gen_tokens_per_sample": 3.0}, 1, prefix="train")
+    logger.log_metrics({"total_validation_time": 1.0}, 1, prefix="timing/validation")
+    logger.log_metrics({"accuracy": 0.75}, 1, prefix="validation")
+    logger.log_metrics({"reward": 0.5, "loss": 0.1}, 1, prefix="train")
+    logger.log_metrics({"tflops": 9.0}, 1, prefix="performance")
+    logger.log_metrics(
+        {"generation": 2.0, "policy_training": 3.0, "total_step_time": 7.0, "other": 1.0},
+        1,
+        prefix="timing/train",
+        step_finished=True,
+    )
+    return logged, rows, logger
+
+
+def test_a_step_is_one_row_in_our_words_and_the_first_validation_is_row_0():
+    _, rows, _ = overheard()
+    assert rows[0] == {"step": 0, "mismatch/kl": 0.25, "val/accuracy": 0.5}
+    assert rows[1] == {
+        "step": 1,
+        "mismatch/kl": 0.25,
+        "val/accuracy": 0.75,
+        "reward/mean": 0.5,
+        "time/rollout": 2.0,
+        "time/train": 3.0,
+        "time/step": 7.0,
+    }
+
+
+def test_nemo_rls_own_log_hears_everything_and_keeps_its_other_methods():
+    logged, rows, logger = overheard()
+    assert len(logged) == 8 and len(rows) == 2 and logger.log_plot == "plot"
+
+
+@pytest.mark.parametrize(
+    ("name", "spelled"),
+    [
+        ("model.layers.3.self_attn.k_proj.weight", "model.layers.3.self_attn.qkv_proj"),
+        ("model.layers.3.self_attn.qkv_proj.weight", "model.layers.3.self_attn.qkv_proj"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj"),
+        ("model.layers.0.mlp.experts.7.up_proj.weight", "model.layers.0.mlp.experts.w13"),
+        ("model.layers.0.mlp.experts.7.down_proj.weight", "model.layers.0.mlp.experts.w2"),
+        (
+            "model.layers.0.mlp.experts.routed_experts.w13_weight",
+            "model.layers.0.mlp.experts.w13",
+        ),
+        ("model.layers.0.mlp.experts.w2_weight", "model.layers.0.mlp.experts.w2"),
+    ],
+)
+def test_a_checkpoints_weight_and_vllms_fused_one_have_one_spelling(name, spelled):
+    assert engine_weight(name) == spelled
+
+
+def engine_of(layers):
+    """Dtypes as vLLM 0.25.1 answered for small-qwen3-moe in FP8 on an H200."""
+    fp8, bf16 = "torch.float8_e4m3fn", "torch.bfloat16"
+    dtypes = {"model.embed_tokens.weight": bf16, "lm_head.weight": bf16}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        dtypes |= {
+            f"{at}.self_attn.qkv_proj.weight": fp8,
+            f"{at}.self_attn.qkv_proj.weight_scale_inv": "torch.float32",
+            f"{at}.self_attn.o_proj.weight": fp8,
+            f"{at}.self_attn.q_norm.weight": bf16,
+            f"{at}.mlp.gate.weight": bf16,
+            f"{at}.mlp.experts.routed_experts.w13_weight": fp8,
+            f"{at}.mlp.experts.routed_experts.w2_weight": fp8,
+        }
+    return dtypes
+
+
+def test_an_engine_that_holds_the_plans_fp8_weights_passes():
+    [recipe] = compose(["model=small-qwen3-moe", "precision=fp8-linear"])
+    check_engine(engine_of(6), recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "side"),
+    [
+        ("model.layers.2.mlp.gate.weight", "torch.float8_e4m3fn", "the engine"),
+        ("model.layers.2.self_attn.o_proj.weight", "torch.bfloat16", "the plan"),
+        ("model.layers.5.mlp.experts.routed_experts.w2_weight", "torch.bfloat16", "the plan"),
+    ],
+)
+def test_a_weight_that_is_fp8_on_one_side_alone_stops_the_run_by_name(name, dtype, side):
+    [recipe] = compose(["model=small-qwen3-moe", "precision=fp8-linear"])
+    with pytest.raises(EngineError) as caught:
+        check_engine(engine_of(6) | {name: dtype}, recipe)
+    assert str(caught.value).startswith(f"{engine_weight(name)}: FP8 by {side} alone")
+
+
+def test_a_bf16_run_in_an_fp8_engine_stops():
+    [recipe] = compose(["model=small-qwen3-moe", "precision=bf16"])
+    with pytest.raises(EngineError, match="FP8 by the engine alone, as are 23 more"):
+        check_engine(engine_of(6), recipe)
+
+
+def test_the_reason_is_the_line_that_names_it_not_rays_wrapper():
+    text = (
+        "The actor died because of an error raised in its creation task\n  File x, line 1\n"
+        "\x1b[36m(W pid=1)\x1b[0m ValueError: No available memory for the cache blocks.\n"
+    )
+    assert (
+        driver._reason(RuntimeError(text))
+        == "ValueError: No available memory for the cache blocks."
+    )
+    assert driver._reason(KeyError("reward")) == "KeyError: 'reward'"
+
+
+def test_what_is_printed_goes_to_the_log_too(tmp_path, capsys):
+    with driver.copied_to(tmp_path / "log"):
+        print("seen")
+        print("heard", file=sys.stderr)
+    assert (tmp_path / "log").read_text() == "seen\nheard\n"
+    assert capsys.readouterr() == ("seen\n", "heard\n")
+
+
+def test_a_conversion_under_way_is_waited_for_and_a_finished_one_is_not(tmp_path):
+    started, entered = threading.Event(), threading.Event()
+
+    def other_run():
+        started.set()
+        with driver.one_conversion(tmp_path):
+            entered.set()
+
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=other_run)
+        thread.start()
+        assert started.wait(5) and not entered.wait(0.3)
+    thread.join(5)
+    assert entered.is_set()
+    (tmp_path / "model" / "iter_0000000").mkdir(parents=True)
+    (tmp_path / "model" / "iter_0000000" / "run_config.yaml").touch()
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with driver.one_conversion(tmp_path):
+            pass
+
+
+def test_a_model_that_was_made_again_is_converted_again(tmp_path):
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "model.safetensors").write_bytes(b"one")
+    first = conversion_dir(tmp_path / "outputs", "mine", source)
+    assert conversion_dir(tmp_path / "outputs", "mine", source) == first and first.is_dir()
+    (source / "model.safetensors").write_bytes(b"another")
+    assert conversion_dir(tmp_path / "outputs", "mine", source) != first
+    hub = conversion_dir(tmp_path / "outputs", "meta-llama/Llama-3.1-8B-Instruct", None)
+    assert hub.name.startswith("meta-llama--Llama-3.1-8B-Instruct-")
+
+
+def test_checkpoints_of_both_backends_are_ordered_by_step(tmp_path):
+    for name in ("step_9", "step_10", "tmp_step_11", "saving-000012"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [checkpoint_step(each) for each in checkpoints(tmp_path)] == [9, 10]
+
+
+def problems(*arguments):
+    [plan] = compose_plans([*NEMO, *arguments])
+    return preflight.problems_with(plan)
+
+
+@pytest.fixture
+def no_checkout(monkeypatch):
+    monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
+
+
+def test_no_checkout_is_one_line(no_checkout):
+    [line] = problems("model=tiny-llama")
+    assert line.startswith("cluster.nemo_root=null: backend=nemo runs in NeMo RL; set NEMO_RL_ROOT")
+
+
+def test_a_folder_that_is_no_checkout_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("NEMO_RL_ROOT", str(tmp_path))
+    [plan] = compose_plans([*NEMO, "model=tiny-llama"])
+    [line] = preflight.problems_with(plan)
+    assert line.startswith(f"NEMO_RL_ROOT={tmp_path}: no NeMo RL here")
+
+
+def test_a_missing_model_folder_is_one_line(no_checkout, tmp_path):
+    lines = problems("model=small-llama", f"model.path={tmp_path}/gone")
+    assert lines[1:] == [
+        f"model.path={tmp_path}/gone: no such folder; "
+        f"python -m recipes.make_model {tmp_path}/gone model=small-llama makes it"
+    ]
+
+
+def test_a_sequence_longer_than_the_models_positions_is_one_line(no_checkout):
+    lines = problems("model=tiny-llama", "grpo.max_new_tokens=2000")
+    assert lines[1].startswith("grpo.max_new_tokens=2000: makes sequences of 3072 tokens, the mod")
+
+
+def test_fewer_problems_than_a_batch_is_one_line(no_checkout, tmp_path):
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text('{"input": "1+1", "output": "2"}\n' * 5)
+    lines = problems("model=tiny-llama", "data=jsonl", f"data.path={tmp_path}")
+    assert lines[1].startswith("grpo.prompts_per_step=32: NeMo RL drops the last, unfilled batch")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The hub's answer to a model that this account may not see."""
+
+    status, code = 403, "GatedRepo"
+
+    def do_HEAD(self):
+        self.send_response(self.status)
+        self.send_header("X-Error-Code", self.code)
+        self.send_header("X-Error-Message", "Access to model is restricted")
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+
+def ask_the_hub(hf_id, tmp_path, **environment):
+    """`problems_with` in a process whose hub is ours: its library reads its address once."""
+    code = (
+        "from fp8_nemo.nemo.preflight import _hub_mistakes;"
+        f"print(*_hub_mistakes({hf_id!r}), sep='\\n')"
+    )
+    settings = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "no_proxy": "*"} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env=os.environ | settings, timeout=60,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "line"),
+    [
+        (403, "GatedRepo", "model.hf_id=org/gated: is gated, and this account has no access"),
+        (404, "RepoNotFound", "model.hf_id=org/gated: is not on the hub, or not for this account"),
+    ],
+)
+def test_a_gated_or_missing_model_is_one_line(tmp_path, status, code, line):
+    handler = type("Answer", (Hub,), {"status": status, "code": code})
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert ask_the_hub("org/gated", tmp_path, HF_ENDPOINT=address).startswith(line)
+    finally:
+        server.shutdown()
+
+
+def test_an_unreachable_hub_and_an_offline_cache_are_one_line_each(tmp_path):
+    line = ask_the_hub("org/model", tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert line.startswith("model.hf_id=org/model: the hub cannot be asked (")
+    line = ask_the_hub("org/model", tmp_path, HF_HUB_OFFLINE="1")
+    assert "is not in the cache" in line and "HF_HUB_OFFLINE is set" in line
+
+
+def test_the_cache_of_the_hub_is_enough(tmp_path):
+    snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text((SHIPPED / "tiny-llama" / "config.json").read_text())
+    refs = tmp_path / "hub" / "models--org--model" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    assert ask_the_hub("org/model", tmp_path, HF_HUB_OFFLINE="1") == ""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed here")
+def test_a_cluster_gives_a_run_its_gpus_by_their_own_numbers():
+    code = """
+import json, os, ray
+from fp8_nemo.nemo.ray_cluster import hold_others
+ray.init(address="local", num_gpus=3, num_cpus=2, include_dashboard=False, log_to_driver=False)
+held = hold_others(["1"])
+
+@ray.remote(num_gpus=1, num_cpus=0)
+class Worker:
+    def gpu(self):
+        return ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+keep = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+worker = Worker.options(runtime_env={"env_vars": keep}).remote()
+print(json.dumps([len(held), *ray.get(worker.gpu.remote(), timeout=60)]))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=180
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == [2, [1], None], done.stderr[-500:]
+
+
+def test_a_gpu_that_another_run_is_on_is_not_taken_twice(monkeypatch, tmp_path):
+    from fp8_nemo.nemo.ray_cluster import take
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert take("0") and take("1") and not take("0")

@@ -1,0 +1,421 @@
+"""Ring 1, without NeMo RL: every cell's overrides against the keys of both versions.
+
+`../shared/contract` holds the leaves of NeMo RL's base files as data; these tests skip without it.
+"""
+
+import json
+import shlex
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo.compose import ComposeError, compose, compose_plans
+from fp8_nemo.describe import describe, differences, stock_command
+from fp8_nemo.estimate import GIB, GPU_GIB, HEADROOM, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.host import (
+    BASE_KEYS,
+    HOST_LIMITS,
+    KNOWN_BASES,
+    MAIN,
+    V0_7_0_DEFECTS,
+    Base,
+    Host,
+    gpus,
+)
+from fp8_nemo.keys import may_be_added
+from fp8_nemo.overrides import micro_batch_tokens
+from fp8_nemo.plan import PlanError, plan_from_json, plan_recipe
+
+CONTRACT = Path(__file__).parents[3] / "shared" / "contract"
+FILES = {"main": "nemo_rl-main-7ea279a.json", "v0.7.0": "nemo_rl-v0.7.0.json"}
+DEFECTS = {"main": frozenset(), "v0.7.0": V0_7_0_DEFECTS}
+
+MODELS = ("tiny-llama", "tiny-qwen3-moe", "small-llama", "small-qwen3-moe")
+REAL = ("llama31-8b", "qwen3-8b", "qwen3-30b-a3b")
+PRECISIONS = ("bf16", "fp8-linear", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn")
+CORRECTIONS = ("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mis")
+CELLS = list(product(MODELS + REAL, PRECISIONS, CORRECTIONS))
+NEMO = ("backend=nemo", "glue=stock", "model.path=null")
+
+VLLM = "policy.generation.vllm_cfg"
+MEGATRON = "policy.megatron_cfg"
+
+
+def cell(model, precision, correction, *more):
+    return [*NEMO, f"model={model}", f"precision={precision}", f"correction={correction}", *more]
+
+
+def plan(*arguments, host=MAIN):
+    [recipe] = compose([*NEMO, *arguments])
+    return plan_recipe(recipe, host)
+
+
+def overrides(*arguments, host=MAIN):
+    return plan(*arguments, host=host).nemo.overrides
+
+
+def host(version):
+    file = CONTRACT / FILES[version]
+    if not file.exists():
+        pytest.skip(f"{file} is not here")
+    return Host(version, bases=json.loads(file.read_text())["configs"], defects=DEFECTS[version])
+
+
+@pytest.mark.parametrize("version", FILES)
+def test_every_key_of_all_210_cells_is_the_bases_own_or_on_the_allow_list(version):
+    there = host(version)
+    forbidden = 0
+    for each in CELLS:
+        [recipe] = compose(cell(*each))
+        try:
+            found = plan_recipe(recipe, there).nemo
+        except PlanError:
+            forbidden += 1
+            continue
+        base = there.bases[found.base_config]
+        for key in found.overrides:
+            assert key in base or may_be_added(key), (each, key)
+    expected = {"main": 0, "v0.7.0": len(MODELS + REAL) * 2 * len(CORRECTIONS)}  # FP8 KV
+    assert forbidden == expected[version]
+
+
+@pytest.mark.parametrize("version", FILES)
+@pytest.mark.parametrize("path", KNOWN_BASES)
+def test_what_the_package_knows_of_a_base_is_what_the_base_says(version, path):
+    there = host(version)
+    assert there.base(path) == KNOWN_BASES[path]
+    assert set(BASE_KEYS) == set(Base._fields)
+
+
+@pytest.mark.parametrize("each", list(product(REAL, PRECISIONS, ("none", "tis", "mis"))))
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_cells_of_real_models_plan_on_8_and_32_gpus_with_headroom_or_a_reason(each, nodes):
+    found = plan(*cell(*each, f"cluster.nodes={nodes}"))
+    tokens = micro_batch_tokens(found.nemo.overrides)
+    memory = memory_per_gpu(found.recipe, gpus(found.recipe), tokens)
+    reasons = [note for note in found.notes if note.startswith("memory: train leaves")]
+    assert bool(reasons) == (memory.headroom(memory.worst) < HEADROOM)
+    assert bool(reasons) == (each[0] == "qwen3-30b-a3b" and "e2e" in each[1] and nodes == 1)
+    assert found.needs == ()
+
+
+def test_the_plan_sets_what_its_features_depend_on_and_inherits_none_of_it():
+    found = overrides("model=qwen3-30b-a3b", "precision=fp8-e2e-kv-attn", "cluster.gpu=h200")
+    assert {
+        "loss_fn.force_on_policy_ratio": False,
+        f"{MEGATRON}.optimizer.use_precision_aware_optimizer": False,
+        "checkpointing.enabled": True,
+        "logger.wandb_enabled": False,
+        f"{VLLM}.logprobs_mode": "processed_logprobs",
+        f"{MEGATRON}.moe_router_dtype": "fp32",
+        f"{MEGATRON}.fp8_cfg.fp8_recipe": "blockwise",
+        f"{MEGATRON}.fp8_cfg.fp8_param": False,
+        "policy.generation.vllm_kwargs.kv_cache_memory_bytes": 20 * GIB,
+        f"{MEGATRON}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
+        f"{VLLM}.use_deep_gemm": True,
+        f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0",
+        f"{VLLM}.quantization_ignored_layer_kws": ["mlp.gate"],
+        f"{VLLM}.precision": "fp8",
+        f"{VLLM}.kv_cache_dtype": "fp8",
+        f"{MEGATRON}.pipeline_model_parallel_size": 1,
+        "grpo.val_at_start": False,
+        "grpo.async_grpo.enabled": False,
+        "policy.train_global_batch_size": 2048,
+    }.items() <= found.items()
+
+
+def test_a_dense_model_never_ignores_mlp_gate_and_one_engine_gpu_needs_no_ray_executor():
+    found = overrides("model=llama31-8b", "precision=fp8-linear")
+    assert f"{VLLM}.quantization_ignored_layer_kws" not in found
+    assert f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND" not in found
+    assert found[f"{MEGATRON}.optimizer.use_precision_aware_optimizer"] is True
+    assert not any("NVTE" in key for key in found)
+
+
+def test_a_bf16_cell_asks_for_nothing_of_fp8():
+    found = overrides("model=llama31-8b", "precision=bf16", "correction=none")
+    assert found[f"{VLLM}.precision"] == "bfloat16"
+    assert found[f"{VLLM}.kv_cache_dtype"] == "auto"
+    assert not found[f"{VLLM}.use_deep_gemm"] and not found[f"{MEGATRON}.fp8_cfg.enabled"]
+    assert found["loss_fn.use_importance_sampling_correction"] is False
+    assert found["grpo.val_at_start"] is True
+
+
+def test_pow2_scales_and_bf16_layers_reach_both_sides():
+    found = overrides(
+        *("model=llama31-8b", "precision=fp8-e2e", "precision.scales=pow2"),
+        *("precision.first_layers_bf16=2", "precision.last_layers_bf16=1"),
+    )
+    assert {
+        f"{VLLM}.pow2_weight_scaling_factors": True,
+        f"{VLLM}.pow2_activation_scaling_factors": True,
+        f"{VLLM}.num_first_layers_in_bf16": 2,
+        f"{VLLM}.num_last_layers_in_bf16": 1,
+        f"{MEGATRON}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0",
+        f"{MEGATRON}.model_overrides.first_last_layers_bf16": True,
+        f"{MEGATRON}.model_overrides.num_layers_at_start_in_bf16": 2,
+        f"{MEGATRON}.model_overrides.num_layers_at_end_in_bf16": 1,
+    }.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    ("correction", "loss"),
+    [
+        ("tis", (True, "tis", 2.0, None)),
+        ("mis", (True, "icepop", 2.0, 0.5)),
+        ("none", (True, None, None, None)),
+        ("geo-mis", (True, None, None, None)),
+        ("seq-tis", (True, None, None, None)),
+        ("tis correction.truncate=null", (True, None, None, None)),
+        ("mis correction.low=null", (True, "icepop", 2.0, 0.0)),
+        ("mis correction.high=null", (True, None, None, None)),
+        ("tis correction.veto=1.0e-4", (True, None, None, None)),
+    ],
+)
+def test_a_correction_is_nemo_rls_own_where_it_has_the_same(correction, loss):
+    found = overrides("model=llama31-8b", *f"correction={correction}".split())
+    at = "loss_fn.truncated_importance_sampling"
+    keys = ("loss_fn.use_importance_sampling_correction", f"{at}_type", f"{at}_ratio")
+    assert tuple(found[key] for key in (*keys, f"{at}_ratio_min")) == loss
+
+
+def test_batches_follow_the_base_and_what_is_given_of_them():
+    assert overrides("model=llama31-8b")["policy.train_global_batch_size"] == 512
+    fewer = overrides("model=llama31-8b", "grpo.prompts_per_step=32")
+    assert fewer["policy.train_global_batch_size"] == 256
+    assert fewer["policy.logprob_batch_size"] == fewer["policy.train_micro_batch_size"] == 1
+
+
+def test_a_length_that_is_given_leaves_room_for_the_prompt():
+    found = overrides("model=llama31-8b", "grpo.max_new_tokens=1000")
+    assert found["policy.generation.max_new_tokens"] == 1000
+    assert found["policy.max_total_sequence_length"] == 2048
+    inherited = overrides("model=llama31-8b")
+    assert inherited["policy.max_total_sequence_length"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["model=qwen3-30b-a3b", "model.parallel.pipeline=2", "precision=fp8-kv-attn"],
+            "model.parallel.pipeline=2: precision.rollout_kv=fp8 allows 1",
+        ),
+        (
+            ["model=llama31-8b", "cluster.gpus_per_node=5"],
+            "cluster.nodes x cluster.gpus_per_node=5: must be a multiple of tensor x pipeline",
+        ),
+        (
+            ["model=llama31-8b", "model.parallel.rollout_tensor=3"],
+            "model.parallel.rollout_tensor=3: must divide the GPUs, 8",
+        ),
+        (
+            ["model=qwen3-30b-a3b", "model.parallel.rollout_expert=3"],
+            "model.parallel.rollout_expert=3: must be 1, or a multiple of rollout_tensor=2",
+        ),
+        (
+            ["model=qwen3-30b-a3b", "model.parallel.expert=16"],
+            "model.parallel.expert=16: must divide the experts, 128, and the GPUs",
+        ),
+        (
+            ["model=llama31-8b", "model.parallel.expert=2"],
+            "model.parallel.expert=2: must divide the experts, none here",
+        ),
+        (
+            [
+                *("model=llama31-8b", "model.parallel.pipeline=8", "precision=fp8-linear"),
+                *("model.parallel.tensor=1", "model.shape.layers=36"),
+            ],
+            "model.parallel.pipeline=8: must divide the layers, 36",
+        ),
+        (
+            ["model=qwen3-30b-a3b", "model.parallel.tensor=8"],
+            "model.parallel.tensor=8: must divide the K/V heads, 4",
+        ),
+        (
+            ["model=qwen3-30b-a3b", "model.parallel.rollout_tensor=4"],
+            "model.parallel.rollout_tensor=4: cuts model.layers.0.mlp.experts.0.gate_proj.weight",
+        ),
+        (
+            [
+                *("model=llama31-8b", "grpo.prompts_per_step=2"),
+                *("grpo.generations_per_prompt=3", "grpo.updates_per_step=1"),
+            ],
+            "grpo.updates_per_step=1: gives updates of 6 sequences, which 4 data-parallel",
+        ),
+        (
+            ["model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=b200"],
+            "precision.scales=fp32: cluster.gpu=b200 trains blockwise FP8 with powers of two",
+        ),
+        (
+            ["model=qwen3-30b-a3b", "precision=fp8-linear", "precision.first_layers_bf16=1"],
+            "precision.first_layers_bf16 + precision.last_layers_bf16=1: must be 0 for a mixture",
+        ),
+        (
+            ["model=llama31-8b", "grpo.updates_per_step=3"],
+            "grpo.updates_per_step=3: must divide the step's 2048 sequences",
+        ),
+        (
+            ["model=llama31-8b", "model.base_config=examples/configs/mine.yaml"],
+            "model.base_config=examples/configs/mine.yaml: not known without a checkout",
+        ),
+        (["model=llama31-8b", "model.base_config=null"], "model.base_config=null: backend=nemo"),
+    ],
+)
+def test_what_the_host_forbids_is_refused_at_compose_time(arguments, line):
+    with pytest.raises(ComposeError) as caught:
+        compose_plans([*NEMO, *arguments])
+    assert any(each.startswith(line) for each in caught.value.lines), caught.value.lines
+
+
+def test_expert_parallel_engines_keep_experts_whole():
+    found = overrides(
+        "model=qwen3-30b-a3b", "model.parallel.rollout_tensor=4", "model.parallel.rollout_expert=4"
+    )
+    assert found[f"{VLLM}.expert_parallel_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["precision=fp8-kv-attn"], "precision.rollout_kv=fp8: this NeMo RL drops the KV scales"),
+        (
+            ["precision=fp8-linear", "precision.first_layers_bf16=1"],
+            "precision.first_layers_bf16 + precision.last_layers_bf16=1: this NeMo RL quantizes",
+        ),
+        (
+            ["precision=fp8-linear", "precision.scales=pow2"],
+            "precision.scales=pow2: this NeMo RL stops with a TypeError",
+        ),
+    ],
+)
+def test_known_defects_of_v0_7_0_are_refused_there_and_nowhere_else(arguments, line):
+    there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
+    with pytest.raises(PlanError) as caught:
+        plan("model=llama31-8b", *arguments, host=there)
+    assert str(caught.value).startswith(line)
+    assert plan("model=llama31-8b", *arguments).needs == ()
+
+
+def test_every_limit_names_the_line_that_it_mirrors():
+    assert all(limit.mirrors for limit in HOST_LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        (
+            "+nemo.grpo.max_num_steps=7",
+            "nemo.grpo.max_num_steps=7: is written by grpo.steps; set that instead",
+        ),
+        (
+            "+nemo.grpo.async_grpo.enabled=true",
+            "nemo.grpo.async_grpo.enabled=true: must be false: not supported yet",
+        ),
+        (
+            "+nemo.policy.router_replay.enabled=true",
+            "nemo.policy.router_replay.enabled=true: must be false: not supported yet",
+        ),
+        (
+            "+nemo.policy.generation.vllm_cfg.gpu_memory_utilisation=0.6",
+            "nemo.policy.generation.vllm_cfg.gpu_memory_utilisation=0.6: not one of the keys that "
+            "are known without a checkout; set NEMO_RL_ROOT; did you mean "
+            "nemo.policy.generation.vllm_cfg.gpu_memory_utilization?",
+        ),
+        ("+nemo.grpo.batch_multiplier=2", "nemo.grpo.batch_multiplier=2: not one of the keys"),
+    ],
+)
+def test_keys_under_nemo_are_held_against_what_is_known(argument, line):
+    with pytest.raises(ComposeError) as caught:
+        compose_plans([*NEMO, "model=llama31-8b", argument])
+    assert caught.value.lines[0].startswith(line)
+
+
+@pytest.mark.parametrize("version", FILES)
+def test_a_typo_anywhere_under_nemo_is_refused_and_the_right_key_is_not(version):
+    there = host(version)
+    base = there.bases["examples/configs/grpo_math_8B_megatron.yaml"]
+    free = ["grpo.batch_multiplier", "logger.num_val_samples_to_print", "policy.max_grad_norm"]
+    assert set(free) <= set(base)
+    for key in free:
+        value = base[key]
+        arguments = ["model=llama31-8b", "precision=fp8-linear"]
+        assert plan(*arguments, f"+nemo.{key}={value}", host=there).nemo.overrides[key] == value
+        with pytest.raises(PlanError, match=r"no such key in .*did you mean nemo\."):
+            plan(*arguments, f"+nemo.{key}s={value}", host=there)
+
+
+def test_a_users_own_key_wins_over_the_plans():
+    found = overrides("model=llama31-8b", f"+nemo.{VLLM}.gpu_memory_utilization=0.6")
+    assert found[f"{VLLM}.gpu_memory_utilization"] == 0.6
+    opened = overrides("model=llama31-8b", "+nemo.policy.generation.vllm_kwargs.max_num_seqs=64")
+    assert opened["policy.generation.vllm_kwargs.max_num_seqs"] == 64
+
+
+def test_our_glue_is_asked_for_by_name_until_it_runs_inside_nemo_rl():
+    [need] = plan("model=llama31-8b", "glue=ours").needs
+    assert need.startswith("glue=ours inside NeMo RL's workers")
+
+
+def test_first_validation_is_dropped_under_fp8_kv_with_a_note():
+    notes = plan("model=llama31-8b", "precision=fp8-kv-attn").notes
+    assert any("KV scales of 1.0" in note for note in notes)
+    assert not any("1.0" in note for note in plan("model=llama31-8b", "precision=bf16").notes)
+
+
+def test_a_nemo_plan_survives_json():
+    before = plan("model=qwen3-30b-a3b", "correction=geo-mis")
+    assert plan_from_json(json.loads(json.dumps(before.to_json()))) == before
+
+
+def test_no_secret_of_the_environment_reaches_a_plan(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
+    assert "secret" not in json.dumps(plan("model=llama31-8b").to_json())
+
+
+def test_a_folder_with_local_problems_runs_offline_and_a_hub_model_does_not():
+    assert plan("model=tiny-llama").nemo.environment["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in plan("model=llama31-8b").nemo.environment
+    system = plan("model=tiny-llama", "cluster.interpreter=system").nemo.environment
+    assert system["NEMO_RL_PY_EXECUTABLES_SYSTEM"] == "1"
+
+
+def test_the_changes_and_the_stock_command_name_absolute_folders(tmp_path):
+    found = plan("model=llama31-8b", "precision=fp8-linear")
+    changed = {each.key: each for each in differences(found, MAIN, tmp_path)}
+    assert changed["checkpointing.checkpoint_dir"].plan == str(tmp_path / "checkpoints")
+    words = stock_command(found, MAIN, tmp_path)
+    assert words[:2] == ["python", "examples/run_grpo.py"]
+    assert f"logger.log_dir='{tmp_path}/log/nemo'" in words
+    assert shlex.split(shlex.join(words)) == words
+
+
+@pytest.mark.parametrize("version", FILES)
+def test_changes_are_what_differs_from_the_base(version, tmp_path):
+    there = host(version)
+    found = plan("model=llama31-8b", "precision=bf16", "correction=none", host=there)
+    changed = {each.key: each for each in differences(found, there, tmp_path)}
+    assert changed[f"{MEGATRON}.pipeline_model_parallel_size"][1:] == (2, 1)
+    assert "policy.max_total_sequence_length" not in changed
+
+
+def test_memory_counts_weights_and_optimizer_exactly():
+    found = plan("model=llama31-8b", "precision=bf16").recipe
+    memory = memory_per_gpu(found, 8, 4096)
+    train = memory.phases["train"]
+    assert train["weights"] == train["gradients"] == 8_030_261_248
+    assert train["optimizer"] == 10 * 8_030_261_248 / 8
+    assert kv_cache_tokens(found, memory) == 20 * GIB // 131_072
+    half = memory_per_gpu(found, 16, 4096).phases["train"]
+    assert half["optimizer"] == train["optimizer"] / 2
+    assert memory.headroom("train") == 1 - sum(train.values()) / (GPU_GIB["h100"] * GIB)
+
+
+def test_what_people_read_names_layout_memory_and_what_was_checked():
+    rows = dict(describe(plan("model=llama31-8b", "precision=fp8-linear"), MAIN))
+    assert rows["layout"].startswith("8 GPUs. Train: TP 2, PP 1, CP 1, EP 1, DP 4. Rollout: 8 engi")
+    assert "h100 80 GiB" in rows["memory"] and "h200 140 GiB" in rows["memory"]
+    assert rows["refit"].startswith("16.1 GB, in BF16")
+    assert "NEMO_RL_ROOT" in rows["checked"]
