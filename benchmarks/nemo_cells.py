@@ -5,8 +5,8 @@ python benchmarks/nemo_cells.py --gpus 4 --models models --outputs outputs --out
 
 Makes the two small models first (`recipes.make_model`), then works through the cells: `precisions`
 are the five of `small-llama` times none, tis, mis; `moe` is `small-qwen3-moe` in bf16, fp8-linear
-and fp8-e2e with tis; `parallel` needs two GPUs a cell (tensor and expert parallel); `local` is the same
-small model, data and seed on the local backend. A cell takes two minutes, most of it start-up.
+and fp8-e2e with tis; `parallel` needs two GPUs a cell (tensor and expert parallel); `local` is the
+same small model, data and seed on the local backend. A cell takes two minutes, mostly to start.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md). Prints a line per cell as it ends.
 """
 
