@@ -1,0 +1,51 @@
+"""Ring 3: the real NeMo RL on one GPU, with the tiny model that ships; five minutes."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp8_nemo.run_dir import read_metrics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif("NEMO_RL_ROOT" not in os.environ, reason="NEMO_RL_ROOT: no checkout"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="NeMo RL's packages are not installed here (docs/nemo.md)",
+    ),
+]
+
+
+def grpo(outputs, *arguments):
+    command = [sys.executable, "-m", "fp8_nemo.recipes.grpo", "backend=nemo", "glue=stock"]
+    command += ["model=tiny-llama", "cluster.interpreter=system", "cluster.gpus_per_node=1"]
+    command += ["+nemo.policy.generation.vllm_cfg.enforce_eager=true", f"outputs={outputs}"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=900)
+
+
+def test_an_fp8_run_learns_resumes_with_more_steps_and_holds_the_plans_weights(tmp_path):
+    cell = ["precision=fp8-e2e-kv-attn", "correction=geo-mis"]
+    first = grpo(tmp_path, *cell, "grpo.steps=2")
+    assert first.returncode == 0, first.stderr[-2000:]
+    [run] = tmp_path.glob("tiny-llama/*/*")
+    [before] = [read_metrics(run)]
+    assert [row["step"] for row in before] == [1, 2]  # no first validation under FP8 KV
+    for row in before:
+        assert row["reward/mean"] > 0 and 0 < row["mismatch/kl"] < 0.1
+        assert row["refit/bytes"] == before[0]["refit/bytes"] > 0
+    assert "recalibrate/max_drift" in before[0] and "val/accuracy" in before[-1]
+    dtypes = json.loads((run / "log" / "engine.json").read_text())
+    assert dtypes["model.layers.0.self_attn.qkv_proj.weight"] == "torch.float8_e4m3fn"
+    assert dtypes["lm_head.weight"] == "torch.bfloat16"
+
+    more = grpo(tmp_path, *cell, "grpo.steps=3")
+    assert more.returncode == 0, more.stderr[-2000:]
+    after = read_metrics(run)
+    assert [row["step"] for row in after] == [1, 2, 3]
+    assert after[:2] == before
