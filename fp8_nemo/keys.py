@@ -77,9 +77,7 @@ OURS = {
     "logger.log_dir": "outputs",
     "logger.wandb_enabled": "logging.wandb",
     "logger.tensorboard_enabled": "logging.tensorboard",
-    "data.train.dataset_name": "data",
     "data.train.data_path": "data.path",
-    "data.validation.dataset_name": "data",
     "data.validation.data_path": "data.path",
 }
 """NeMo RL's keys that have a word of ours: said twice, they could disagree."""

@@ -91,6 +91,7 @@ def own_ray() -> Iterator[None]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # Ctrl-C is for the run, which still needs its cluster to stop
     ) as cluster:
         assert cluster.stdin and cluster.stdout
         try:
