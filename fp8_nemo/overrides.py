@@ -84,6 +84,10 @@ def overrides(recipe: Recipe, host: Host) -> dict[str, Any]:
         **{key: value for key, (value, _) in PINNED.items()},
         **leaves(recipe.nemo),
     }
+    # One size for both passes: NeMo RL asserts it for TP >= 4 (lm_policy.py:212).
+    own = leaves(recipe.nemo)
+    if "policy.logprob_batch_size" not in own:
+        written["policy.logprob_batch_size"] = written["policy.train_micro_batch_size"]
     lacking = [key for key in ONLY_IF_KNOWN if not host.has(_base(recipe), key)]
     return {key: value for key, value in written.items() if key not in lacking}
 
@@ -136,9 +140,9 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
 def nemo_mistakes(recipe: Recipe, host: Host) -> Iterator[Mistake]:
     """What is wrong with the keys that a user gave under `nemo`."""
     base, refused = _base(recipe), PINNED | ABSENT
-    known = {*ADDED, *OURS, *refused}
-    plain = dataclasses.replace(recipe, nemo={})
-    known |= set(overrides(plain, host) if host.bases is None else host.bases[base])
+    ours = overrides(dataclasses.replace(recipe, nemo={}), host)
+    there = ours if host.bases is None else {**ours, **host.bases[base]}
+    known = {*ADDED, *OURS, *refused, *there}
     for key, value in leaves(recipe.nemo).items():
         if key in OURS:
             yield Mistake(f"nemo.{key}", value, f"is written by {OURS[key]}", "set that instead")
@@ -147,12 +151,17 @@ def nemo_mistakes(recipe: Recipe, host: Host) -> Iterator[Mistake]:
             yield Mistake(f"nemo.{key}", value, f"must be {json.dumps(allowed)}: {reason}")
         elif key not in known and not may_be_added(key):
             near = difflib.get_close_matches(key, known, n=1)
-            where = f"no such key in {base}" if host.bases is not None else (
-                "not one of the keys that are known without a checkout; set NEMO_RL_ROOT"
-            )  # fmt: skip
+            where = (
+                f"no such key in {base}"
+                if host.bases is not None
+                else "not one of the keys that are known without a checkout; set NEMO_RL_ROOT"
+            )
             yield Mistake(
                 f"nemo.{key}", value, where, f"did you mean nemo.{near[0]}?" if near else ""
             )
+        elif not _fits(value, there.get(key)):
+            kind = type(there[key]).__name__
+            yield Mistake(f"nemo.{key}", value, f"must be of type {kind}, as {there[key]!r} is")
 
 
 def _grpo(recipe: Recipe) -> dict[str, Any]:
@@ -282,9 +291,7 @@ def _lengths(recipe: Recipe, host: Host) -> dict[str, Any]:
         f"{GENERATION}.max_new_tokens": response or longest,
         f"{VLLM}.max_model_len": longest,
         "data.max_input_seq_length": prompt,
-        # One size for both passes: NeMo RL asserts it for TP >= 4 (lm_policy.py:212).
         "policy.train_micro_batch_size": base.micro_batch,
-        "policy.logprob_batch_size": base.micro_batch,
         "policy.sequence_packing.enabled": True,
         "policy.dynamic_batching.enabled": False,
     }
@@ -344,6 +351,17 @@ def _model_name(model: Model) -> str:
     if model.hf_id and not model.path:
         return model.hf_id
     return str(model_path(model).absolute())
+
+
+def _fits(value: Any, usual: Any) -> bool:
+    """Whether a value is of the type that NeMo RL's YAML has there; a number is a number."""
+    if usual is None or (isinstance(usual, str) and isinstance(value, str | None)):
+        return True
+    if isinstance(usual, bool) or isinstance(value, bool):
+        return isinstance(usual, bool) and isinstance(value, bool)
+    if isinstance(usual, int | float):
+        return isinstance(value, int | float)
+    return isinstance(value, type(usual)) or value is None
 
 
 def _tenth(rate: float | None) -> float | None:

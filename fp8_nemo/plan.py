@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 
 from fp8_nemo.estimate import HEADROOM, memory_per_gpu
 from fp8_nemo.host import MAIN, Host, gpus, host_mistakes
+from fp8_nemo.keys import VLLM, leaves
 from fp8_nemo.overrides import (
     environment_variables,
     micro_batch_tokens,
@@ -41,6 +42,7 @@ LOCAL_BASE: dict[str, Any] = {
     "kl_penalty": 0.01,
 }
 DIFFICULTY = 2
+SHARE = f"{VLLM}.gpu_memory_utilization"
 NOT_IN_HASH = ("cluster", "logging", "outputs")
 
 
@@ -160,6 +162,7 @@ def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
     ]:
         raise PlanError(found)
     written = overrides(recipe, host)
+    recipe = _with_share(recipe, written[SHARE])
     base, environment = recipe.model.base_config or "", environment_variables(recipe)
     return Plan(
         cell,
@@ -169,6 +172,12 @@ def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
         notes=(*_nemo_notes(recipe), *_tight_memory(recipe, micro_batch_tokens(written))),
         nemo=NemoPlan(host.name, base, written, environment),
     )
+
+
+def _with_share(recipe: Recipe, share: float) -> Recipe:
+    """The recipe as its own key under `nemo` has it, for the estimate and the reader."""
+    memory = dataclasses.replace(recipe.model.memory, rollout_share=share)
+    return dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, memory=memory))
 
 
 def _with_nemo_base(recipe: Recipe, host: Host) -> Recipe:
@@ -216,6 +225,8 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
             "grpo.validate_first: no effect, NeMo RL would validate, and sample the first step, "
             "with KV scales of 1.0 (grpo.py:2744)"
         )
+    if SHARE in leaves(recipe.nemo) and recipe.model.memory.kv_cache_gib is not None:
+        yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
     if precision.rollout_linear == "bf16" and precision.scales != "fp32":
         yield "precision.scales: no effect, nothing is quantized"
     if recipe.correction.name != "none" and native_correction(recipe.correction) is None:

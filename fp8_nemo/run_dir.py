@@ -184,7 +184,8 @@ def attempt_log(run_dir: Path) -> Path:
     """A new log file of this attempt: log/attempt-1.log, log/attempt-2.log, ..."""
     folder = run_dir / "log"
     folder.mkdir(exist_ok=True)
-    path = folder / f"attempt-{len(list(folder.iterdir())) + 1}.log"
+    earlier = len(list(folder.glob("attempt-*.log")))
+    path = folder / f"attempt-{earlier + 1}.log"
     path.touch()
     return path
 
@@ -196,21 +197,21 @@ def data_dir(run_dir: Path) -> Path:
     return folder
 
 
-def conversion_dir(outputs: Path, model: str, source: Path | None) -> Path:
+def conversion_dir(parent: Path, model: str, source: Path | None) -> Path:
     """Where a model in Megatron's format is kept for the runs that start from it.
 
     A folder's name holds a hash over its files' sizes and times: NeMo RL goes by the name alone,
     and would start from the weights of a model that has been made again since.
 
     Args:
-        outputs: of the recipe.
+        parent: where all conversions are.
         model: its name, or the hub's.
         source: the folder it is read from; None on the hub.
     """
     files = sorted(source.iterdir()) if source else []
     state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     digest = hashlib.sha256(json.dumps([model, state]).encode()).hexdigest()[:8]
-    folder = outputs.absolute() / ".megatron" / f"{model.replace('/', '--')}-{digest}"
+    folder = parent.absolute() / f"{model.replace('/', '--')}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

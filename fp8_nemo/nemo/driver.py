@@ -13,11 +13,12 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,7 +35,7 @@ CONVERSIONS = "NRL_MEGATRON_CHECKPOINT_DIR"
 
 
 def run(plan: Plan, path: Path) -> int:
-    """Train; 0 when the last step is done, 2 for an unusable directory, 1 if the run broke."""
+    """Train; 0 when NeMo RL ends by itself, 2 for an unusable directory, 1 if the run broke."""
     try:
         with run_dir.locked(path):
             return _logged(plan, path, run_dir.attempt_log(path))
@@ -56,6 +57,10 @@ def _logged(plan: Plan, path: Path, log: Path) -> int:
         print(f"{path}: {_reason(error)} (the whole story: {log})", file=sys.stderr)
         return 1
     steps = run_dir.steps_done(run_dir.read_metrics(path))
+    for saved in run_dir.checkpoints(path)[-1:]:
+        if run_dir.checkpoint_step(saved) > steps:  # killed after the checkpoint, before its row
+            steps = run_dir.checkpoint_step(saved)
+            run_dir.append_metrics(path, {"step": steps})
     finished = steps >= plan.recipe.grpo.steps
     print(f"{path}: finished, {steps} steps" if finished else f"{path}: stopped at step {steps}")
     return 0
@@ -68,8 +73,10 @@ def prepare(plan: Plan, root: Path) -> None:
         os.environ.setdefault(name, value)
     model = plan.recipe.model
     source = None if model.hf_id and not model.path else model_path(model)
-    folder = run_dir.conversion_dir(Path(plan.recipe.outputs), model.hf_id or model.name, source)
-    os.environ.setdefault(CONVERSIONS, str(folder))
+    given = os.environ.get(CONVERSIONS)
+    parent = Path(given) if given else Path(plan.recipe.outputs) / ".megatron"
+    folder = run_dir.conversion_dir(parent, model.hf_id or model.name, source)
+    os.environ[CONVERSIONS] = str(folder)
     paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if str(root) not in sys.path:
@@ -86,38 +93,49 @@ def own_ray() -> Iterator[None]:
     if os.environ.get("RAY_ADDRESS"):
         yield
         return
-    with subprocess.Popen(
+    cluster = subprocess.Popen(
         [sys.executable, "-m", "fp8_nemo.nemo.ray_cluster"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,  # Ctrl-C is for the run, which still needs its cluster to stop
-    ) as cluster:
-        assert cluster.stdin and cluster.stdout
-        try:
-            address = cluster.stdout.readline().strip()
-            if not address:
-                raise RuntimeError("Ray did not start; its own message stands above")
-            os.environ["RAY_ADDRESS"] = address
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the cluster keeps to it, by number
-            yield
-        finally:
-            os.environ.pop("RAY_ADDRESS", None)
-            # A line, not the end of the stream: forked data loaders hold that open too.
-            cluster.stdin.write("\n")
-            cluster.stdin.flush()
+    )
+    assert cluster.stdin and cluster.stdout
+    stop, said = cluster.stdin, cluster.stdout
+    try:
+        address = said.readline().strip()
+        if not address:
+            raise RuntimeError("Ray did not start; its own message stands above")
+        os.environ["RAY_ADDRESS"] = address
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the cluster keeps to it, by number
+        yield
+    finally:
+        os.environ.pop("RAY_ADDRESS", None)
+        # A line, not the end of the stream: forked data loaders hold that open too.
+        for step in (lambda: stop.write("\n"), stop.close, said.close):
+            with suppress(OSError):  # it may have ended by itself, with a message of its own
+                step()
+        cluster.wait()
 
 
 @contextmanager
 def one_conversion(folder: Path) -> Iterator[None]:
     """Runs that start together convert a model to Megatron's format once, the others wait.
 
-    NeMo RL takes a folder that another run is still writing for a finished one (setup.py:578).
+    NeMo RL takes any folder of a conversion for a finished one (setup.py:578), also one that
+    another run is still writing, or that a killed run has left. Here `.whole` says that it is.
     """
+    whole = folder / ".whole"
     with (folder / ".lock").open("w") as lock:
-        if not list(folder.glob("*/iter_0000000/run_config.yaml")):
+        if not whole.exists():
             fcntl.flock(lock, fcntl.LOCK_EX)
+        if whole.exists():
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        else:
+            for leftover in folder.glob("**/iter_0000000"):
+                shutil.rmtree(leftover)
         yield
+        whole.touch()
 
 
 @contextmanager
@@ -201,13 +219,13 @@ def train(plan: Plan, path: Path, root: Path) -> None:
     logger, checkpointer, state, config, *_ = rest
     if native_correction(plan.recipe.correction) is None:
         loss_fn = without_correction(loss_fn)
-    dtypes = engine_dtypes(generation)
-    (path / "log" / "engine.json").write_text(json.dumps(dtypes, indent=1) + "\n")
-    check_engine(dtypes, plan.recipe)
     overheard = OverheardLogger(
         logger, policy.take_row, lambda row: run_dir.append_metrics(path, row)
     )
     try:
+        dtypes = engine_dtypes(generation)
+        (path / "log" / "engine.json").write_text(json.dumps(dtypes, indent=1) + "\n")
+        check_engine(dtypes, plan.recipe)
         with checkpointer if hasattr(checkpointer, "__enter__") else nullcontext():
             grpo_train(
                 policy, generation, loader, validation_loader, tokenizer, loss_fn, environments,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 
 from fp8_nemo.data import DataError, load_problems
-from fp8_nemo.host import Host, HostError
+from fp8_nemo.host import Host, HostError, host_mistakes
 from fp8_nemo.model_dir import model_mistakes, model_path
-from fp8_nemo.nemo.checkout import REMEDY, read_host, root_of
+from fp8_nemo.nemo.checkout import REMEDY, ROOT_VARIABLE, read_host, root_of
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import Mistake, Recipe
 
@@ -23,7 +25,7 @@ NEEDED_PACKAGES = ("ray", "torch", "transformers", "megatron", "vllm", "pydantic
 def problems_with(plan: Plan) -> list[str]:
     """One line for each thing that would stop this plan after it has started."""
     recipe, root = plan.recipe, root_of(plan.recipe)
-    lines = [str(mistake) for mistake in _model(recipe, plan)]
+    lines = list(map(str, _model(recipe, plan)))
     lines += _data(recipe)
     if root is None:
         return [
@@ -34,7 +36,50 @@ def problems_with(plan: Plan) -> list[str]:
         host = read_host(root)
     except HostError as error:
         return [str(error), *lines]
-    return [*_software(recipe, host), *lines]
+    return [*_frozen_for(plan, host), *map(str, _machine(recipe)), *_software(recipe, host), *lines]
+
+
+def _frozen_for(plan: Plan, host: Host) -> Iterator[str]:
+    """Whether the checkout is still the one that the plan was made for."""
+    if plan.nemo and plan.nemo.host != host.name:
+        yield (
+            f"{ROOT_VARIABLE}={host.root}: is {host.name}, the plan was made for "
+            f"{plan.nemo.host}; check that out again, or start the line again for a new plan"
+        )
+    yield from map(str, host_mistakes(plan.recipe, host))
+
+
+def _machine(recipe: Recipe) -> Iterator[Mistake]:
+    """Whether this machine has the GPUs, where it can be asked and the run is to be here."""
+    cluster = recipe.cluster
+    if cluster.kind != "here" or os.environ.get("RAY_ADDRESS"):
+        return
+    if cluster.nodes > 1:
+        yield Mistake(
+            "cluster.nodes",
+            cluster.nodes,
+            "cluster.kind=here is one machine",
+            "set RAY_ADDRESS to a Ray cluster that spans the nodes",
+        )
+    found = visible_gpus()
+    if found is not None and found < cluster.gpus_per_node:
+        yield Mistake(
+            "cluster.gpus_per_node",
+            cluster.gpus_per_node,
+            f"this machine shows {found}",
+            f"set cluster.gpus_per_node={found}, or other CUDA_VISIBLE_DEVICES",
+        )
+
+
+def visible_gpus() -> int | None:
+    """GPUs that a run may use here; None where no driver can be asked."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    count = listed.stdout.count("GPU ")
+    return count if visible is None else len([word for word in visible.split(",") if word.strip()])
 
 
 def _software(recipe: Recipe, host: Host) -> Iterator[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-import tempfile
 
 
 def main() -> int:
@@ -21,17 +20,14 @@ def main() -> int:
     import ray
 
     cluster = ray.init(address="local", include_dashboard=False, log_to_driver=False)
-    gpus = [str(each) for each in range(int(ray.cluster_resources().get("GPU", 0)))]
-    given = mine.split(",") if mine else gpus
-    held = hold_others(given) if mine else []
-    taken = [gpu for gpu in given if not take(gpu)]
-    if taken:
-        print(
-            f"GPU {', '.join(taken)}: another run is on it, and NeMo RL's refit has one socket per "
-            "GPU (base_policy_worker.py:137); name others in CUDA_VISIBLE_DEVICES",
-            file=sys.stderr,
-        )
+    count = int(ray.cluster_resources().get("GPU", 0))
+    given = list(map(str, range(count))) if mine is None else [w.strip() for w in mine.split(",")]
+    given = [word for word in given if word]
+    problem = wrong_numbers(given, count) or taken(given)
+    if problem:
+        print(problem, file=sys.stderr)
         return 1
+    held = hold_others(given) if mine is not None else []
     print(cluster.address_info["gcs_address"], flush=True)
     sys.stdin.readline()
     del held
@@ -51,10 +47,36 @@ def hold_others(mine: list[str]) -> list[object]:
     return [actor for actor, gpu in zip(actors, ids, strict=True) if gpu not in mine]
 
 
-def take(gpu: str) -> bool:
-    """Whether this process now has the GPU to itself, among runs of this package on the machine."""
-    path = os.path.join(tempfile.gettempdir(), f"fp8-nemo-gpu-{gpu}.lock")
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # open, and held, until the process ends
+def wrong_numbers(given: list[str], count: int) -> str:
+    """A line if the GPUs are not named by their numbers; empty if they are."""
+    if all(word.isdigit() and int(word) < count for word in given):
+        return ""
+    return (
+        f"CUDA_VISIBLE_DEVICES={','.join(given)}: must be numbers below {count}, the GPUs of this "
+        "machine; NeMo RL takes them for numbers"
+    )
+
+
+def taken(given: list[str]) -> str:
+    """A line if another run is on one of the GPUs; empty if they are now this process's."""
+    busy = [gpu for gpu in given if not take(gpu)]
+    if not busy:
+        return ""
+    return (
+        f"GPU {', '.join(busy)}: another run is on it, and NeMo RL's refit has one socket per GPU "
+        "(base_policy_worker.py:137); name others in CUDA_VISIBLE_DEVICES"
+    )
+
+
+def take(gpu: str, folder: str = "/tmp") -> bool:
+    """Whether this process now has a GPU to itself, among runs of this package on the machine.
+
+    The lock lies where NeMo RL's socket does, and any user may take it.
+    """
+    path = os.path.join(folder, f"fp8-nemo-gpu-{gpu}.lock")
+    if not os.path.exists(path):
+        os.close(os.open(path, os.O_CREAT, 0o444))
+    file = os.open(path, os.O_RDONLY)  # open, and held, until the process ends
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

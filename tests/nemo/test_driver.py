@@ -162,12 +162,25 @@ def test_a_conversion_under_way_is_waited_for_and_a_finished_one_is_not(tmp_path
         assert started.wait(5) and not entered.wait(0.3)
     thread.join(5)
     assert entered.is_set()
-    (tmp_path / "model" / "iter_0000000").mkdir(parents=True)
-    (tmp_path / "model" / "iter_0000000" / "run_config.yaml").touch()
+    assert (tmp_path / ".whole").exists()
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with driver.one_conversion(tmp_path):
             pass
+
+
+def test_what_a_killed_conversion_has_left_is_not_taken_for_a_model(tmp_path):
+    left = tmp_path / "org" / "model" / "iter_0000000"
+    left.mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt), driver.one_conversion(tmp_path):
+        assert not left.exists()
+        left.mkdir()
+        raise KeyboardInterrupt
+    with driver.one_conversion(tmp_path):
+        assert not left.exists()
+        left.mkdir()
+    with driver.one_conversion(tmp_path):
+        assert left.exists()
 
 
 def test_a_model_that_was_made_again_is_converted_again(tmp_path):
@@ -318,8 +331,39 @@ print(json.dumps([len(held), *ray.get(worker.gpu.remote(), timeout=60)]))
     assert json.loads(done.stdout.splitlines()[-1]) == [2, [1], None], done.stderr[-500:]
 
 
-def test_a_gpu_that_another_run_is_on_is_not_taken_twice(monkeypatch, tmp_path):
-    from fp8_nemo.nemo.ray_cluster import take
+def test_a_gpu_that_another_run_is_on_is_not_taken_twice(tmp_path):
+    from fp8_nemo.nemo.ray_cluster import take, wrong_numbers
 
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert take("0") and take("1") and not take("0")
+    here = str(tmp_path)
+    assert take("0", here) and take("1", here) and not take("0", here)
+    assert wrong_numbers(["0", "3"], 4) == ""
+    assert "must be numbers below 2" in wrong_numbers(["GPU-8f"], 2)
+    assert "must be numbers below 2" in wrong_numbers(["2"], 2)
+
+
+def test_a_cluster_that_does_not_start_says_so_and_not_that_a_pipe_is_broken(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(driver.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="Ray did not start"), driver.own_ray():
+        pass
+
+
+def test_an_interrupt_stays_an_interrupt_when_the_cluster_is_gone(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    short_lived = tmp_path / "cluster"
+    short_lived.write_text("#!/bin/sh\necho 127.0.0.1:1\n")
+    short_lived.chmod(0o755)
+    monkeypatch.setattr(driver.sys, "executable", str(short_lived))
+    with pytest.raises(KeyboardInterrupt), driver.own_ray():
+        raise KeyboardInterrupt
+
+
+def test_nodes_and_gpus_that_this_machine_has_not_are_one_line_each(monkeypatch):
+    [plan] = compose_plans([*NEMO, "model=llama31-8b", "cluster.nodes=4"])
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: 2)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    nodes, gpus = map(str, preflight._machine(plan.recipe))
+    assert nodes.startswith("cluster.nodes=4: cluster.kind=here is one machine; set RAY_ADDRESS")
+    assert gpus.startswith("cluster.gpus_per_node=8: this machine shows 2; set cluster.gpus_per")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert list(preflight._machine(plan.recipe)) == []

@@ -323,6 +323,14 @@ def test_every_limit_names_the_line_that_it_mirrors():
             "are known without a checkout; set NEMO_RL_ROOT; did you mean "
             "nemo.policy.generation.vllm_cfg.gpu_memory_utilization?",
         ),
+        (
+            "+nemo.policy.train_micro_batch_size=abc",
+            "nemo.policy.train_micro_batch_size=abc: must be of type int, as 1 is",
+        ),
+        (
+            "+nemo.policy.max_total_sequence_length=2048",
+            "nemo.policy.max_total_sequence_length=2048: is written by grpo.max_new_tokens",
+        ),
         ("+nemo.grpo.batch_multiplier=2", "nemo.grpo.batch_multiplier=2: not one of the keys"),
     ],
 )
@@ -347,8 +355,12 @@ def test_a_typo_anywhere_under_nemo_is_refused_and_the_right_key_is_not(version)
 
 
 def test_a_users_own_key_wins_over_the_plans():
-    found = overrides("model=llama31-8b", f"+nemo.{VLLM}.gpu_memory_utilization=0.6")
-    assert found[f"{VLLM}.gpu_memory_utilization"] == 0.6
+    found = plan("model=llama31-8b", f"+nemo.{VLLM}.gpu_memory_utilization=0.6")
+    assert found.nemo.overrides[f"{VLLM}.gpu_memory_utilization"] == 0.6
+    assert found.recipe.model.memory.rollout_share == 0.6
+    assert any("no effect while model.memory.kv_cache_gib" in note for note in found.notes)
+    micro = overrides("model=llama31-8b", "+nemo.policy.train_micro_batch_size=4")
+    assert micro["policy.logprob_batch_size"] == 4
     opened = overrides("model=llama31-8b", "+nemo.policy.generation.vllm_kwargs.max_num_seqs=64")
     assert opened["policy.generation.vllm_kwargs.max_num_seqs"] == 64
 
