@@ -38,7 +38,9 @@ ARCHITECTURES = {"h100": "9.0", "h200": "9.0", "b200": "10.0"}
 PROMPT_ROOM = 1024
 """Tokens kept for the prompt when `grpo.max_new_tokens` is given."""
 VALIDATION_PROBLEMS = 256
+"""Held-out problems of one validation, the same on the local backend."""
 KEPT_CHECKPOINTS = 2
+"""The last one, and one to fall back to if it is damaged; the same on the local backend."""
 
 
 def native_correction(correction: Correction) -> dict[str, Any] | None:
@@ -72,6 +74,7 @@ def overrides(recipe: Recipe, host: Host) -> dict[str, Any]:
         recipe: with the numbers of `grpo` filled in, but `max_new_tokens`.
         host: for keys that not every version has.
     """
+    own = leaves(recipe.nemo)
     written = {
         **_grpo(recipe),
         **_loss(recipe),
@@ -82,10 +85,9 @@ def overrides(recipe: Recipe, host: Host) -> dict[str, Any]:
         **_data(recipe),
         **_records(recipe),
         **{key: value for key, (value, _) in PINNED.items()},
-        **leaves(recipe.nemo),
+        **own,
     }
     # One size for both passes: NeMo RL asserts it for TP >= 4 (lm_policy.py:212).
-    own = leaves(recipe.nemo)
     if "policy.logprob_batch_size" not in own:
         written["policy.logprob_batch_size"] = written["policy.train_micro_batch_size"]
     lacking = [key for key in ONLY_IF_KNOWN if not host.has(_base(recipe), key)]

@@ -32,12 +32,12 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fp8_nemo.overrides import KEPT_CHECKPOINTS
 from fp8_nemo.plan import Plan, plan_from_json
 
 PLAN, RECIPE, ENVIRONMENT, METRICS = "plan.json", "recipe.yaml", "environment.json", "metrics.jsonl"
 LOCK = ".lock"
 INTERRUPTED = 130  # exit code, as a shell reports SIGINT
-KEPT_CHECKPOINTS = 2  # the last one, and one to fall back to if it is damaged
 VERSIONS_OF = (
     "fp8-nemo",
     "torch",

@@ -31,13 +31,13 @@ from fp8_nemo.local.policy import Policy
 from fp8_nemo.local.rollout import Batch, Engine, pad_left
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.model_dir import model_path
+from fp8_nemo.overrides import VALIDATION_PROBLEMS
 from fp8_nemo.plan import Plan
 from fp8_nemo.refit import RefitError, refit_stream
 from fp8_nemo.schema import Recipe
 
 CLIP = 0.2
 STD_EPSILON = 1e-6
-VALIDATION_PROBLEMS = 256
 PROBE_PROBLEMS = 16
 PROBE_LIMIT = 0.25  # median |log_ratio|: healthy FP8 has up to 0.02, a weight upside down above 3
 

@@ -88,6 +88,7 @@ class _Holder:
     """Holds one GPU's place, and none of its memory."""
 
     def gpu(self) -> int:
+        """Its number on this machine."""
         import ray
 
         return ray.get_gpu_ids()[0]

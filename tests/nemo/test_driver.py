@@ -15,7 +15,7 @@ import pytest
 from fp8_nemo.compose import compose, compose_plans
 from fp8_nemo.model_dir import SHIPPED
 from fp8_nemo.nemo import driver, preflight
-from fp8_nemo.nemo.engine import EngineError, check_engine, engine_weight
+from fp8_nemo.nemo.engine import EngineError, check_engine, engine_weight, planned_weights
 from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.run_dir import checkpoint_step, checkpoints, conversion_dir
 
@@ -104,6 +104,8 @@ def engine_of(layers):
 def test_an_engine_that_holds_the_plans_fp8_weights_passes():
     [recipe] = compose(["model=small-qwen3-moe", "precision=fp8-linear"])
     check_engine(engine_of(6), recipe)
+    fp8 = {engine_weight(name) for name, dtype in engine_of(6).items() if "float8" in dtype}
+    assert planned_weights(recipe) == fp8 and len(fp8) == 24
 
 
 @pytest.mark.parametrize(
