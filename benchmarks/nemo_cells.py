@@ -1,12 +1,14 @@
 """Run cells inside NeMo RL side by side, one per GPU, and keep what they measured.
 
 python benchmarks/nemo_cells.py --gpus 4 --models models --outputs outputs --out FILE.json \
-    [--cells precisions,moe,parallel,local]
+    [--cells precisions,moe,graphs,resume,parallel,local]
 
 Makes the two small models first (`recipes.make_model`), then works through the cells: `precisions`
 are the five of `small-llama` times none, tis, mis; `moe` is `small-qwen3-moe` in bf16, fp8-linear
-and fp8-e2e with tis; `parallel` needs two GPUs a cell (tensor and expert parallel); `local` is the
-same small model, data and seed on the local backend. A cell takes two minutes, mostly to start.
+and fp8-e2e with tis; `graphs` is one cell with CUDA graphs, which the others leave off to start
+sooner; `resume` goes on with a cell of `precisions` for two more steps; `parallel` needs two GPUs a
+cell (tensor and expert parallel); `local` is the same small model, data and seed on the local
+backend. A cell takes two minutes, mostly to start.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md). Prints a line per cell as it ends.
 """
 
@@ -30,10 +32,8 @@ from fp8_nemo.report import find_runs, read_run
 
 PRECISIONS = ("bf16", "fp8-linear", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn")
 SIZE = ("grpo=demo", "grpo.steps=3", "grpo.prompts_per_step=128", "grpo.generations_per_prompt=16")
-NEMO = (
-    *("backend=nemo", "glue=stock", "cluster.interpreter=system", "cluster.gpu=h200"),
-    "+nemo.policy.generation.vllm_cfg.enforce_eager=true",
-)
+GRAPHS = ("backend=nemo", "glue=stock", "cluster.interpreter=system", "cluster.gpu=h200")
+NEMO = (*GRAPHS, "+nemo.policy.generation.vllm_cfg.enforce_eager=true")
 MODELS = ("small-llama", "small-qwen3-moe")
 
 
@@ -56,6 +56,14 @@ def cells(wanted: list[str]) -> list[Cell]:
         "moe": [
             Cell(moe, 1, (*NEMO, f"precision={precision}", "correction=tis"))
             for precision in ("bf16", "fp8-linear", "fp8-e2e")
+        ],
+        "graphs": [Cell(llama, 1, (*GRAPHS, "precision=fp8-e2e-kv-attn", "correction=seq-tis"))],
+        "resume": [
+            Cell(
+                llama,
+                1,
+                (*NEMO, "precision=fp8-e2e-kv-attn", "correction=tis", "grpo.steps=5"),
+            )
         ],
         "parallel": [
             Cell(
@@ -82,7 +90,7 @@ def cells(wanted: list[str]) -> list[Cell]:
 
 def run(cell: Cell, gpus: list[str], models: Path, outputs: Path) -> str:
     """One cell to its end; what to say of it."""
-    words = [*cell.arguments, *SIZE, f"model={cell.model}", f"model.path={models / cell.model}"]
+    words = [*SIZE, *cell.arguments, f"model={cell.model}", f"model.path={models / cell.model}"]
     words += [f"cluster.gpus_per_node={cell.gpus}", f"outputs={outputs}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     start = time.monotonic()
@@ -146,7 +154,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--outputs", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cells", default="precisions,moe,parallel,local")
+    parser.add_argument("--cells", default="precisions,moe,graphs,resume,parallel,local")
     parser.add_argument("--commit", help="of the code, where it runs outside a clone")
     options = parser.parse_args()
     make_models(options.models)
