@@ -11,12 +11,16 @@ main 7ea279a (or of vLLM 0.25.1, Megatron Core) that it mirrors.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8_nemo.schema import Mistake, Recipe
 from fp8_nemo.weights import BLOCK, is_fp8_weight, named_shapes
+
+ROOT_VARIABLE = "NEMO_RL_ROOT"
 
 KV_SCALES_DROPPED = "kv-scales-dropped"
 """The colocated refit drops the KV scales it was given: FP8 KV runs with 1.0 (v0.7.0)."""
@@ -102,6 +106,12 @@ class Host:
     def has(self, path: str, key: str) -> bool:
         """Whether a base YAML has a leaf; taken as given without a checkout."""
         return self.bases is None or key in self.bases[path]
+
+
+def root_of(recipe: Recipe) -> Path | None:
+    """The checkout that a recipe names, else the environment's; None if there is none."""
+    named = recipe.cluster.nemo_root or os.environ.get(ROOT_VARIABLE)
+    return Path(named).absolute() if named else None
 
 
 MAIN = Host("main 7ea279a, assumed: no checkout", vllm="0.25.1")

@@ -141,13 +141,8 @@ def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
         return _nemo_plan(cell, recipe, host)
     if found := list(_local_mistakes(recipe)):
         raise PlanError(found)
-    needs, notes = tuple(_cluster_needs(recipe)), tuple(_local_notes(recipe))
-    return Plan(cell, backend, _with_local_base(recipe), needs, notes)
-
-
-def _cluster_needs(recipe: Recipe) -> Iterator[str]:
-    if recipe.cluster.kind == "slurm":
-        yield "cluster.kind=slurm, which is not here yet"
+    notes = tuple(_local_notes(recipe))
+    return Plan(cell, backend, _with_local_base(recipe), notes=notes)
 
 
 def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
@@ -168,7 +163,7 @@ def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
         cell,
         "nemo",
         recipe,
-        needs=(*_cluster_needs(recipe), *_glue_needs(recipe)),
+        needs=tuple(_glue_needs(recipe)),
         notes=(*_nemo_notes(recipe), *_tight_memory(recipe, micro_batch_tokens(written))),
         nemo=NemoPlan(host.name, base, written, environment),
     )
@@ -208,6 +203,14 @@ def _nemo_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             "grpo.updates_per_step",
             grpo.updates_per_step,
             f"must divide the step's {sequences} sequences",
+        )
+    cluster = recipe.cluster
+    if cluster.kind == "slurm" and cluster.interpreter == "container" and not cluster.container:
+        yield Mistake(
+            "cluster.container",
+            None,
+            "cluster.interpreter=container needs NeMo RL's image",
+            "set cluster.container=IMAGE, or cluster.interpreter=system",
         )
 
 
@@ -308,6 +311,7 @@ def _local_notes(recipe: Recipe) -> Iterator[str]:
             bf16_kv and recipe.glue.recalibrate != usual.glue.recalibrate, "the KV cache is BF16"
         ),
         "model.parallel": (recipe.model.parallel != usual.model.parallel, "one device is used"),
+        "cluster.nodes": (recipe.cluster.nodes > 1, "the local backend runs on the first node"),
         "precision.scales": (bf16 and precision.scales != "fp32", "nothing is quantized"),
         "precision.first_layers_bf16": (bf16 and precision.first_layers_bf16, "all are BF16"),
         "precision.last_layers_bf16": (bf16 and precision.last_layers_bf16, "all are BF16"),

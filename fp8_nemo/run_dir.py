@@ -197,6 +197,21 @@ def data_dir(run_dir: Path) -> Path:
     return folder
 
 
+def job_dir(run_dir: Path) -> Path:
+    """Where a run keeps what its Slurm job reads, and its number."""
+    folder = run_dir / "job"
+    folder.mkdir(exist_ok=True)
+    (run_dir / "log").mkdir(exist_ok=True)  # Slurm opens the job's output there, or fails
+    return folder
+
+
+def code_parent(outputs: Path) -> Path:
+    """Where the code of queued jobs is kept."""
+    folder = outputs.absolute() / ".code"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def conversion_dir(parent: Path, model: str, source: Path | None) -> Path:
     """Where a model in Megatron's format is kept for the runs that start from it.
 
@@ -251,6 +266,20 @@ def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
     _sync(folder)
     for old in checkpoints(run_dir)[:-KEPT_CHECKPOINTS]:
         shutil.rmtree(old)
+
+
+def changed_versions(run_dir: Path) -> list[str]:
+    """One line for each package that is not the one that the run's checkpoints were made with."""
+    path = run_dir / ENVIRONMENT
+    if not (checkpoints(run_dir) and path.exists()):
+        return []
+    before, now = json.loads(path.read_text())["versions"], environment()["versions"]
+    return [
+        f"{run_dir}: began with {name} {before[name]}, here is {now.get(name, 'none')}; install "
+        "that again, or set cluster.other_versions=allow"
+        for name in before
+        if now.get(name) != before[name]
+    ]
 
 
 def write_environment(run_dir: Path) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+WEEK = 7 * 86400
+
 
 class Mistake(NamedTuple):
     """One thing that is wrong: `Mistake("grpo.steps", 0, "1 or more", "give a whole number")`."""
@@ -223,19 +225,33 @@ class Cluster:
     gpus_per_node: int = number(8, least=1)
     gpu: str = one_of("h100", "h200", "b200")
     time: str = "04:00:00"
+    """Slurm's limit for one job; a run goes on in the next one."""
     account: str | None = None
     partition: str | None = None
     qos: str | None = None
     extra: list[str] = field(default_factory=list)
+    """More options of `sbatch`, one word each: `[--mem=0,--comment=text]`."""
     container: str | None = None
+    """Image for `srun --container-image` (pyxis); None runs on the bare node."""
     mounts: list[str] = field(default_factory=list)
+    """Folders that the container sees, `/from:/to` or `/both`, besides those of the run itself."""
     setup: str | None = None
+    """Shell commands that every node runs before anything else: `module load cuda`."""
+    python: str | None = None
+    """Interpreter of the job; None is the one that submits, and `python3` in a container."""
     nemo_root: str | None = None
     interpreter: str = one_of("container", "system")
     requeue: bool = True
     save_before_end: int = number(600, least=0)
+    """Seconds before the time limit from which on a run saves and stops."""
+    join_timeout: int = number(1800, least=1)
+    """Seconds that all nodes have to join Ray; pulling a container's image counts."""
     preflight: bool = True
+    """Run `recipes.check_cluster` at the head of each job."""
+    other_versions: str = one_of("refuse", "allow")
+    """Whether a run may go on with other versions than it began with."""
     launcher: str = one_of("sbatch", "ray_sub")
+    """`ray_sub` leaves the job to NeMo RL's own script."""
 
 
 @dataclass
@@ -266,7 +282,21 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
         *_correction_mistakes(recipe.correction),
         *_data_mistakes(recipe.data),
         *_batch_mistakes(recipe.grpo),
+        *_cluster_mistakes(recipe.cluster),
     ]
+
+
+def seconds(time: str) -> int | None:
+    """A limit as Slurm reads it: `30`, `30:00`, `4:00:00`, `1-12`, `1-12:30:00`; else None."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if not found:
+        return None
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    first = 3600 if days is not None or len(numbers) == 3 else 60  # without days, minutes lead
+    return int(days or 0) * 86400 + sum(
+        number * first // 60**place for place, number in enumerate(numbers)
+    )
 
 
 def _field_mistakes(group: Any, prefix: str = "") -> Iterator[Mistake]:
@@ -383,3 +413,38 @@ def _batch_mistakes(grpo: Grpo) -> Iterator[Mistake]:
             updates,
             f"must divide the step's {prompts} x {generations} sequences",
         )
+
+
+def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
+    limit = seconds(cluster.time)
+    if limit is None:
+        yield Mistake(
+            "cluster.time",
+            cluster.time,
+            "must be a limit as Slurm reads it: minutes, hours:minutes:seconds, days-hours",
+            "such as 240 or 04:00:00",
+        )
+    elif cluster.time.isdigit() and limit > WEEK:
+        yield Mistake(
+            "cluster.time",
+            cluster.time,
+            "is more than a week of minutes",
+            'a YAML file reads 12:00:00 as a number: quote it, "12:00:00"; or write days, 8-00',
+        )
+    elif cluster.kind == "slurm" and cluster.save_before_end >= limit:
+        yield Mistake(
+            "cluster.save_before_end",
+            cluster.save_before_end,
+            f"must be less than the {limit} seconds of cluster.time={cluster.time}",
+        )
+    for option in cluster.extra:
+        if not option.startswith("-"):
+            yield Mistake("cluster.extra", option, "must be options of sbatch, as --mem=0")
+    for mount in cluster.mounts:
+        if not mount.startswith("/") or "," in mount:
+            yield Mistake("cluster.mounts", mount, "must be an absolute folder, or /from:/to")
+    if cluster.launcher == "ray_sub" and cluster.kind == "slurm":
+        # Its own header says ACCOUNT and PARTITION, and starts a container in any case.
+        for key in ("container", "account", "partition"):
+            if getattr(cluster, key) is None:
+                yield Mistake(f"cluster.{key}", None, "is needed with cluster.launcher=ray_sub")

@@ -17,6 +17,7 @@ from fp8_nemo.host import Host
 from fp8_nemo.nemo.checkout import host_of
 from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import run_path
+from fp8_nemo.submit import sbatch_command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,18 +32,20 @@ def main(arguments: list[str] | None = None) -> int:
     for plan in plans:
         host, path = host_of(plan.recipe), run_path(plan)
         console.print(table(plan, host))
+        if plan.recipe.cluster.kind == "slurm":
+            print(f"Queued by:\n\n{shlex.join(sbatch_command(plan))}\n")
         if plan.nemo:
             console.print(changes(differences(plan, host, path)))
-            print("\nThe same with NeMo RL alone, in its checkout:\n")
-            print(shlex.join(stock_command(plan, host, path)))
+            stock = shlex.join(stock_command(plan, host, path))
+            print(f"\nThe same with NeMo RL alone, in its checkout:\n\n{stock}")
     return 0
 
 
 def table(plan: Plan, host: Host) -> Table:
     """One plan as a table of words and numbers."""
     rows = Table(title=plan.cell, title_justify="left", show_header=False, min_width=98)
-    for name, text in [("run directory", str(run_path(plan))), *describe(plan, host)]:
-        rows.add_row(name, text)
+    for row in [("run directory", str(run_path(plan))), *describe(plan, host)]:
+        rows.add_row(*row)
     return rows
 
 
@@ -51,8 +54,8 @@ def changes(found: list[Difference]) -> Table:
     rows = Table(title="changes to the base YAML", title_justify="left")
     for name in Difference._fields:
         rows.add_column(name, overflow="fold")
-    for key, base, value in found:
-        rows.add_row(key, "" if base is ... else str(base), str(value))
+    for each in found:
+        rows.add_row(*("" if value is ... else str(value) for value in each))
     return rows
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fp8_nemo.plan import Plan
-from fp8_nemo.run_dir import RunDirError, read_plan
+from fp8_nemo.run_dir import RunDirError, changed_versions, read_plan
 
 PREFLIGHT = {"local": "fp8_nemo.local.preflight", "nemo": "fp8_nemo.nemo.preflight"}
 DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.nemo.driver"}
@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     except RunDirError as error:
         print(error, file=sys.stderr)
         return 2
-    if lines := problems_with(plan):
+    changed = changed_versions(path) if plan.recipe.cluster.other_versions == "refuse" else []
+    if lines := problems_with(plan) + changed:
         print(*lines, sep="\n", file=sys.stderr)
         return 2
     # Imports torch, or NeMo RL: after the plan is known to be whole.
@@ -37,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def problems_with(plan: Plan) -> list[str]:
     """One line for each thing that would stop this plan after it has started."""
+    if plan.needs:
+        return [f"{plan.cell}: needs {need}" for need in plan.needs]
     return import_module(PREFLIGHT[plan.backend]).problems_with(plan)
 
 

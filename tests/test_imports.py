@@ -14,6 +14,8 @@ ORDER = (
         "describe",
         "compose",
         "run_dir",
+        "frozen_code",
+        "submit",
         "data",
         "kernels",
         "quantize",
@@ -23,7 +25,7 @@ ORDER = (
     ),
     *("correction", "report", "figures"),
 )
-WITHOUT_TORCH = (*ORDER[:12], "report", "nemo.checkout", "nemo.preflight")
+WITHOUT_TORCH = (*ORDER[:14], "report", "nemo.checkout", "nemo.preflight", "nemo.cluster_check")
 HOST = {"nemo_rl", "vllm", "ray", "megatron"}
 
 

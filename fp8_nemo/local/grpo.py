@@ -42,6 +42,7 @@ PROBE_PROBLEMS = 16
 PROBE_LIMIT = 0.25  # median |log_ratio|: healthy FP8 has up to 0.02, a weight upside down above 3
 
 Report = Callable[[dict[str, Any]], None]
+Stop = Callable[[], bool]
 
 
 class Run:
@@ -78,8 +79,15 @@ class Run:
         sampler = torch.Generator(device).manual_seed(self.recipe.seed)
         self.progress = checkpoint.Progress(0, sampler, observer, {})
 
-    def train(self, report: Report) -> None:
+    def train(self, report: Report, stop: Stop = lambda: False) -> int:
         """From where the directory stands to the plan's last step; one metrics row per step.
+
+        Args:
+            report: is given every row.
+            stop: whether to save after the present step and leave it at that.
+
+        Returns:
+            The last step, which is saved.
 
         Raises:
             RefitError: a refit was not proven; nothing was sampled from it.
@@ -90,9 +98,13 @@ class Run:
             for step in range(self.progress.step + 1, self.recipe.grpo.steps + 1):
                 row = self._step(step)
                 run_dir.append_metrics(self.path, row)
-                if step % self.recipe.grpo.checkpoint_every == 0 or step == self.recipe.grpo.steps:
+                last = step == self.recipe.grpo.steps or stop()
+                if step % self.recipe.grpo.checkpoint_every == 0 or last:
                     checkpoint.save(self.path, self.policy, self.progress)
                 report(row)
+                if last:
+                    break
+        return self.progress.step
 
     def _resume_or_start(self, report: Report) -> None:
         saved = run_dir.checkpoints(self.path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,13 +38,19 @@ SHOWN = {
 
 
 def run(plan: Plan, path: Path) -> int:
-    """Train; 0 when the last step is done, 2 for an unusable directory, 1 if a proof failed."""
+    """Train; 0 when the last step is done, 2 for an unusable directory, 1 if a proof failed.
+
+    SIGUSR1 (Slurm's, before the time limit) and SIGTERM save after the present step and stop.
+    """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True)
+    stop = threading.Event()
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
     try:
         with run_dir.locked(path):
-            _attempt(plan, path)
+            step = _attempt(plan, path, stop)
     except (CheckpointError, run_dir.RunDirError, OSError, *DIVERGED) as error:
         logging.exception("stopped")
         print(error if str(path) in str(error) else f"{path}: {error}", file=sys.stderr)
@@ -50,17 +58,20 @@ def run(plan: Plan, path: Path) -> int:
     except KeyboardInterrupt:
         print(f"{path}: stopped; the same line goes on from its last checkpoint", file=sys.stderr)
         return run_dir.INTERRUPTED
+    if step < plan.recipe.grpo.steps:
+        print(f"{path}: stopped, step {step} is saved; the same line goes on", file=sys.stderr)
+        return run_dir.INTERRUPTED
     print(f"{path}: finished, {plan.recipe.grpo.steps} steps")
     return 0
 
 
-def _attempt(plan: Plan, path: Path) -> None:
+def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
     run_dir.write_environment(path)
     logging.info("environment %s", run_dir.environment())
     with progress(plan) as report:
-        Run(plan, path).train(report)
+        return Run(plan, path).train(report, stop.is_set)
 
 
 @contextmanager

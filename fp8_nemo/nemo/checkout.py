@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -20,11 +19,19 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fp8_nemo.host import BF16_LAYERS_BROKEN, KV_SCALES_DROPPED, MAIN, POW2_BROKEN, Host, HostError
+from fp8_nemo.host import (
+    BF16_LAYERS_BROKEN,
+    KV_SCALES_DROPPED,
+    MAIN,
+    POW2_BROKEN,
+    ROOT_VARIABLE,
+    Host,
+    HostError,
+    root_of,
+)
 from fp8_nemo.keys import leaves, may_be_added
 from fp8_nemo.schema import Recipe
 
-ROOT_VARIABLE = "NEMO_RL_ROOT"
 REMEDY = f"set {ROOT_VARIABLE}, or cluster.nemo_root=FOLDER, to a clone of NVIDIA-NeMo/RL"
 GRPO, ENTRY = "nemo_rl/algorithms/grpo.py", "examples/run_grpo.py"
 POLICY, CONFIG = "nemo_rl/models/policy/lm_policy.py", "nemo_rl/utils/config.py"
@@ -38,12 +45,6 @@ TRAIN_TAKES = (
     *("grpo_save_state", "master_config"),
 )
 POLICY_HAS = ("train", "prepare_refit_info", "calibrate_qkv_fp8_scales")
-
-
-def root_of(recipe: Recipe) -> Path | None:
-    """The checkout that a recipe names, else the environment's; None if there is none."""
-    named = recipe.cluster.nemo_root or os.environ.get(ROOT_VARIABLE)
-    return Path(named).absolute() if named else None
 
 
 def host_of(recipe: Recipe) -> Host:

@@ -14,28 +14,33 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from fp8_nemo import run_dir
 from fp8_nemo.data import load_problems, write_problems
+from fp8_nemo.host import root_of
 from fp8_nemo.model_dir import model_path
-from fp8_nemo.nemo.checkout import config_of, read_host, root_of
+from fp8_nemo.nemo.checkout import config_of, read_host
 from fp8_nemo.nemo.engine import check_engine, engine_dtypes
 from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.overrides import native_correction, path_overrides
 from fp8_nemo.plan import Plan
+from fp8_nemo.schema import seconds
 
 CONVERSIONS = "NRL_MEGATRON_CHECKPOINT_DIR"
 
 
 def run(plan: Plan, path: Path) -> int:
     """Train; 0 when NeMo RL ends by itself, 2 for an unusable directory, 1 if the run broke."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # NeMo RL saves by its own clock, `save_within`
     try:
         with run_dir.locked(path):
             return _logged(plan, path, run_dir.attempt_log(path))
@@ -116,6 +121,21 @@ def own_ray() -> Iterator[None]:
             with suppress(OSError):  # it may have ended by itself, with a message of its own
                 step()
         cluster.wait()
+
+
+@contextmanager
+def one_engine_start() -> Iterator[Callable[[], None]]:
+    """Runs on one machine start their engines one after the other; gives what ends a start.
+
+    Every vLLM takes the first free port from 7000 on (vllm_worker.py:219), seconds before it binds
+    it: of runs that start together, some find it taken (`EADDRINUSE`).
+    """
+    path = Path("/tmp/fp8-nemo-engine-start.lock")  # where any user may take it, as a GPU's
+    if not path.exists():
+        path.touch(0o444)
+    with path.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lambda: fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 @contextmanager
@@ -207,18 +227,22 @@ def train(plan: Plan, path: Path, root: Path) -> None:
     dataset, validation, environments, validation_environments = setup_response_data(
         tokenizer, config.data, config.env
     )
-    with one_conversion(Path(os.environ[CONVERSIONS])):
-        parts = setup(
-            config,
-            tokenizer,
-            dataset,
-            validation,
-            policy_factory=lambda **arguments: WatchedPolicy(plan.recipe, **arguments),
-        )
+    with one_conversion(Path(os.environ[CONVERSIONS])), one_engine_start() as engine_is_up:
+
+        def policy_after_engine(**arguments: Any) -> WatchedPolicy:
+            engine_is_up()  # colocated: `setup` makes the engine first
+            return WatchedPolicy(plan.recipe, **arguments)
+
+        parts = setup(config, tokenizer, dataset, validation, policy_factory=policy_after_engine)
     policy, generation, _, _, loader, validation_loader, loss_fn, *rest = parts
     logger, checkpointer, state, config, *_ = rest
     if native_correction(plan.recipe.correction) is None:
         loss_fn = without_correction(loss_fn)
+    # After the set-up, which takes minutes: NeMo RL counts from here on.
+    end = job_end(plan.recipe.cluster.time)
+    config.checkpointing["checkpoint_must_save_by"] = save_within(
+        end, plan.recipe.cluster.save_before_end, time.time()
+    )
     overheard = OverheardLogger(
         logger, policy.take_row, lambda row: run_dir.append_metrics(path, row)
     )
@@ -233,6 +257,27 @@ def train(plan: Plan, path: Path, root: Path) -> None:
             )  # fmt: skip
     finally:
         _shut_down(environments, validation_environments, generation)
+
+
+def job_end(limit: str) -> float | None:
+    """When Slurm ends this job, in seconds since 1970; None without a limit.
+
+    Read from what grpo.sbatch asked Slurm, because `init_ray` removes Slurm's variables; NeMo RL's
+    ray.sub leaves its own start.
+    """
+    if end := os.environ.get("FP8_NEMO_JOB_END"):
+        return float(end)
+    start = os.environ.get("NRL_JOB_START_EPOCH")
+    return float(start) + (seconds(limit) or 0) if start else None
+
+
+def save_within(end: float | None, save_before_end: int, now: float) -> str | None:
+    """NeMo RL's `checkpoint_must_save_by`, DD:HH:MM:SS from `now`; None without an end."""
+    if end is None:
+        return None
+    left = max(0, int(end - save_before_end - now))
+    minutes, hours = left // 60, left // 3600
+    return f"{hours // 24:02}:{hours % 24:02}:{minutes % 60:02}:{left % 60:02}"
 
 
 def _one_interpreter() -> None:

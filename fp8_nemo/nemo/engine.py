@@ -6,7 +6,7 @@ The functions that run inside the workers travel by value: their environment nee
 package.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import re

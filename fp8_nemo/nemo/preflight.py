@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from fp8_nemo.data import DataError, load_problems
-from fp8_nemo.host import Host, HostError, host_mistakes
+from fp8_nemo.host import ROOT_VARIABLE, Host, HostError, host_mistakes, root_of
 from fp8_nemo.model_dir import model_mistakes, model_path
-from fp8_nemo.nemo.checkout import REMEDY, ROOT_VARIABLE, read_host, root_of
+from fp8_nemo.nemo.checkout import REMEDY, read_host
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import Mistake, Recipe
 
@@ -109,7 +109,7 @@ def _software(recipe: Recipe, host: Host) -> Iterator[str]:
 def _model(recipe: Recipe, plan: Plan) -> Iterator[Mistake]:
     model = recipe.model
     if model.path is None and model.hf_id is not None:
-        yield from _hub_mistakes(model.hf_id)
+        yield from hub_mistakes(model.hf_id)
         return
     found = list(model_mistakes(model))
     yield from found
@@ -126,7 +126,7 @@ def _model(recipe: Recipe, plan: Plan) -> Iterator[Mistake]:
             )
 
 
-def _hub_mistakes(hf_id: str) -> Iterator[Mistake]:
+def hub_mistakes(hf_id: str) -> Iterator[Mistake]:
     """Whether the hub, or its cache here, gives this user the model; silent without its library."""
     try:
         from huggingface_hub import (

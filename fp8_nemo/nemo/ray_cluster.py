@@ -6,17 +6,21 @@ sees `CUDA_VISIBLE_DEVICES=2` gives it a device that does not exist. This one se
 their own numbers, and holds those that the run was not given.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false, reportArgumentType=false
 from __future__ import annotations
 
 import fcntl
 import os
 import sys
 
+from fp8_nemo.nemo.preflight import visible_gpus
+
 
 def main() -> int:
     """Start, hold, print, wait."""
     mine = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    # All, by number: under tensor parallelism vLLM's workers look their own up in it.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(visible_gpus() or 0)))
     import ray
 
     cluster = ray.init(address="local", include_dashboard=False, log_to_driver=False)
@@ -87,7 +91,7 @@ def take(gpu: str, folder: str = "/tmp") -> bool:
 class _Holder:
     """Holds one GPU's place, and none of its memory."""
 
-    def gpu(self) -> int:
+    def gpu(self) -> int | str:
         """Its number on this machine."""
         import ray
 

@@ -1,0 +1,71 @@
+"""The Ray cluster of a Slurm job: `python -m fp8_nemo.nemo.ray_nodes SECONDS NODE...`.
+
+Waits until every node has joined, and names those that have not. slurm/node.sh gives each Ray node
+a resource `slurm-NAME`, because two nodes may share a host name, or an address behind a bridge.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+RESOURCE = "slurm-"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 when all are there, 1 when the time is up; `RAY_ADDRESS` names the cluster."""
+    limit, *names = sys.argv[1:] if arguments is None else arguments
+    connect(int(limit))
+    missing = wait_for(names, int(limit))
+    for name in missing:
+        print(f"{name}: has not joined Ray within {limit} s; its part of the log says why")
+    if not missing:
+        print(f"Ray: {len(names)} of {len(names)} nodes: {', '.join(names)}", flush=True)
+    return 1 if missing else 0
+
+
+def connect(limit: int) -> None:
+    """Attach to the cluster in `RAY_ADDRESS`, which may still be starting.
+
+    Raises:
+        ConnectionError: it did not start in `limit` seconds.
+    """
+    import ray
+
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            return
+        except ConnectionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
+def wait_for(names: list[str], limit: float) -> list[str]:
+    """The nodes that have not joined after `limit` seconds; returns as soon as all have."""
+    deadline = time.monotonic() + limit
+    while missing := [name for name in names if name not in node_names().values()]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    return missing
+
+
+def node_names() -> dict[str, str]:
+    """Living nodes, Ray's id to Slurm's name; to the host's name outside Slurm."""
+    import ray
+
+    return {node["NodeID"]: _name(node) for node in ray.nodes() if node["Alive"]}
+
+
+def _name(node: dict) -> str:
+    given = [each for each in node["Resources"] if each.startswith(RESOURCE)]
+    return given[0].removeprefix(RESOURCE) if given else node["NodeManagerHostname"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

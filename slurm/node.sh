@@ -1,0 +1,122 @@
+#!/bin/bash
+# One node of a job: Ray on every node, the frozen plan on the first. Started by grpo.sbatch, in the
+# container where one is named: node.sh RUN_DIR ATTEMPT NODE...
+#
+# Nodes talk through files in ATTEMPT, on the folder they share: `head` holds Ray's address, `stop`
+# asks to save, `kill` to end at once, `ended` says that the first node is done, `failed-NODE` why.
+
+run_dir=$1 attempt=$2
+shift 2
+nodes=("$@") me=$SLURMD_NODENAME rank=$SLURM_NODEID cpus=$SLURM_CPUS_ON_NODE
+
+# Known ports, below every ephemeral range and out of NeMo RL's own (from 1400): 12 a node, so that
+# jobs and nodes that share a host do not meet. Workers have 500, from 2000 to 2999.
+slot=$((SLURM_JOB_ID % 8 * 2 + (rank > 0)))
+port=$((1200 + 12 * slot))
+worker_port=$((2000 + 31 * slot))
+
+stage="cluster.setup"
+say() { echo "[$(date +%FT%T) $me] $*"; }
+leave() {
+    local code=$?
+    trap - EXIT TERM
+    if ((code)) && ! over; then
+        say "$stage failed with code $code"
+        echo "$me: $stage failed with code $code" >"$attempt/failed-$me"
+    fi
+    ((rank == 0)) && touch "$attempt/ended"
+    [[ -n ${driver-} ]] && kill -KILL "$driver" 2>/dev/null
+    [[ -n ${ray-} ]] && kill -TERM "$ray" 2>/dev/null && wait "$ray"
+    exit "$code"
+}
+over() { # the first node is done, time is up, or a newer attempt has taken the directory
+    [[ -e $attempt/ended || -e $attempt/kill || $(<"$run_dir/job/attempt") != "$attempt" ]]
+}
+trap leave EXIT
+trap 'touch "$attempt/stop"' TERM
+
+[[ -w $attempt ]] || { stage="$attempt cannot be written on this node, cluster.mounts or outputs"; exit 1; }
+source "$run_dir/job/setup.sh" || exit
+
+# Ray, and whatever uses MPI under it, must not take itself for a task of Slurm's.
+for name in $(compgen -e); do
+    [[ $name =~ ^(SLURM|PMI|PMIX|OMPI|MPI|PRTE)D?_ ]] && unset "$name"
+done
+ulimit -Sn "$(ulimit -Hn)" 2>/dev/null
+export PYTHONPATH=$FP8_NEMO_CODE${PYTHONPATH:+:$PYTHONPATH} RAY_ENABLE_UV_RUN_RUNTIME_ENV=0
+python=("$FP8_NEMO_PYTHON" -P) # never the folder that the job was submitted from
+
+start_ray() { # with the options that differ between head and others
+    "${python[@]}" -m ray.scripts.scripts start "$@" --block --disable-usage-stats \
+        --num-cpus="$cpus" --resources="{\"slurm_managed_ray_cluster\": 1, \"slurm-$me\": 1}" \
+        --node-manager-port=$((port + 1)) --object-manager-port=$((port + 2)) \
+        --runtime-env-agent-port=$((port + 3)) --dashboard-agent-grpc-port=$((port + 4)) \
+        --dashboard-agent-listen-port=$((port + 5)) --metrics-export-port=$((port + 6)) \
+        --min-worker-port="$worker_port" --max-worker-port=$((worker_port + 499)) \
+        >"$attempt/ray-$me.log" 2>&1 &
+    ray=$!
+}
+
+pause() { # a second, in which signals are heard
+    sleep 1 &
+    wait $!
+}
+
+ray_ended() {
+    stage="Ray ($(tail -n 1 "$attempt/ray-$me.log")), see $attempt/ray-$me.log,"
+    exit 1
+}
+
+watch() { # until process $1 ends or the attempt is over
+    local asked=
+    while kill -0 "$1" 2>/dev/null && ! over; do
+        kill -0 "$ray" 2>/dev/null || ray_ended
+        if [[ -e $attempt/stop && -z $asked && -n ${driver-} ]]; then
+            asked=yes
+            kill -USR1 "$driver"
+        fi
+        pause
+    done
+}
+
+if ((rank > 0)); then
+    stage="waiting for Ray's head on ${nodes[0]}"
+    for ((waited = 0; waited < FP8_NEMO_JOIN_TIMEOUT; waited++)); do
+        [[ -e $attempt/head ]] && break
+        over && exit
+        pause
+    done
+    start_ray --address="$(<"$attempt/head")"
+    watch "$ray"
+    over || ray_ended
+    exit
+fi
+
+stage="asking Ray for this node's address"
+ip=$("${python[@]}" -c 'import ray.util; print(ray.util.get_node_ip_address())') || exit
+client=() # its server is there with `ray[client]` alone
+"${python[@]}" -c 'import grpc' 2>/dev/null && client=(--ray-client-server-port=$((port + 7)))
+start_ray --head --node-ip-address="$ip" --port="$port" "${client[@]}" --include-dashboard=false
+export RAY_ADDRESS=$ip:$port
+echo "$RAY_ADDRESS" >"$attempt/head.new" && mv "$attempt/head.new" "$attempt/head"
+
+in_front() { # a command that the job's end ends too
+    "$@" &
+    driver=$!
+    watch "$driver"
+    over && exit 1
+    wait "$driver"
+}
+stage="waiting for the nodes"
+in_front "${python[@]}" -m fp8_nemo.nemo.ray_nodes "$FP8_NEMO_JOIN_TIMEOUT" "${nodes[@]}" || exit
+if ((FP8_NEMO_PREFLIGHT)); then
+    stage="recipes.check_cluster"
+    in_front "${python[@]}" -m fp8_nemo.recipes.check_cluster "$run_dir" || exit
+fi
+stage="waiting for the attempt before this one, which holds $run_dir/.lock,"
+flock --wait 120 "$run_dir/.lock" true || exit
+stage="the run"
+in_front "${python[@]}" -m fp8_nemo.recipes.run "$run_dir"
+code=$?
+echo "$code" >"$attempt/code"
+exit "$code"
