@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUTPUTS ?= outputs/demo
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-slurm lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m recipes.grpo -m sweep=demo outputs=$(OUTPUTS)
@@ -13,10 +13,16 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n auto
 
+# Installs Slurm (Debian's packages, as root), starts one on this machine and stops it.
+test-slurm: $(VENV)/installed
+	sh .ci/install-slurm
+	$(BIN)/python -m pytest -q tests/slurm --slurm
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/shellcheck --severity=warning --shell=bash slurm/*.sbatch slurm/*.sh
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

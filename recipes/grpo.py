@@ -28,8 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
         plans = compose_plans(arguments, host_of)
         if lines := [line for plan in plans for line in problems_with(plan)]:
             raise ComposeError(lines)
-        for note in dict.fromkeys(note for plan in plans for note in plan.notes):
-            print(f"note: {note}")
         return (queue if plans[0].recipe.cluster.kind == "slurm" else run)(plans)
     except (ComposeError, RunDirError, submit.SubmitError) as error:
         print(error, file=sys.stderr)
@@ -38,8 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(plans: list[Plan]) -> int:
     """Every cell in a process of its own, with the frozen plan; one that is finished is left."""
-    worst = 0
-    for each in freeze(plans):
+    frozen, worst = freeze(plans), 0
+    print_notes(plans)
+    for each in frozen:
         if each.state == "finished":
             print(f"{each.path}: finished, {each.steps} steps; more grpo.steps go on from there")
             continue
@@ -53,10 +52,17 @@ def run(plans: list[Plan]) -> int:
 def queue(plans: list[Plan]) -> int:
     """Every cell as a Slurm job, or none; what is finished or in the queue is left."""
     jobs = submit.prepare(plans)
+    print_notes(plans)
     Console(width=120).print(submit.table(plans, jobs))
     for job in submit.submit(plans, jobs):
         print(f"job {job.id}: {job.path}; watch it: tail -F {job.path}/log/slurm-{job.id}.out")
     return 0
+
+
+def print_notes(plans: list[Plan]) -> None:
+    """What has no effect in these cells, each once."""
+    for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+        print(f"note: {note}")
 
 
 if __name__ == "__main__":

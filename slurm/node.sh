@@ -29,11 +29,12 @@ leave() {
     [[ -n ${ray-} ]] && kill -TERM "$ray" 2>/dev/null && wait "$ray"
     exit "$code"
 }
-over() { # the first node is done, time is up, or a newer attempt has taken the directory
-    [[ -e $attempt/ended || -e $attempt/kill || $(<"$run_dir/job/attempt") != "$attempt" ]]
+over() { # the first node is done, one has failed, time is up, or a newer attempt has the directory
+    [[ -e $attempt/ended || -e $attempt/kill || $(<"$run_dir/job/attempt") != "$attempt" ]] ||
+        compgen -G "$attempt/failed-*" >/dev/null
 }
 trap leave EXIT
-trap 'touch "$attempt/stop"' TERM
+trap : TERM # the run hears it too, and saves: wait for that
 
 [[ -w $attempt ]] || { stage="$attempt cannot be written on this node, cluster.mounts or outputs"; exit 1; }
 source "$run_dir/job/setup.sh" || exit
@@ -63,7 +64,9 @@ pause() { # a second, in which signals are heard
 }
 
 ray_ended() {
-    stage="Ray ($(tail -n 1 "$attempt/ray-$me.log")), see $attempt/ray-$me.log,"
+    local part # which of its processes, with its exit code
+    part=$(sed -nE 's/.* END ([a-z_]+)\..* \((exit code.*)\) -----/, \1 \2/p' "$attempt/ray-$me.log")
+    stage="Ray (see $attempt/ray-$me.log$part)"
     exit 1
 }
 
@@ -72,6 +75,7 @@ watch() { # until process $1 ends or the attempt is over
     while kill -0 "$1" 2>/dev/null && ! over; do
         kill -0 "$ray" 2>/dev/null || ray_ended
         if [[ -e $attempt/stop && -z $asked && -n ${driver-} ]]; then
+            [[ $stage == "the run" ]] || { stage="$stage, cut short by the end of the job,"; exit 1; }
             asked=yes
             kill -USR1 "$driver"
         fi

@@ -29,6 +29,19 @@ def small_plan(outputs: Path, *arguments: str) -> Plan:
     return plan_recipe(recipe)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slurm", action="store_true", help="start a Slurm here and test against it")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests in tests/slurm start daemons, and run where that is asked for alone."""
+    if not config.getoption("--slurm"):
+        skip = pytest.mark.skip(reason="make test-slurm")
+        for item in items:
+            if Path(__file__).parent / "slurm" in item.path.parents:
+                item.add_marker(skip)
+
+
 @pytest.fixture
 def make_plan(tmp_path):
     return lambda *arguments: small_plan(tmp_path / "outputs", *arguments)

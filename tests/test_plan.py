@@ -59,10 +59,10 @@ def test_the_run_is_named_model_precision_correction_seed():
     assert plan("seed=7").run_name.startswith("tiny-llama/fp8-kv-attn-tis/s7-")
 
 
-def test_a_slurm_cell_says_that_its_cluster_is_not_here_yet():
-    [need] = plan("model=qwen3-30b-a3b", "cluster=slurm").needs
-    assert need == "cluster.kind=slurm, which is not here yet"
-    assert plan().needs == ()
+def test_a_slurm_cell_needs_an_image_for_nemo_rls_own_environments():
+    with pytest.raises(PlanError, match=r"cluster\.container=null: .*cluster\.interpreter=system"):
+        plan("model=qwen3-8b", "cluster=slurm")
+    assert not plan("model=qwen3-8b", "cluster=slurm", "cluster.interpreter=system").needs
 
 
 @pytest.mark.parametrize(

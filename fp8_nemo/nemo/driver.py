@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -98,6 +99,9 @@ def own_ray() -> Iterator[None]:
     if os.environ.get("RAY_ADDRESS"):
         yield
         return
+    # Whoever reaches a Ray cluster runs code in it, and Ray 2.60 asks for a token by itself.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     cluster = subprocess.Popen(
         [sys.executable, "-m", "fp8_nemo.nemo.ray_cluster"],
         stdin=subprocess.PIPE,

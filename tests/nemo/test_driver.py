@@ -263,8 +263,8 @@ class Hub(BaseHTTPRequestHandler):
 def ask_the_hub(hf_id, tmp_path, **environment):
     """`problems_with` in a process whose hub is ours: its library reads its address once."""
     code = (
-        "from fp8_nemo.nemo.preflight import _hub_mistakes;"
-        f"print(*_hub_mistakes({hf_id!r}), sep='\\n')"
+        "from fp8_nemo.nemo.preflight import hub_mistakes;"
+        f"print(*hub_mistakes({hf_id!r}), sep='\\n')"
     )
     settings = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "no_proxy": "*"} | environment
     done = subprocess.run(

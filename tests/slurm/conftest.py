@@ -1,0 +1,188 @@
+"""A real Slurm on this machine: munge, slurmctld and three slurmd, started for the session.
+
+Runs with `--slurm` alone (`make test-slurm`): it starts daemons and needs root.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo import run_dir
+from tests.conftest import SMALL
+
+ROOT = Path(__file__).parent.parent.parent
+NODES = ("node1", "node2", "node3")
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmctldPort=26817
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=2
+SlurmdParameters=config_overrides
+SlurmdTimeout=10
+KillWait=10
+ReturnToService=2
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+EnforcePartLimits=ALL
+{nodes}
+PartitionName=batch Nodes=node1,node2 Default=YES State=UP
+PartitionName=long Nodes=node3 State=UP
+PartitionName=paid Nodes=node1,node2 AllowAccounts=research State=UP
+"""
+
+
+class Slurm:
+    """The daemons, and what a user types.
+
+    Args:
+        folder: for their state; its path must be short, sockets lie in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.environment |= {"OMP_NUM_THREADS": "1"}
+        host = os.uname().nodename
+        line = "NodeName={0} NodeAddr=127.0.0.1 NodeHostname={1} Port={2} CPUs=2 RealMemory=1000"
+        nodes = [line.format(name, host, 26821 + n) for n, name in enumerate(NODES)]
+        text = CONFIG.format(host=host, folder=folder, nodes="\n".join(nodes))
+        (folder / "slurm.conf").write_text(text)
+
+    def start(self) -> None:
+        key, socket = self.folder / "munge.key", self.folder / "munge.socket"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")]
+        self.call("munged", "--force", f"--key-file={key}", f"--socket={socket}", *files)
+        (self.folder / "state").mkdir()
+        self.call("slurmctld", "-c")
+        for node in NODES:
+            self.start_node(node)
+        for _ in range(60):
+            if self.call("sinfo", "-h", "-t", "idle", "-o", "%D", "-p", "batch").strip() == "2":
+                return
+            time.sleep(0.5)
+        raise RuntimeError(self.call("sinfo", "-N", "-l"))
+
+    def start_node(self, node: str) -> None:
+        (self.folder / f"spool-{node}").mkdir(exist_ok=True)
+        self.call("slurmd", "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """Kill a node's slurmd alone: what it had started lives on, as behind a broken network."""
+        os.kill(int((self.folder / f"{node}.pid").read_text()), 9)
+
+    def stop(self) -> None:
+        subprocess.run(["scancel", "--me"], env=self.environment, capture_output=True)
+        deadline = time.monotonic() + 20
+        while self.call("squeue", "-h") and time.monotonic() < deadline:
+            time.sleep(0.5)
+        for name in ("slurmctld", *NODES, "munge"):
+            pid = self.folder / f"{name}.pid"
+            if pid.exists():
+                subprocess.run(["kill", pid.read_text().strip()], capture_output=True)
+
+    def call(self, *command: str) -> str:
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def verb(self, verb: str, *arguments: str, cwd: Path = ROOT, **environment: str):
+        command = [sys.executable, "-m", f"recipes.{verb}", *arguments]
+        return subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, env=self.environment | environment
+        )
+
+    def submit(self, *arguments: str, **options) -> list["Job"]:
+        done = self.verb("grpo", *arguments, **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        words = [line.split() for line in done.stdout.splitlines() if line.startswith("job ")]
+        return [Job(self, word[1].rstrip(":"), Path(word[2].rstrip(";"))) for word in words]
+
+    def queue(self) -> list[str]:
+        return self.call("squeue", "--me", "-h", "-o", "%i").split()
+
+
+@dataclass
+class Job:
+    """One job, by its number and the run directory that it was queued for."""
+
+    slurm: Slurm
+    id: str
+    path: Path
+
+    @property
+    def log(self) -> str:
+        file = self.path / "log" / f"slurm-{self.id}.out"
+        return file.read_text() if file.exists() else ""
+
+    @property
+    def state(self) -> dict[str, str]:
+        words = self.slurm.call("scontrol", "show", "job", "-o", self.id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, seconds: float, until: Callable[["Job"], bool] | None = None) -> "Job":
+        """Until the job has left the queue, or `until` holds; requeued, it starts at once."""
+        deadline = time.monotonic() + seconds
+        while self.id in self.slurm.queue():
+            if until and until(self):
+                return self
+            if self.state.get("Reason") == "BeginTime":  # Slurm makes a requeued job wait 2 minutes
+                self.slurm.call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+            assert time.monotonic() < deadline, f"job {self.id} is still there:\n{self.log}"
+            time.sleep(0.5)
+        assert until is None, f"job {self.id} has ended:\n{self.log}"
+        return self
+
+    def finished(self, seconds: float = 120) -> "Job":
+        """Wait, and see that it is done."""
+        self.wait(seconds)
+        assert self.state["ExitCode"] == "0:0" and self.state["JobState"] == "COMPLETED", self.log
+        return self
+
+    @property
+    def curve(self) -> list[dict]:
+        rows = run_dir.read_metrics(self.path)
+        return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Slurm]:
+    missing = [name for name in ("munged", "slurmctld", "slurmd") if shutil.which(name) is None]
+    assert not missing, f"{missing} not installed: make test-slurm installs them"
+    with tempfile.TemporaryDirectory(
+        prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
+        found = Slurm(Path(folder))
+        try:
+            found.start()
+            yield found
+        finally:
+            found.stop()
+
+
+@pytest.fixture
+def small(tmp_path) -> list[str]:
+    """A run of seconds on one node."""
+    return [*SMALL, "cluster=slurm", "cluster.nodes=1", "cluster.time=30", f"outputs={tmp_path}/o"]

@@ -1,0 +1,253 @@
+"""Jobs of the local backend in a real Slurm, with a real Ray across its nodes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo import run_dir
+from tests.conftest import SMALL
+from tests.slurm.conftest import ROOT, Job
+
+FAST = "cluster.preflight=false"
+LONG = [
+    *("model=tiny-llama", "precision=fp8-kv-attn", "correction=tis", "grpo=demo", "seed=7"),
+    *("grpo.steps=600", "grpo.checkpoint_every=1000", "grpo.validate_every=1000"),
+    "grpo.validate_first=false",
+]
+
+
+def curve(path: Path) -> list[dict]:
+    rows = run_dir.read_metrics(path)
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def undisturbed(folder: Path, *arguments: str) -> subprocess.Popen:
+    """The same run on this machine, without Slurm."""
+    command = [sys.executable, "-m", "recipes.grpo", *arguments, f"outputs={folder}"]
+    quiet = {"stdout": subprocess.DEVNULL, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    return subprocess.Popen(command, cwd=ROOT, **quiet)
+
+
+def of(folder: Path) -> list[dict]:
+    [path] = folder.glob("*/*/*/metrics.jsonl")
+    return curve(path.parent)
+
+
+def steps(job: Job) -> int:
+    return run_dir.steps_done(run_dir.read_metrics(job.path))
+
+
+def kill_raylet(resource: str) -> None:
+    """The Ray of one node, by a resource that its command line names."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if words[0].endswith("/raylet") and any(resource in word for word in words):
+            os.kill(int(process.name), 9)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def long_job(request, slurm, tmp_path_factory):
+    """Six minutes of work under a limit of three, beside all other tests; and its twin."""
+    if not any("six_minutes" in item.name for item in request.session.items):
+        yield None
+        return
+    folder = tmp_path_factory.mktemp("long")
+    limits = ["cluster=slurm", "cluster.nodes=1", "cluster.time=3", "cluster.save_before_end=60"]
+    place = ["cluster.partition=long", f"outputs={folder}/slurm"]
+    [job] = slurm.submit(*LONG, *limits, *place)
+    twin = undisturbed(folder / "here", *LONG)
+    yield job, twin, folder / "here"
+    twin.kill()
+
+
+def test_jobs_of_one_and_of_two_nodes_train_as_a_machine_without_slurm_does(slurm, small, tmp_path):
+    [two] = slurm.submit(*small, "cluster.nodes=2", "seed=1")
+    two.finished()
+    assert "Ray: 2 of 2 nodes: node1, node2" in two.log
+    for check in ("a task", "outputs", "model", "packages, job"):
+        assert any(f"│ {check}" in row and "node1, node2" in row for row in two.log.split("\n"))
+    assert "gloo, nodes 2" in two.log
+
+    [one] = slurm.submit(*small, "seed=2", FAST)
+    one.finished()
+    assert "check_cluster" not in one.log
+    for seed, job in ((1, two), (2, one)):
+        here = undisturbed(tmp_path / f"here{seed}", *SMALL, f"seed={seed}")
+        assert here.wait() == 0
+        assert of(tmp_path / f"here{seed}") == curve(job.path)
+    assert "SLURM" not in (one.path / "log" / "attempt-1.log").read_text()
+
+
+def test_a_sweep_is_queued_once_finishes_and_compares(slurm, small, tmp_path):
+    sweep = ["-m", *small, FAST, "precision=bf16,fp8-linear", "correction=none,tis,mis"]
+    impossible = slurm.verb("grpo", *sweep, "precision.train_linear=fp8")
+    assert impossible.returncode == 2
+    assert slurm.verb("grpo", *sweep, "cluster.partition=none-such").returncode == 2
+    assert not (tmp_path / "o").exists()
+
+    jobs = slurm.submit(*sweep)
+    assert len({job.path for job in jobs}) == len(jobs) == 6
+    assert {job.state["JobName"] for job in jobs} == {
+        f"tiny-llama/{precision}-{correction}"
+        for precision in ("bf16", "fp8-linear")
+        for correction in ("none", "tis", "mis")
+    }
+    assert slurm.submit(*sweep) == []  # all in the queue
+    more = slurm.verb("grpo", *sweep, "grpo.steps=9")
+    assert more.returncode == 2 and "is in the queue for 2 steps" in more.stderr
+    for job in jobs:
+        job.finished(240)
+    again = slurm.verb("grpo", *sweep)
+    assert again.stdout.count("finished") == 6 and "job " not in again.stdout
+    table = slurm.verb("compare", f"{tmp_path}/o/tiny-llama", COLUMNS="200")
+    assert table.returncode == 0 and table.stdout.count("/2") >= 0
+    assert all(f"{job.path.parent.name}" in table.stdout for job in jobs)
+
+
+def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path):
+    size = ["grpo.steps=150", "grpo.checkpoint_every=20", "grpo.validate_every=100", "seed=3"]
+    [job] = slurm.submit(*small, *size, FAST)
+    job.wait(90, until=lambda job: steps(job) >= 30)
+    slurm.call("scontrol", "requeue", job.id)
+    job.wait(90, until=lambda job: "restart 1" in job.log).finished(180)
+    here = undisturbed(tmp_path / "here", *SMALL, *size)
+    assert here.wait() == 0
+    assert of(tmp_path / "here") == curve(job.path)
+
+
+def test_a_job_whose_node_is_lost_goes_on_on_another(slurm, small, tmp_path):
+    """Its processes live on behind the dead slurmd, and must not write beside the new attempt."""
+    size = ["grpo.steps=400", "grpo.checkpoint_every=20", "grpo.validate_every=100", "seed=4"]
+    [job] = slurm.submit(*small, *size, FAST)
+    job.wait(90, until=lambda job: steps(job) >= 30)
+    first = job.state["NodeList"]
+    slurm.kill_node(first)
+    try:
+        job.wait(120, until=lambda job: "restart 1" in job.log)
+        assert job.state["NodeList"] != first
+        job.finished(240)
+    finally:
+        slurm.start_node(first)
+    here = undisturbed(tmp_path / "here", *SMALL, *size)
+    assert here.wait() == 0
+    assert of(tmp_path / "here") == curve(job.path)
+
+
+def test_a_waiting_job_runs_the_code_that_was_submitted(slurm, small, tmp_path):
+    clone = tmp_path / "clone"
+    kept = ("fp8_nemo", "recipes", "conf", "slurm", "pyproject.toml")
+    for name in kept:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, clone / name) if clone.mkdir(exist_ok=True) is None else None
+    [job] = slurm.submit(*small, FAST, "cluster.extra=[--hold]", cwd=clone)
+    (clone / "fp8_nemo" / "local" / "run.py").write_text("raise SystemExit(9)\n")
+    (clone / "slurm" / "node.sh").write_text("exit 9\n")
+    slurm.call("scontrol", "release", job.id)
+    job.finished()
+    assert steps(job) == 2
+
+
+def test_what_a_user_types_reaches_the_job_as_it_is_and_no_secret_does(slurm, tmp_path):
+    odd = "a b;$(touch pwned) `touch pwned` 'q' \"d\" & | > pwned\nline"
+    data, outputs = tmp_path / odd, tmp_path / "o $(touch pwned);'x' %j"
+    data.mkdir()
+    for name in ("train", "validation"):
+        rows = [{"input": f"{n}+1=", "output": str(n + 1)} for n in range(8)]
+        (data / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def quoted(path: Path) -> str:
+        return "'" + str(path).replace("'", "\\'") + "'"
+
+    done = slurm.verb(
+        "grpo", *SMALL[:-1], "data=jsonl", f"data.path={quoted(data)}", FAST,
+        f"outputs={quoted(outputs)}", "cluster=slurm", "cluster.nodes=1", "cluster.time=30",
+        "cluster.setup='export SEEN=1'", MY_TOKEN="a-secret-of-mine",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [file] = outputs.glob("*/*/*/plan.json")
+    assert json.loads(file.read_text())["recipe"]["data"]["path"] == str(data)
+    Job(slurm, (file.parent / "job" / "id").read_text().strip(), file.parent).finished()
+    assert not [path for top in (ROOT, tmp_path) for path in top.glob("**/pwned")]
+    kept = [path for path in outputs.rglob("*") if path.is_file()]
+    assert kept and not [path for path in kept if b"a-secret-of-mine" in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["cluster.partition=none-such"], "cluster.partition=none-such"),
+        (["cluster.partition=paid"], "Invalid account or account/partition combination"),
+        (["cluster.nodes=9"], "cluster.nodes=9"),
+        (["outputs=/no/such/folder/o"], "outputs=/no/such/folder/o: /no/such/folder is not there"),
+        (["cluster.time=soon"], "cluster.time=soon"),
+        (["backend=nemo", "glue=stock", "cluster.interpreter=system"], "NEMO_RL_ROOT"),
+    ],
+)  # fmt: skip
+def test_what_slurm_would_refuse_is_one_line_and_queues_nothing(
+    slurm, small, tmp_path, arguments, said
+):
+    before = slurm.queue()
+    done = slurm.verb("grpo", *small, *arguments, NEMO_RL_ROOT="")
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.strip().splitlines()
+    assert said in line
+    assert slurm.queue() == before and not (tmp_path / "o").exists()
+
+
+def test_without_sbatch_there_is_one_line(slurm, small, tmp_path):
+    done = slurm.verb("grpo", *small, PATH=str(tmp_path))
+    assert done.returncode == 2 and "there is no sbatch on PATH" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_node_that_does_not_join_is_named(slurm, small):
+    late = "cluster.setup='[ $SLURMD_NODENAME = node1 ] || sleep 60'"
+    [job] = slurm.submit(*small, "cluster.nodes=2", "cluster.join_timeout=5", late)
+    job.wait(90)
+    assert "node2: has not joined Ray within 5 s" in job.log
+    assert job.state["JobState"] == "FAILED"
+
+
+def test_a_node_that_fails_ends_the_job_at_once_with_the_reason(slurm, small):
+    broken = "cluster.setup='[ $SLURMD_NODENAME = node1 ] || exit 3'"
+    [job] = slurm.submit(*small, "cluster.nodes=2", broken)
+    job.wait(60)
+    assert "node2: cluster.setup failed with code 3" in job.log
+
+    size = ["grpo.steps=5000", "grpo.validate_every=5000", FAST, "seed=5", "cluster.nodes=2"]
+    [job] = slurm.submit(*small, *size)
+    job.wait(90, until=lambda job: steps(job) >= 10)
+    kill_raylet("slurm-node2")
+    job.wait(60)
+    assert "ray-node2.log, raylet exit code(s)=-9 (signal 9)) failed" in job.log
+    assert job.state["JobState"] == "FAILED" and job.state["Restarts"] == "0"
+
+
+def test_the_runs_exit_code_is_the_jobs(slurm, small, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train", "validation"):
+        (data / f"{name}.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * 8)
+    cell = [*small, "data=jsonl", f"data.path={data}", "data.difficulty=null", FAST]
+    [job] = slurm.submit(*cell, "cluster.extra=[--hold]")
+    shutil.rmtree(data)
+    slurm.call("scontrol", "release", job.id)
+    job.wait(60)
+    assert job.state["ExitCode"] == "2:0", job.log
+
+
+def test_six_minutes_of_work_under_a_limit_of_three_lose_nothing(long_job):
+    job, twin, here = long_job
+    job.wait(900)
+    assert job.log.count("the time limit is near: saving") >= 2
+    assert job.state["JobState"] == "COMPLETED" and "finished, 600 steps" in job.log
+    assert twin.wait(600) == 0
+    assert of(here) == curve(job.path)
