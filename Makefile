@@ -22,7 +22,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/shellcheck --severity=warning --shell=bash slurm/*.sbatch slurm/*.sh
+	$(BIN)/shellcheck --severity=warning --shell=bash slurm/grpo.sbatch slurm/node.sh
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

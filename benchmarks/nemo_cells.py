@@ -103,8 +103,13 @@ def run(cell: Cell, gpus: list[str], models: Path, outputs: Path) -> str:
     return f"{done.returncode} {took:4.0f} s  {cell.model} {' '.join(cell.arguments[-2:])}: {last}"
 
 
-def run_all(todo: list[Cell], gpus: int, models: Path, outputs: Path) -> None:
-    """Cells on as many lanes as they leave GPUs for: those of two GPUs come last, in pairs."""
+def run_all(todo: list[Cell], gpus: int, models: Path, outputs: Path) -> list[str]:
+    """Cells on as many lanes as they leave GPUs for: those of two GPUs come last, in pairs.
+
+    Returns:
+        A line per cell, as they ended: exit code, seconds, arguments, last line.
+    """
+    lines: list[str] = []
     for width in (1, 2):
         lanes = [[str(g) for g in range(at, at + width)] for at in range(0, gpus, width)]
         waiting: queue.SimpleQueue[Cell] = queue.SimpleQueue()
@@ -112,7 +117,7 @@ def run_all(todo: list[Cell], gpus: int, models: Path, outputs: Path) -> None:
             if cell.gpus == width:
                 waiting.put(cell)
         threads = [
-            threading.Thread(target=_lane, args=(waiting, lane, models, outputs))
+            threading.Thread(target=_lane, args=(waiting, lane, models, outputs, lines))
             for lane in lanes
             if len(lane) == width and int(lane[-1]) < gpus
         ]
@@ -120,15 +125,19 @@ def run_all(todo: list[Cell], gpus: int, models: Path, outputs: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
+    return lines
 
 
-def _lane(waiting: queue.SimpleQueue[Cell], lane: list[str], models: Path, outputs: Path) -> None:
+def _lane(
+    waiting: queue.SimpleQueue[Cell], lane: list[str], models: Path, outputs: Path, lines: list[str]
+) -> None:
     while True:
         try:
             cell = waiting.get_nowait()
         except queue.Empty:
             return
-        print(run(cell, lane, models, outputs), flush=True)
+        lines.append(run(cell, lane, models, outputs))
+        print(lines[-1], flush=True)
 
 
 def make_models(models: Path) -> None:
@@ -155,16 +164,19 @@ def main() -> None:
     parser.add_argument("--outputs", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cells", default="precisions,moe,graphs,resume,parallel,local")
+    parser.add_argument("--only", action="append", help="cells whose arguments hold this text")
     parser.add_argument("--commit", help="of the code, where it runs outside a clone")
     options = parser.parse_args()
     make_models(options.models)
-    try:
-        todo = cells(options.cells.split(","))
-        run_all(todo, options.gpus, options.models, options.outputs)
-    finally:
-        runs = [record(read_run(path)) for path in find_runs(options.outputs)]
-        content = {"command": " ".join(sys.argv), "commit": options.commit, "runs": runs}
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    todo = [
+        cell
+        for cell in cells(options.cells.split(","))
+        if not options.only or any(text in " ".join(cell.arguments) for text in options.only)
+    ]
+    lines = run_all(todo, options.gpus, options.models, options.outputs)
+    runs = [record(read_run(path)) for path in find_runs(options.outputs)]
+    content = {"command": " ".join(sys.argv), "commit": options.commit, "cells": lines}
+    options.out.write_text(json.dumps(content | {"runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
 CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
 OPEN = "nemo"
+QUOTE = "quote a value that holds = , : or brackets: \"key='a=b'\", \"key=['a=b']\""
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -119,7 +120,7 @@ def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
         try:
             override = parser.parse_override(text)
         except HydraException as error:
-            lines.append(f"{text}: cannot be read, {_first_line(error)}")
+            lines.append(f"{text}: cannot be read, {_first_line(error)}; {QUOTE}")
             continue
         override.config_loader = loader  # `glob` asks it for the options
         overrides.append(override)

@@ -230,7 +230,7 @@ class Cluster:
     partition: str | None = None
     qos: str | None = None
     extra: list[str] = field(default_factory=list)
-    """More options of `sbatch`, one word each: `[--mem=0,--comment=text]`."""
+    """More options of `sbatch`, one word each: `['--mem=0','--comment=two words']`."""
     container: str | None = None
     """Image for `srun --container-image` (pyxis); None runs on the bare node."""
     mounts: list[str] = field(default_factory=list)

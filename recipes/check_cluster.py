@@ -44,7 +44,7 @@ def table(found: list) -> Table:
     for name in ("check", "nodes", "found", "verdict"):
         rows.add_column(name, overflow="fold")
     order = list(dict.fromkeys(each.check for each in found))
-    ranked = sorted(found, key=lambda each: (order.index(each.check), each.found, each.problem))
+    ranked = sorted(found, key=lambda each: (order.index(each.check), *each[2:], each.node))
     for (check, text, problem), same in groupby(ranked, key=lambda each: each[::2] + each[3:]):
         nodes = ", ".join(each.node for each in same)
         rows.add_row(check, nodes, text, f"[red]{problem}[/red]" if problem else "ok")

@@ -11,9 +11,18 @@ nodes=("$@") me=$SLURMD_NODENAME rank=$SLURM_NODEID cpus=$SLURM_CPUS_ON_NODE
 
 # Known ports, below every ephemeral range and out of NeMo RL's own (from 1400): 12 a node, so that
 # jobs and nodes that share a host do not meet. Workers have 500, from 2000 to 2999.
-slot=$((SLURM_JOB_ID % 8 * 2 + (rank > 0)))
-port=$((1200 + 12 * slot))
-worker_port=$((2000 + 31 * slot))
+for turn in {0..7}; do
+    slot=$(((SLURM_JOB_ID + turn) % 8 * 2 + (rank > 0)))
+    port=$((1200 + 12 * slot))
+    worker_port=$((2000 + 31 * slot))
+    # Free: no job holds its lock, and no socket listens, as the kernel writes it: local address and
+    # port, none remote, state 0A.
+    lock=/tmp/fp8-nemo-ports-$slot.lock
+    [[ -e $lock ]] || (umask 0 && : >"$lock")
+    listens=$(seq "$port" $((port + 7)) | xargs printf ':%04X [0-9A-F:]+ 0A |')
+    { exec 9<"$lock"; } 2>/dev/null && flock --nonblock 9 &&
+        ! grep -qE "${listens%|}" /proc/net/tcp /proc/net/tcp6 && break
+done
 
 stage="cluster.setup"
 say() { echo "[$(date +%FT%T) $me] $*"; }
@@ -66,6 +75,7 @@ pause() { # a second, in which signals are heard
 ray_ended() {
     local part # which of its processes, with its exit code
     part=$(sed -nE 's/.* END ([a-z_]+)\..* \((exit code.*)\) -----/, \1 \2/p' "$attempt/ray-$me.log")
+    [[ -n $part ]] || part=$(sed -nE 's/^([A-Za-z.]*Error: .*)/, \1/p' "$attempt/ray-$me.log" | tail -n 1)
     stage="Ray (see $attempt/ray-$me.log$part)"
     exit 1
 }

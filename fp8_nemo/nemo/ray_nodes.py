@@ -8,6 +8,7 @@ a resource `slurm-NAME`, because two nodes may share a host name, or an address 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def connect(limit: int) -> None:
-    """Attach to the cluster in `RAY_ADDRESS`, which may still be starting.
+    """Attach to the cluster in `RAY_ADDRESS`, which may still be starting; without it, start one.
 
     Raises:
         ConnectionError: it did not start in `limit` seconds.
@@ -37,7 +38,9 @@ def connect(limit: int) -> None:
     deadline = time.monotonic() + limit
     while True:
         try:
-            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+            # Never whatever Ray ran on this machine last, which is what no address would mean.
+            address = os.environ.get("RAY_ADDRESS", "local")
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
             return
         except ConnectionError:
             if time.monotonic() > deadline:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8_nemo import run_dir
 from fp8_nemo.model_dir import SHIPPED
-from tests.conftest import SMALL
+from tests.conftest import SMALL, small_plan
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -183,6 +183,46 @@ def test_killed_at_any_moment_and_started_again_gives_the_undisturbed_curve(tmp_
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
     [killed] = (tmp_path / "killed").glob("*/*/*")
     assert curve(killed) == curve(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["USR1", "TERM"])
+def test_asked_to_stop_it_saves_where_it_is_and_goes_on_from_there(tmp_path, number):
+    line = [*SMALL, "grpo.steps=40", "grpo.checkpoint_every=1000", "grpo.validate_every=10"]
+    assert verb("grpo", *line, f"outputs={tmp_path}/whole").returncode == 0
+    [whole] = (tmp_path / "whole").glob("*/*/*")
+    command = [sys.executable, "-m", "recipes.grpo", *line, f"outputs={tmp_path}/asked"]
+    if number == signal.SIGUSR1:  # Slurm's goes to the run itself, not to what started it
+        [frozen] = run_dir.freeze([small_plan(tmp_path / "asked", *line)])
+        command = [sys.executable, "-m", "recipes.run", str(frozen.path)]
+    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (found := list((tmp_path / "asked").glob("*/*/*/metrics.jsonl"))) or (
+        found[0].read_text().count("\n") < 5
+    ):
+        time.sleep(0.01)
+    child.send_signal(number)
+    assert "is saved; the same line goes on" in child.communicate()[1]
+    assert child.returncode == run_dir.INTERRUPTED
+    [path] = (tmp_path / "asked").glob("*/*/*")
+    [saved] = run_dir.checkpoints(path)
+    assert 4 <= run_dir.checkpoint_step(saved) == curve(path)[-1]["step"] < 40
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    assert curve(path) == curve(whole)
+
+
+def test_other_versions_than_it_began_with_are_refused_unless_allowed(tmp_path):
+    line = [*SMALL, f"outputs={tmp_path}"]
+    assert verb("grpo", *line).returncode == 0
+    [path] = tmp_path.glob("*/*/*")
+    environment = json.loads((path / "environment.json").read_text())
+    environment["versions"] |= {"torch": "2.5.0", "vllm": "0.9"}
+    (path / "environment.json").write_text(json.dumps(environment))
+    refused = verb("grpo", *line, "grpo.steps=3")
+    assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 2
+    assert f"began with torch 2.5.0, here is {torch.__version__}" in refused.stderr
+    assert "began with vllm 0.9, here is none" in refused.stderr
+    assert curve(path)[-1]["step"] == 2
+    allowed = verb("grpo", *line, "grpo.steps=3", "cluster.other_versions=allow")
+    assert allowed.returncode == 0 and curve(path)[-1]["step"] == 3
 
 
 def test_a_checkpoint_cut_short_is_named_and_the_one_before_it_serves(tmp_path):
