@@ -12,6 +12,7 @@ with a frozen copy of the code, from the folder it was submitted from.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -45,16 +46,21 @@ class Job:
     id: str | None = None
 
 
-def sbatch_command(plan: Plan) -> list[str]:
+def sbatch_command(plan: Plan, code: Path | None = None) -> list[str]:
     """The call that queues a plan, as an argument list.
+
+    Args:
+        plan: of the run.
+        code: folder of the frozen code; None is where the present state of it is, or would be.
 
     Raises:
         RunDirError: this package does not run from a clone.
     """
     cluster, run_dir = plan.recipe.cluster, run_path(plan).absolute()
+    code = code or code_dir(Path(plan.recipe.outputs))
     output = f"{run_dir}/log/slurm-%j.out".replace("%", "%%").replace("%%j.out", "%j.out")
     options = {
-        "--job-name": plan.cell,
+        "--job-name": _job_name(plan),
         "--chdir": str(Path.cwd()),
         "--output": output,
         "--open-mode": "append",
@@ -68,20 +74,19 @@ def sbatch_command(plan: Plan) -> list[str]:
     words = [f"{option}={value}" for option, value in options.items() if value is not None]
     words.append("--exclusive")  # a node's ports and GPUs are one run's
     if cluster.launcher == "ray_sub":
-        environment = [f"{name}={value}" for name, value in ray_sub_environment(plan).items()]
-        root = root_of(plan.recipe)
-        script = [str(Path(root or "$NEMO_RL_ROOT") / "ray.sub")]
-        return ["env", *environment, "sbatch", "--parsable", *words, *cluster.extra, *script]
+        environment = ray_sub_environment(plan, code).items()
+        script = [str(Path(root_of(plan.recipe) or "$NEMO_RL_ROOT") / "ray.sub")]
+        call = ["sbatch", "--parsable", *words, *cluster.extra, *script]
+        return ["env", *(f"{name}={value}" for name, value in environment), *call]
     words.append("--requeue" if cluster.requeue else "--no-requeue")
     words.append(f"--signal=B:USR1@{cluster.save_before_end}")
-    script = [str(code_dir(Path(plan.recipe.outputs)) / SCRIPT), str(run_dir)]
+    script = [str(code / SCRIPT), str(run_dir)]
     return ["sbatch", "--parsable", *words, *cluster.extra, *script]
 
 
-def ray_sub_environment(plan: Plan) -> dict[str, str]:
+def ray_sub_environment(plan: Plan, code: Path) -> dict[str, str]:
     """What NeMo RL's ray.sub reads; its COMMAND is the same run, by our own quoting."""
     cluster, run_dir = plan.recipe.cluster, run_path(plan).absolute()
-    code = code_dir(Path(plan.recipe.outputs))
     python = ["env", f"PYTHONPATH={code}", "RAY_ADDRESS=auto", _python(plan.recipe), "-P", "-m"]
     verbs = ["check_cluster", "run"] if cluster.preflight else ["run"]
     commands = [shlex.join([*python, f"fp8_nemo.recipes.{verb}", str(run_dir)]) for verb in verbs]
@@ -147,8 +152,24 @@ def in_queue(plans: Iterable[Plan]) -> dict[Path, Job]:
     return {
         run_path(plan): Job(run_path(plan), queue[key], key[0])
         for plan in plans
-        if (key := (known[run_path(plan)] or "", plan.cell)) in queue
+        if (key := (known[run_path(plan)] or "", _job_name(plan))) in queue
     }
+
+
+def not_queued(plans: list[Plan]) -> list[Job]:
+    """Nothing, if none of the plans is in Slurm's queue: its job would find another plan there.
+
+    Raises:
+        SubmitError: one is.
+    """
+    found = in_queue(plans) if shutil.which("squeue") else {}
+    lines = [
+        f"{job.path}: is in the queue as job {job.id}; wait for it, or `scancel {job.id}` first"
+        for job in found.values()
+    ]
+    if lines:
+        raise SubmitError("\n".join(lines))
+    return []
 
 
 def prepare(plans: list[Plan]) -> list[Job]:
@@ -173,23 +194,37 @@ def submit(plans: list[Plan], jobs: list[Job]) -> list[Job]:
     """Queue what `prepare` found to be waiting; all or none. Those jobs with their numbers.
 
     Raises:
-        SubmitError: Slurm refused one; those before it are taken back.
+        SubmitError: Slurm refused one; those before it are taken back, whatever stops this.
     """
+    waiting = [
+        (plan, job.path)
+        for plan, job in zip(plans, jobs, strict=True)
+        if job.state in ("new", "unfinished")
+    ]
+    codes = {
+        outputs: freeze_code(Path(outputs)) for outputs in {p.recipe.outputs for p, _ in waiting}
+    }
+    for plan, _ in waiting:
+        write_job_files(plan, codes[plan.recipe.outputs])
     done: list[Job] = []
-    for plan, job in zip(plans, jobs, strict=True):
-        if job.state not in ("new", "unfinished"):
-            continue
-        code = freeze_code(Path(plan.recipe.outputs))
-        write_job_files(plan, code)
-        asked = subprocess.run(sbatch_command(plan), capture_output=True, text=True)
-        if asked.returncode:
+    try:
+        for plan, path in waiting:
+            number = _queue(sbatch_command(plan, codes[plan.recipe.outputs]), plan.cell)
+            done.append(Job(path, "queued", number))
+            (path / "job" / "id").write_text(f"{number}\n")
+    except BaseException:
+        if done:
             subprocess.run(["scancel", *(each.id or "" for each in done)], capture_output=True)
-            taken_back = f"; the {len(done)} before it are taken back" if done else ""
-            raise SubmitError(f"{plan.cell}: sbatch says {_bare(asked.stderr)}{taken_back}")
-        number = asked.stdout.strip().split(";")[0]  # --parsable: id, or id;cluster
-        (job.path / "job" / "id").write_text(f"{number}\n")
-        done.append(Job(job.path, "queued", number))
+        raise
     return done
+
+
+def _queue(call: list[str], cell: str) -> str:
+    """The number of a new job."""
+    asked = subprocess.run(call, capture_output=True, text=True)
+    if asked.returncode:
+        raise SubmitError(f"{cell}: sbatch says {_bare(asked.stderr)}; nothing is queued")
+    return asked.stdout.strip().splitlines()[-1].split(";")[0]  # --parsable: id, or id;cluster
 
 
 def table(plans: list[Plan], jobs: list[Job]) -> Table:
@@ -234,6 +269,12 @@ def container_options(plan: Plan) -> list[str]:
     ]
 
 
+def _job_name(plan: Plan) -> str:
+    """The cell; ray.sub would run jobs of one name after each other (`--dependency=singleton`)."""
+    alone = plan.recipe.cluster.launcher == "ray_sub"
+    return f"{plan.cell}-{run_path(plan).name}" if alone else plan.cell
+
+
 def _python(recipe: Recipe) -> str:
     return recipe.cluster.python or ("python3" if recipe.cluster.container else sys.executable)
 
@@ -258,6 +299,15 @@ def _folder_problems(plan: Plan) -> Iterator[str]:
             f"outputs={plan.recipe.outputs}: {outputs.parent} is not there; name a folder that "
             "all nodes share"
         )
+
+    if plan.recipe.cluster.launcher == "ray_sub":
+        container = plan.recipe.cluster.container or ""
+        for word in (str(outputs), *mounts(plan), container):
+            if not re.fullmatch(r"[\w./:@,+=#~-]*", word):
+                yield (
+                    f"cluster.launcher=ray_sub: NeMo RL's script hands {word!r} to a shell; use "
+                    "names without spaces and quotes, or cluster.launcher=sbatch"
+                )
 
 
 def _changed_in_queue(plan: Plan, queued: dict[Path, Job]) -> Iterator[str]:

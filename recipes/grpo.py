@@ -2,8 +2,7 @@
 
 python -m recipes.grpo precision=fp8-linear correction=tis grpo.steps=50
 python -m recipes.grpo -m sweep=precision-x-correction model=llama31-8b cluster=mysite
-
-All cells are checked before the first one starts. The same line again resumes what stopped.
+The same line again resumes what stopped.
 """
 
 from __future__ import annotations
@@ -16,29 +15,31 @@ from fp8_nemo import submit
 from fp8_nemo.compose import ComposeError, compose_plans
 from fp8_nemo.nemo.checkout import host_of
 from fp8_nemo.plan import Plan
-from fp8_nemo.run_dir import INTERRUPTED, RunDirError, call_verb, freeze
+from fp8_nemo.run_dir import INTERRUPTED, Frozen, RunDirError, call_verb, freeze
 
 from .run import problems_with  # as recipes.run here, as fp8_nemo.recipes.run when frozen
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run or queue every cell; 2 if the line is wrong, else the first exit code that is not 0."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        plans = compose_plans(arguments, host_of)
+        plans = compose_plans(sys.argv[1:] if arguments is None else arguments, host_of)
         if lines := [line for plan in plans for line in problems_with(plan)]:
             raise ComposeError(lines)
-        return (queue if plans[0].recipe.cluster.kind == "slurm" else run)(plans)
+        by_slurm = plans[0].recipe.cluster.kind == "slurm"
+        jobs = submit.prepare(plans) if by_slurm else submit.not_queued(plans)
+        for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+            print(f"note: {note}")
+        return queue(plans, jobs) if by_slurm else run(freeze(plans))
     except (ComposeError, RunDirError, submit.SubmitError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def run(plans: list[Plan]) -> int:
+def run(cells: list[Frozen]) -> int:
     """Every cell in a process of its own, with the frozen plan; one that is finished is left."""
-    frozen, worst = freeze(plans), 0
-    print_notes(plans)
-    for each in frozen:
+    worst = 0
+    for each in cells:
         if each.state == "finished":
             print(f"{each.path}: finished, {each.steps} steps; more grpo.steps go on from there")
             continue
@@ -49,20 +50,12 @@ def run(plans: list[Plan]) -> int:
     return worst
 
 
-def queue(plans: list[Plan]) -> int:
+def queue(plans: list[Plan], jobs: list[submit.Job]) -> int:
     """Every cell as a Slurm job, or none; what is finished or in the queue is left."""
-    jobs = submit.prepare(plans)
-    print_notes(plans)
     Console(width=120).print(submit.table(plans, jobs))
     for job in submit.submit(plans, jobs):
         print(f"job {job.id}: {job.path}; watch it: tail -F {job.path}/log/slurm-{job.id}.out")
     return 0
-
-
-def print_notes(plans: list[Plan]) -> None:
-    """What has no effect in these cells, each once."""
-    for note in dict.fromkeys(note for plan in plans for note in plan.notes):
-        print(f"note: {note}")
 
 
 if __name__ == "__main__":

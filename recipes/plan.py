@@ -9,31 +9,31 @@ import shlex
 import sys
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fp8_nemo.compose import ComposeError, compose_plans
 from fp8_nemo.describe import Difference, describe, differences, stock_command
 from fp8_nemo.host import Host
 from fp8_nemo.nemo.checkout import host_of
 from fp8_nemo.plan import Plan
-from fp8_nemo.run_dir import run_path
+from fp8_nemo.run_dir import RunDirError, run_path
 from fp8_nemo.submit import sbatch_command
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the plan of every cell; 2 if one of them is impossible."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        plans = compose_plans(arguments, host_of)
-    except ComposeError as error:
+        plans = compose_plans(sys.argv[1:] if arguments is None else arguments, host_of)
+        calls = [sbatch_command(p) if p.recipe.cluster.kind == "slurm" else [] for p in plans]
+    except (ComposeError, RunDirError) as error:
         print(error, file=sys.stderr)
         return 2
     console = Console(width=100)
-    for plan in plans:
+    for plan, call in zip(plans, calls, strict=True):
         host, path = host_of(plan.recipe), run_path(plan)
         console.print(table(plan, host))
-        if plan.recipe.cluster.kind == "slurm":
-            print(f"Queued by:\n\n{shlex.join(sbatch_command(plan))}\n")
+        if call:
+            print(f"Queued by:\n\n{shlex.join(call)}\n")
         if plan.nemo:
             console.print(changes(differences(plan, host, path)))
             stock = shlex.join(stock_command(plan, host, path))
@@ -51,9 +51,8 @@ def table(plan: Plan, host: Host) -> Table:
 
 def changes(found: list[Difference]) -> Table:
     """The keys of NeMo RL's that a plan changes."""
-    rows = Table(title="changes to the base YAML", title_justify="left")
-    for name in Difference._fields:
-        rows.add_column(name, overflow="fold")
+    columns = [Column(name, overflow="fold") for name in Difference._fields]
+    rows = Table(*columns, title="changes to the base YAML", title_justify="left")
     for each in found:
         rows.add_row(*("" if value is ... else str(value) for value in each))
     return rows

@@ -3,7 +3,8 @@
 # container where one is named: node.sh RUN_DIR ATTEMPT NODE...
 #
 # Nodes talk through files in ATTEMPT, on the folder they share: `head` holds Ray's address, `stop`
-# asks to save, `kill` to end at once, `ended` says that the first node is done, `failed-NODE` why.
+# asks to save, `kill` to end at once, `term` says that Slurm ends the step, `lost` which nodes Ray no
+# longer has, `ended` that the first node is done, `failed-NODE` why.
 
 run_dir=$1 attempt=$2
 shift 2
@@ -43,10 +44,16 @@ over() { # the first node is done, one has failed, time is up, or a newer attemp
         compgen -G "$attempt/failed-*" >/dev/null
 }
 trap leave EXIT
-trap : TERM # the run hears it too, and saves: wait for that
+trap 'touch "$attempt/term"' TERM # the run hears it too, and saves: wait for that
 
 [[ -w $attempt ]] || { stage="$attempt cannot be written on this node, cluster.mounts or outputs"; exit 1; }
 source "$run_dir/job/setup.sh" || exit
+
+# Where Slurm does not count GPUs it names none, and vLLM's workers look their own up by number.
+if [[ -z ${SLURM_STEP_GPUS-}${SLURM_JOB_GPUS-} ]] && gpus=$(nvidia-smi -L 2>/dev/null | grep -c ^GPU); then
+    CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((gpus - 1)))
+    export CUDA_VISIBLE_DEVICES
+fi
 
 # Ray, and whatever uses MPI under it, must not take itself for a task of Slurm's.
 for name in $(compgen -e); do
@@ -100,6 +107,7 @@ if ((rank > 0)); then
         over && exit
         pause
     done
+    [[ -e $attempt/head ]] || exit 1
     start_ray --address="$(<"$attempt/head")"
     watch "$ray"
     over || ray_ended
@@ -133,4 +141,9 @@ stage="the run"
 in_front "${python[@]}" -m fp8_nemo.recipes.run "$run_dir"
 code=$?
 echo "$code" >"$attempt/code"
+if ((code)) && missing=$("${python[@]}" -m fp8_nemo.nemo.ray_nodes 0 "${nodes[@]}" 2>/dev/null); then
+    : # all are there: it ended by itself
+elif [[ -n ${missing-} ]]; then
+    echo "$missing" >"$attempt/lost"
+fi
 exit "$code"

@@ -4,13 +4,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from fp8_nemo.recipes.plan import main as print_plan
 
 from fp8_nemo import submit
 from fp8_nemo.compose import ComposeError, compose, compose_plans
 from fp8_nemo.frozen_code import code_dir
 from fp8_nemo.plan import PlanError, plan_recipe
 from fp8_nemo.run_dir import freeze, run_path
-from tests.conftest import small_plan
+from tests.conftest import SMALL, small_plan
 
 
 @pytest.fixture
@@ -33,6 +34,15 @@ def test_the_call_is_an_argument_list_that_ends_in_script_and_run_directory(slur
     assert "--requeue" in call and "--signal=B:USR1@600" in call and "--exclusive" in call
     assert not [word for word in call if word.startswith(("--partition", "--qos", "--gpus"))]
     assert "--no-requeue" in submit.sbatch_command(slurm_plan("cluster.requeue=false"))
+
+
+def test_plan_prints_the_call_that_would_be_made(capsys, tmp_path):
+    words = [*SMALL, "cluster=slurm", "cluster.account=a b", f"outputs={tmp_path}/outputs"]
+    assert print_plan(words) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sbatch ")]
+    [plan] = compose_plans(words)
+    assert shlex.split(line) == submit.sbatch_command(plan)
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_a_percent_sign_in_outputs_is_no_pattern_of_slurms(tmp_path):

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp8_nemo.data import DataError, load_problems
 from fp8_nemo.host import HostError, root_of
 from fp8_nemo.model_dir import model_mistakes
 from fp8_nemo.nemo import probe
@@ -33,7 +34,13 @@ WORKERS = {
 }
 """The workers whose environments NeMo RL's container keeps apart, by their full names."""
 NODE_LIMIT = 45  # seconds for everything that one node is asked
-REDUCE_LIMIT = 60  # seconds for the all-reduce, imports of torch and NCCL's set-up included
+IMPORT_LIMIT = 600  # seconds to import torch for the first time, from a shared folder at worst
+REDUCE_LIMIT = 60  # seconds for the all-reduce, NCCL's set-up included
+HUB_DATA = {
+    "openmath-2": ("nvidia/OpenMathInstruct-2",),
+    "dapo-math-17k": ("BytedTsinghua-SIA/DAPO-Math-17k", "BytedTsinghua-SIA/AIME-2024"),
+}
+"""What NeMo RL's own data sets read from the hub (nemo_rl/data/datasets/response_datasets)."""
 BUSY_GIB = 2.0  # memory of a GPU that another process holds and a run would miss
 LEAST_SHM_GIB = 2.0  # Ray's object store and NCCL live in /dev/shm
 REDUCED_NUMBERS = 16 * 2**20  # FP32: 64 MiB
@@ -107,6 +114,7 @@ def look(plan: Seen, pythons: dict[str, str], canary: str, written: str) -> Seen
         "environments": {name: _probe(python) for name, python in pythons.items()},
         "folder": "" if file.is_file() and file.read_text() == written else "missing",
         "model": [str(mistake) for mistake in _model_mistakes(recipe)],
+        "data": [str(mistake) for mistake in _data_mistakes(recipe)],
         "nemo_rl": _has_nemo_rl(recipe),
         "memory_gib": _available_memory() / GIB,
         "shm_gib": shutil.disk_usage("/dev/shm").free / GIB,
@@ -124,6 +132,7 @@ def findings(plan: Plan, node: str, seen: Seen) -> Iterator[Finding]:
     folder = f"{plan.recipe.outputs} is another folder here; {remedy}" if seen["folder"] else ""
     yield Finding("outputs", node, "shared" if not folder else "", folder)
     yield Finding("model", node, "readable" if not seen["model"] else "", "; ".join(seen["model"]))
+    yield Finding("data", node, "readable" if not seen["data"] else "", "; ".join(seen["data"]))
     if nemo:
         missing = "" if seen["nemo_rl"] else "no nemo_rl in it; see cluster.mounts"
         yield Finding("NeMo RL", node, str(root_of(plan.recipe)), missing)
@@ -234,6 +243,16 @@ def _model_mistakes(recipe: Recipe) -> Iterator[Any]:
     return iter(list(model_mistakes(model)))
 
 
+def _data_mistakes(recipe: Recipe) -> Iterator[Any]:
+    for name in HUB_DATA.get(recipe.data.name, ()):
+        yield from hub_mistakes(name, "dataset")
+    if recipe.data.name == "jsonl":
+        try:
+            load_problems(recipe.data, recipe.seed)
+        except DataError as error:
+            yield error
+
+
 def _has_nemo_rl(recipe: Recipe) -> bool:
     root = root_of(recipe)
     return root is not None and (root / "nemo_rl").is_dir()
@@ -257,10 +276,11 @@ class Reducer:
     """One rank of an all-reduce over all GPUs, or over all nodes by gloo where there are none."""
 
     def address(self) -> str:
-        """A free address of this rank's node, for all to meet at."""
+        """A free address of this rank's node, for all to meet at; torch is imported by then."""
         import socket
 
         import ray.util
+        import torch.distributed  # noqa: F401 - alone, it can take minutes the first time
 
         with socket.socket() as free:
             free.bind(("", 0))
@@ -296,6 +316,7 @@ class Reducer:
 def _all_reduce(names: dict[str, str]) -> Iterator[Finding]:
     """One finding for all: the ranks, the time, or the reason why they do not meet."""
     import ray
+    from ray.exceptions import GetTimeoutError
 
     counts = {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in ray.nodes() if n["Alive"]}
     on_gpus = any(counts.values())
@@ -304,7 +325,12 @@ def _all_reduce(names: dict[str, str]) -> Iterator[Finding]:
     rank = ray.remote(num_cpus=0, num_gpus=int(on_gpus), max_restarts=0)(Reducer)
     ranks = [_on(rank, node).remote() for node in places]
     try:
-        meet = ray.get(ranks[0].address.remote(), timeout=REDUCE_LIMIT)
+        meet, *_ = ray.get([each.address.remote() for each in ranks], timeout=IMPORT_LIMIT)
+    except GetTimeoutError:
+        remedy = f"import torch takes more than {IMPORT_LIMIT} s; put it on the nodes' own disks"
+        yield Finding("all-reduce", "all", f"{len(ranks)} {kind}", remedy)
+        return
+    try:
         work = [each.reduce.remote(n, len(ranks), meet) for n, each in enumerate(ranks)]
         took = max(ray.get(work, timeout=REDUCE_LIMIT))
     except Exception as error:  # Ray's, torch's and NCCL's own

@@ -32,6 +32,7 @@ from fp8_nemo.model_dir import model_path
 from fp8_nemo.nemo.checkout import config_of, read_host
 from fp8_nemo.nemo.engine import check_engine, engine_dtypes
 from fp8_nemo.nemo.metrics import OverheardLogger
+from fp8_nemo.nemo.ray_nodes import own_code_first
 from fp8_nemo.overrides import native_correction, path_overrides
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import seconds
@@ -223,7 +224,8 @@ def train(plan: Plan, path: Path, root: Path) -> None:
     written = plan.nemo.overrides | path_overrides(plan.recipe, path, root)
     config = MasterConfig(**config_of(root, plan.nemo.base_config, written))
     config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
-    init_ray()
+    with own_code_first():
+        init_ray()
     tokenizer = get_tokenizer(config.policy["tokenizer"])
     config.policy["generation"] = configure_generation_config(
         config.policy["generation"], tokenizer, has_refit_draft_weights=False, trains_mtp=False

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 from fp8_nemo.data import DataError, load_problems
 from fp8_nemo.host import ROOT_VARIABLE, Host, HostError, host_mistakes, root_of
@@ -126,36 +127,65 @@ def _model(recipe: Recipe, plan: Plan) -> Iterator[Mistake]:
             )
 
 
-def hub_mistakes(hf_id: str) -> Iterator[Mistake]:
-    """Whether the hub, or its cache here, gives this user the model; silent without its library."""
+def hub_mistakes(name: str, kind: str = "model") -> Iterator[Mistake]:
+    """Whether the hub, or its cache here, gives this user a model; silent without its library.
+
+    Args:
+        name: on the hub.
+        kind: `model` or `dataset`.
+    """
     try:
-        from huggingface_hub import (
-            constants,
-            get_hf_file_metadata,
-            hf_hub_url,
-            try_to_load_from_cache,
-        )
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     except ModuleNotFoundError:
         return
-    if isinstance(try_to_load_from_cache(hf_id, "config.json"), str):
+    key = "model.hf_id" if kind == "model" else "data"
+    remedy = "or give model.path=FOLDER" if kind == "model" else "or choose data=jsonl"
+    missing = missing_in_cache(name, kind)
+    if not missing:
         return
-    remedy = "or give model.path=FOLDER"
     if constants.HF_HUB_OFFLINE:
-        text = f"is not in the cache, {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
-        yield Mistake("model.hf_id", hf_id, text, f"fill it with `hf download {hf_id}`, {remedy}")
+        text = f"{missing} is not in the cache, {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+        fill = f"fill it with `hf download --repo-type {kind} {name}`, {remedy}"
+        yield Mistake(key, name, text, fill)
         return
+    file = CACHED[kind][0][0]
     try:
-        get_hf_file_metadata(hf_hub_url(hf_id, "config.json"), timeout=10)
+        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=10)
     except GatedRepoError:
         text = "is gated, and this account has no access"
-        yield Mistake("model.hf_id", hf_id, text, f"ask for it on its page, set HF_TOKEN, {remedy}")
+        yield Mistake(key, name, text, f"ask for it on its page, set HF_TOKEN, {remedy}")
     except RepositoryNotFoundError:
         text = "is not on the hub, or not for this account"
-        yield Mistake("model.hf_id", hf_id, text, f"set HF_TOKEN, {remedy}")
+        yield Mistake(key, name, text, f"set HF_TOKEN, {remedy}")
     except Exception as error:  # the network's own, of which there are many
         text = f"the hub cannot be asked ({type(error).__name__})"
-        yield Mistake("model.hf_id", hf_id, text, f"fill the cache first, {remedy}")
+        yield Mistake(key, name, text, f"fill the cache first, {remedy}")
+
+
+CACHED = {
+    "model": (
+        ("config.json",),
+        ("tokenizer_config.json",),
+        ("model.safetensors", "model.safetensors.index.json"),
+    ),
+    "dataset": (("README.md",),),
+}
+"""Files of the hub that every repository of a kind has, each in one of its forms."""
+
+
+def missing_in_cache(name: str, kind: str) -> str:
+    """The first file of a model or data set that the hub's cache here lacks; empty if none."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    home = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
+    if kind == "dataset" and (home / name.replace("/", "___").lower()).is_dir():
+        return ""  # as `datasets` keeps what it has converted
+    for forms in CACHED[kind]:
+        found = [try_to_load_from_cache(name, form, repo_type=kind) for form in forms]
+        if not any(isinstance(each, str) for each in found):
+            return forms[0]
+    return ""
 
 
 def _data(recipe: Recipe) -> Iterator[str]:

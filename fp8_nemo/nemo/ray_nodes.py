@@ -11,6 +11,11 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from pathlib import Path
+
+import fp8_nemo
 
 RESOURCE = "slurm-"
 
@@ -21,8 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     connect(int(limit))
     missing = wait_for(names, int(limit))
     for name in missing:
-        print(f"{name}: has not joined Ray within {limit} s; its part of the log says why")
-    if not missing:
+        late = f"has not joined Ray within {limit} s; its part of the log says why"
+        print(f"{name}: {late if int(limit) else 'is gone from Ray'}")
+    if not missing and int(limit):
         print(f"Ray: {len(names)} of {len(names)} nodes: {', '.join(names)}", flush=True)
     return 1 if missing else 0
 
@@ -40,12 +46,24 @@ def connect(limit: int) -> None:
         try:
             # Never whatever Ray ran on this machine last, which is what no address would mean.
             address = os.environ.get("RAY_ADDRESS", "local")
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+            with own_code_first():
+                ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
             return
         except ConnectionError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(1)
+
+
+@contextmanager
+def own_code_first() -> Iterator[None]:
+    """Connect to Ray from the folder of this code: Ray's workers import from where that was.
+
+    It hands them the driver's working directory before `PYTHONPATH` (`worker.py`, `code_paths`);
+    a job's is the clone it was submitted from, which may have been edited since.
+    """
+    with chdir(Path(fp8_nemo.__file__).parents[1]):
+        yield
 
 
 def wait_for(names: list[str], limit: float) -> list[str]:

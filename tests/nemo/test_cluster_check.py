@@ -31,7 +31,8 @@ def seen(**changes):
     return {
         "gpus": [H100 | {"memory.used": "500"}] * 2,
         "environments": {"job": environment},
-        "folder": "", "model": [], "nemo_rl": True, "memory_gib": 900.0, "shm_gib": 400.0,
+        "folder": "", "model": [], "data": [], "nemo_rl": True,
+        "memory_gib": 900.0, "shm_gib": 400.0,
     } | changes  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def test_a_node_as_it_should_be_has_no_problem():
         ({"gpus": [H100 | {"memory.used": n} for n in ("1", "9000")]}, "GPU 1: another process"),
         ({"folder": "missing"}, "set outputs to a folder that all nodes share"),
         ({"model": ["model.path=/m: is not there"]}, "model.path=/m: is not there"),
+        ({"data": ["/d/train.jsonl: no such file"]}, "/d/train.jsonl: no such file"),
         ({"nemo_rl": False}, "no nemo_rl in it"),
         ({"shm_gib": 0.06}, "/dev/shm needs 2 GiB"),
         ({"environments": {"job": {"error": "python3: no such file"}}}, "no such file"),

@@ -306,6 +306,11 @@ def test_the_cache_of_the_hub_is_enough(tmp_path):
     refs = tmp_path / "hub" / "models--org--model" / "refs"
     refs.mkdir()
     (refs / "main").write_text("abc")
+    for name in ("tokenizer_config.json", "model.safetensors.index.json"):
+        assert f"{name.replace('.index.json', '')}" in ask_the_hub(
+            "org/model", tmp_path, HF_HUB_OFFLINE="1"
+        )
+        (snapshot / name).write_text("{}")
     assert ask_the_hub("org/model", tmp_path, HF_HUB_OFFLINE="1") == ""
 
 
