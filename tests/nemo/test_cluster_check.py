@@ -20,6 +20,11 @@ ROOT = Path(__file__).parent.parent.parent
 H100 = {"name": "NVIDIA H100 80GB", "driver_version": "580", "memory.total": "81559"}
 
 
+@pytest.fixture(autouse=True)
+def without_a_checkout(monkeypatch):
+    monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
+
+
 def nemo_plan(*words):
     cell = ["backend=nemo", "glue=stock", "cluster.interpreter=system", "cluster.gpus_per_node=2"]
     return plan_recipe(compose([*cell, *words])[0])
