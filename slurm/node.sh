@@ -128,6 +128,9 @@ in_front() { # a command that the job's end ends too
     watch "$driver"
     over && exit 1
     wait "$driver"
+    local code=$?
+    driver=
+    return "$code"
 }
 stage="waiting for the nodes"
 in_front "${python[@]}" -m fp8_nemo.nemo.ray_nodes "$FP8_NEMO_JOIN_TIMEOUT" "${nodes[@]}" || exit
@@ -141,9 +144,8 @@ stage="the run"
 in_front "${python[@]}" -m fp8_nemo.recipes.run "$run_dir"
 code=$?
 echo "$code" >"$attempt/code"
-if ((code)) && missing=$("${python[@]}" -m fp8_nemo.nemo.ray_nodes 0 "${nodes[@]}" 2>/dev/null); then
-    : # all are there: it ended by itself
-elif [[ -n ${missing-} ]]; then
-    echo "$missing" >"$attempt/lost"
+if ((code)) && [[ ! -e $attempt/stop && ! -e $attempt/term ]]; then
+    missing=$("${python[@]}" -m fp8_nemo.nemo.ray_nodes 0 "${nodes[@]}" 2>/dev/null) ||
+        { [[ -n $missing ]] && echo "$missing" >"$attempt/lost"; }
 fi
 exit "$code"
