@@ -85,6 +85,13 @@ def test_jobs_of_one_and_of_two_nodes_train_as_a_machine_without_slurm_does(slur
         assert of(tmp_path / f"here{seed}") == curve(job.path)
     assert "SLURM" not in (one.path / "log" / "attempt-1.log").read_text()
 
+    [more] = slurm.submit(
+        *small, "seed=2", FAST, "grpo.steps=3"
+    )  # at once, Slurm still knows `one`
+    assert more.path == one.path
+    more.finished()
+    assert "from step 2 of 3" in more.log and steps(more) == 3
+
 
 def test_a_sweep_is_queued_once_finishes_and_compares(slurm, small, tmp_path):
     sweep = ["-m", *small, FAST, "precision=bf16,fp8-linear", "correction=none,tis,mis"]
