@@ -59,8 +59,10 @@ def freeze_code(outputs: Path) -> Path:
     staging.chmod(0o755)
     try:
         staging.rename(target)
-    except OSError:  # another submission was first
+    except OSError:
         shutil.rmtree(staging)
+        if not target.exists():  # else another submission was first
+            raise
     return target
 
 

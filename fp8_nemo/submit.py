@@ -156,8 +156,8 @@ def in_queue(plans: Iterable[Plan]) -> dict[Path, Job]:
     }
 
 
-def not_queued(plans: list[Plan]) -> list[Job]:
-    """Nothing, if none of the plans is in Slurm's queue: its job would find another plan there.
+def not_queued(plans: list[Plan]) -> list[Plan]:
+    """The plans as they are, if none is in Slurm's queue: its job would find another plan there.
 
     Raises:
         SubmitError: one is.
@@ -169,7 +169,7 @@ def not_queued(plans: list[Plan]) -> list[Job]:
     ]
     if lines:
         raise SubmitError("\n".join(lines))
-    return []
+    return plans
 
 
 def prepare(plans: list[Plan]) -> list[Job]:
@@ -299,7 +299,6 @@ def _folder_problems(plan: Plan) -> Iterator[str]:
             f"outputs={plan.recipe.outputs}: {outputs.parent} is not there; name a folder that "
             "all nodes share"
         )
-
     if plan.recipe.cluster.launcher == "ray_sub":
         container = plan.recipe.cluster.container or ""
         for word in (str(outputs), *mounts(plan), container):

@@ -27,10 +27,11 @@ def main(arguments: list[str] | None = None) -> int:
         if lines := [line for plan in plans for line in problems_with(plan)]:
             raise ComposeError(lines)
         by_slurm = plans[0].recipe.cluster.kind == "slurm"
-        jobs = submit.prepare(plans) if by_slurm else submit.not_queued(plans)
+        jobs = submit.prepare(plans) if by_slurm else []
+        cells = [] if by_slurm else freeze(submit.not_queued(plans))
         for note in dict.fromkeys(note for plan in plans for note in plan.notes):
             print(f"note: {note}")
-        return queue(plans, jobs) if by_slurm else run(freeze(plans))
+        return queue(plans, jobs) if by_slurm else run(cells)
     except (ComposeError, RunDirError, submit.SubmitError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -84,6 +84,9 @@ def visible_gpus() -> int | None:
 
 
 def _software(recipe: Recipe, host: Host) -> Iterator[str]:
+    """Whether the run can start in this environment; on a login node it is not to start."""
+    if recipe.cluster.kind == "slurm" and "RAY_ADDRESS" not in os.environ:
+        return
     if sys.version_info < NEEDED_PYTHON:
         yield (
             f"python {sys.version_info.major}.{sys.version_info.minor}: NeMo RL needs 3.12 or "

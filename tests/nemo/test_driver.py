@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from fp8_nemo.compose import compose, compose_plans
+from fp8_nemo.host import MAIN
 from fp8_nemo.model_dir import SHIPPED
 from fp8_nemo.nemo import driver, preflight
 from fp8_nemo.nemo.engine import EngineError, check_engine, engine_weight, planned_weights
@@ -374,3 +375,13 @@ def test_nodes_and_gpus_that_this_machine_has_not_are_one_line_each(monkeypatch)
     assert gpus.startswith("cluster.gpus_per_node=8: this machine shows 2; set cluster.gpus_per")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert list(preflight._machine(plan.recipe)) == []
+
+
+def test_a_login_node_needs_nothing_of_what_the_job_needs(monkeypatch):
+    monkeypatch.setattr(preflight, "NEEDED_PYTHON", (99, 0))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    [recipe] = compose(["model=qwen3-8b", "cluster=slurm", "cluster.interpreter=system"])
+    assert list(preflight._software(recipe, MAIN)) == []
+    monkeypatch.setenv("RAY_ADDRESS", "head:1200")  # in the job
+    [line] = preflight._software(recipe, MAIN)
+    assert "NeMo RL needs 3.12" in line

@@ -85,9 +85,8 @@ def test_jobs_of_one_and_of_two_nodes_train_as_a_machine_without_slurm_does(slur
         assert of(tmp_path / f"here{seed}") == curve(job.path)
     assert "SLURM" not in (one.path / "log" / "attempt-1.log").read_text()
 
-    [more] = slurm.submit(
-        *small, "seed=2", FAST, "grpo.steps=3"
-    )  # at once, Slurm still knows `one`
+    # At once, while Slurm still knows the job that has ended.
+    [more] = slurm.submit(*small, "seed=2", FAST, "grpo.steps=3")
     assert more.path == one.path
     more.finished()
     assert "from step 2 of 3" in more.log and steps(more) == 3
