@@ -18,6 +18,9 @@ What it refuses
     Weights that are not finite. With a `nonfinite` slot the verdict stays on the device, to be read
     once per refit; without one it is read, and raised, at once.
 
+On a CUDA device the exact formula runs as a Triton kernel (`kernels.py`), one pass and one launch
+for a weight, a slab or a list; on a CPU as torch operations, which are its reference.
+
 `formula="stock"` repeats NeMo RL's `cast_tensor_to_fp8_blockwise` (main 7ea279a) for comparisons:
 it multiplies by a rounded reciprocal (two roundings) and pads with the last element's value.
 
@@ -26,6 +29,7 @@ Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), T token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -66,17 +70,64 @@ def quantize_blocks(
         weight_OI: BF16 or FP32; FP32 is rounded to BF16 first.
         pow2: scales that are powers of two (UE8M0).
         formula: `exact` (the contract) or `stock` (NeMo RL's, to compare with).
-        nonfinite: boolean slot that receives "this weight is not finite" without a host read.
+        nonfinite: boolean slot, set without a host read if the weight is not finite, and else left
+            as it is.
 
     Raises:
         ValueError: the weight holds NaN or Inf and no slot was given; or a ragged slab with
             `formula="stock"`, which NeMo RL does not define.
     """
+    slot = torch.zeros((), dtype=torch.bool, device=weight_OI.device)
+    slot = slot if nonfinite is None else nonfinite
+    if weight_OI.is_cuda and formula == "exact":
+        from fp8_nemo import kernels
+
+        quantized = Fp8Weight(*kernels.quantize(_bf16(weight_OI), pow2, slot))
+    else:
+        quantized = _quantize_in_torch(weight_OI, pow2, formula, slot)
+    if nonfinite is None and slot.item():
+        raise ValueError("weight holds NaN or Inf: refused, FP8 would hide it")
+    return quantized
+
+
+def quantize_list(
+    weights: Sequence[Tensor],
+    *,
+    pow2: bool = False,
+    formula: Formula = "exact",
+    nonfinite_N: Tensor,
+) -> list[Fp8Weight]:
+    """`quantize_blocks` of N weights or slabs, on a CUDA device in one launch.
+
+    Args:
+        weights: all on one device; each as `quantize_blocks` takes it.
+        pow2: scales that are powers of two.
+        formula: as `quantize_blocks`.
+        nonfinite_N: boolean slots, one a weight.
+    """
+    if weights and weights[0].is_cuda and formula == "exact":
+        from fp8_nemo import kernels
+
+        found = kernels.quantize_list([_bf16(each) for each in weights], pow2, nonfinite_N)
+        return [Fp8Weight(*each) for each in found]
+    return [
+        quantize_blocks(weight, pow2=pow2, formula=formula, nonfinite=slot)
+        for weight, slot in zip(weights, nonfinite_N, strict=True)
+    ]
+
+
+def _bf16(weight_OI: Tensor) -> Tensor:
+    return weight_OI.to(torch.bfloat16).contiguous()
+
+
+def _quantize_in_torch(
+    weight_OI: Tensor, pow2: bool, formula: Formula, nonfinite: Tensor
+) -> Fp8Weight:
     O, I = weight_OI.shape[-2:]
     value_OI = weight_OI.to(torch.bfloat16).float()
     padded_OI = _pad_to_blocks(value_OI, formula)
     amax_PQ = _blocks(padded_OI).abs().amax(dim=(-3, -1))
-    _report_nonfinite(amax_PQ, nonfinite)
+    nonfinite.logical_or_(~torch.isfinite(amax_PQ).all())
     scale_PQ, scale_inv_PQ = (
         exact_scales(amax_PQ, torch.bfloat16, pow2)
         if formula == "exact"
@@ -179,11 +230,3 @@ def _blocks(padded_OI: Tensor) -> Tensor:
 
 def _saturating_cast(scaled: Tensor) -> Tensor:
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)
-
-
-def _report_nonfinite(amax: Tensor, slot: Tensor | None) -> None:
-    nonfinite = ~torch.isfinite(amax).all()
-    if slot is not None:
-        slot.copy_(nonfinite)
-    elif nonfinite.item():
-        raise ValueError("weight holds NaN or Inf: refused, FP8 would hide it")

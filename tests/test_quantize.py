@@ -199,7 +199,7 @@ def test_an_fp32_master_gives_the_bytes_of_its_bf16_rounding():
 @pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3.4e38])
 def test_a_weight_that_is_not_finite_in_bf16_is_refused_or_sets_its_slot(value, formula):
-    nonfinite_N = torch.tensor([False, False, True])
+    nonfinite_N = torch.zeros(3, dtype=torch.bool)
     weight = made(130, 200)
     weight[129, 199] = value  # 3.4e38 is finite in FP32 and rounds to Inf in BF16
     with pytest.raises(ValueError, match="NaN or Inf"):
@@ -207,6 +207,19 @@ def test_a_weight_that_is_not_finite_in_bf16_is_refused_or_sets_its_slot(value, 
     quantize_blocks(weight, formula=formula, nonfinite=nonfinite_N[1])
     quantize_blocks(made(130, 200), formula=formula, nonfinite=nonfinite_N[2])
     assert nonfinite_N.tolist() == [False, True, False]
+    quantize_blocks(made(130, 200), formula=formula, nonfinite=nonfinite_N[1])
+    assert nonfinite_N[1], "a slot is read once a refit: nothing may clear it before"
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_a_list_quantizes_as_each_weight_alone(formula):
+    weights = [made(130, 200), made(256, 128).bfloat16(), made(3, 128, 256)]
+    weights[1][0, 0] = float("nan")
+    nonfinite_N = torch.zeros(3, dtype=torch.bool)
+    found = quantize.quantize_list(weights, formula=formula, nonfinite_N=nonfinite_N)
+    assert nonfinite_N.tolist() == [False, True, False]
+    for weight, each in zip(weights[::2], found[::2], strict=True):
+        assert_same(each, quantize_blocks(weight, formula=formula))
 
 
 @pytest.mark.parametrize("shape", [(3, 256, 128), (3, 130, 200)])

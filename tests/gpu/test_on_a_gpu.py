@@ -7,7 +7,15 @@ import torch
 
 from fp8_nemo import run_dir
 from fp8_nemo.local.grpo import Run
-from fp8_nemo.quantize import dequantize_blocks, quantize_blocks, quantize_groups
+from fp8_nemo.quantize import (
+    dequantize_blocks,
+    quantize_blocks,
+    quantize_groups,
+    quantize_list,
+)
+
+if torch.cuda.is_available():
+    from fp8_nemo import kernels  # Triton comes with a CUDA build alone
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,15 +32,89 @@ def weight(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("pow2", [False, True])
 @pytest.mark.parametrize("formula", ["exact", "stock"])
-@pytest.mark.parametrize("shape", [(512, 384), (3, 256, 256)])
+@pytest.mark.parametrize("shape", [(512, 384), (3, 256, 256), (1, 1), (130, 257), (3, 200, 70)])
 def test_a_gpu_quantizes_weights_to_the_bytes_of_a_cpu(shape, formula, pow2):
-    if formula == "stock" and pow2:
+    if formula == "stock" and (pow2 or shape[-1] % 128):
         pytest.skip("stock's log2 is the device's own")
     cpu = quantize_blocks(weight(*shape), pow2=pow2, formula=formula)
     gpu = quantize_blocks(weight(*shape).cuda(), pow2=pow2, formula=formula)
     assert torch.equal(cpu.fp8_OI.view(torch.uint8), gpu.fp8_OI.view(torch.uint8).cpu())
     assert torch.equal(cpu.scale_inv_PQ, gpu.scale_inv_PQ.cpu())
     assert torch.equal(dequantize_blocks(cpu), dequantize_blocks(gpu).cpu())
+
+
+def test_every_bf16_number_has_its_byte():
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    finite = torch.where(torch.isfinite(bits), bits, torch.zeros_like(bits)).view(512, 128)
+    for scale in (1.0, 2.0**-20):  # blocks whose largest value is not the type's
+        some = torch.where(finite.abs() < 3e38 * scale, finite, torch.zeros_like(finite))
+        for pow2 in (False, True):
+            cpu, gpu = quantize_blocks(some, pow2=pow2), quantize_blocks(some.cuda(), pow2=pow2)
+            assert same(cpu, gpu)
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_a_list_of_weights_quantizes_in_one_launch_as_each_alone(pow2):
+    shapes = [(128, 128), (512, 384), (3, 256, 256), (130, 257), (1, 1), (2, 200, 70), (256, 128)]
+    for some in (shapes, shapes[:3], shapes[-1:], [], shapes * 9):
+        weights = [weight(*shape).cuda() for shape in some]
+        nonfinite_N = torch.zeros(len(some), dtype=torch.bool, device="cuda")
+        found = quantize_list(weights, pow2=pow2, nonfinite_N=nonfinite_N)
+        assert not nonfinite_N.any()
+        for each, one in zip(weights, found, strict=True):
+            assert same(quantize_blocks(each.cpu(), pow2=pow2), one)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_gpu_names_the_weight_that_is_not_finite(value):
+    weights = [weight(300, 300).cuda() for _ in range(5)]
+    weights[3][299, 299] = value
+    nonfinite_N = torch.zeros(5, dtype=torch.bool, device="cuda")
+    quantize_list(weights, nonfinite_N=nonfinite_N)
+    assert nonfinite_N.tolist() == [False, False, False, True, False]
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        quantize_blocks(weights[3])
+
+
+def test_quantizing_waits_for_nothing_and_lives_in_a_cuda_graph():
+    source, slot = weight(3, 256, 256).cuda(), torch.zeros((), dtype=torch.bool, device="cuda")
+    quantize_blocks(source, nonfinite=slot)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        quantize_list([source, source], nonfinite_N=slot.repeat(2))
+        quantize_blocks(source, nonfinite=slot)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = quantize_blocks(source, nonfinite=slot)
+    source.mul_(3)
+    graph.replay()
+    assert same(quantize_blocks(source.cpu()), captured)
+
+
+def same(cpu, gpu):
+    """Whether bytes and scales are equal."""
+    return torch.equal(
+        cpu.fp8_OI.view(torch.uint8), gpu.fp8_OI.view(torch.uint8).cpu()
+    ) and torch.equal(cpu.scale_inv_PQ, gpu.scale_inv_PQ.cpu())
+
+
+@pytest.mark.parametrize("rows", [1, 37, 4096])
+def test_ranges_of_kept_rows_on_a_gpu_are_those_of_a_cpu(rows):
+    mixed = torch.randn(rows, 6, 128, device="cuda").bfloat16()
+    keep = torch.rand(rows, device="cuda") > 0.3
+    keep[0] = True
+    mixed[~keep] = 1e4
+    for view in (mixed, mixed[:, 2:5]):  # as attention gets V: a slice of the fused projection
+        amax = torch.zeros((), device="cuda")
+        kernels.amax_rows(view, keep, amax)
+        assert amax == view[keep].abs().amax().float()
+        kernels.amax_rows(view * 0.5, keep, amax)
+        assert amax == view[keep].abs().amax().float(), "a running maximum"
+    mixed[0, 2, 0] = float("nan")
+    kernels.amax_rows(mixed, keep, amax)
+    assert amax.isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,0 +1,202 @@
+"""The FP8 contract as Triton kernels, and the range of a tensor's real rows.
+
+What they guarantee
+    Every byte and scale equals `quantize.quantize_blocks`, the torch reference. One program takes
+    one 128x128 block: it is read once, held in registers while its maximum is found, and written
+    once, so a weight of N elements moves 3N bytes, where NeMo RL's `cast_tensor_to_fp8_blockwise`
+    (main 7ea279a) moves about 49N. Nothing is read on the host.
+
+What they take care of
+    A maximum is taken over the bits of absolute values: integers order them as floats do, and NaN
+    above all, where a float maximum would drop it. Divisions are `div_rn`: Triton's `/` is not
+    correctly rounded.
+
+Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts, N weights,
+R rows (tokens), H heads, D head dimension.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# Triton comes with a CUDA build of torch, and only there is this module imported.
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = tl.constexpr(128)
+FP8_MAX = tl.constexpr(448.0)
+BF16_MAX = tl.constexpr(3.3895313892515355e38)
+WARPS = 8
+COLUMNS = tl.constexpr(8)  # of the table of weights: three addresses, first block, O, I, P, Q
+ROWS_AT_ONCE = 16
+HEADS_AT_ONCE = tl.constexpr(1024)  # values of a row that one turn reads
+ALIGNED = 16  # bytes; what a thread loads at once
+
+
+def quantize(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize one weight, or a slab of experts, in one launch that a CUDA graph can hold.
+
+    Args:
+        weight_OI: `[O, I]` or `[E, O, I]`, BF16, contiguous, on a CUDA device.
+        pow2: scales that are powers of two.
+        nonfinite: boolean slot, set where a value is NaN or Inf, and else left as it is.
+
+    Returns:
+        FP8 bytes `[..., O, I]` and FP32 block scales `[..., P, Q]`.
+    """
+    O, I, P, Q = _sizes(weight_OI)
+    fp8_OI, scale_inv_PQ = _results(weight_OI)
+    if blocks := scale_inv_PQ.numel():
+        _quantize_one[(blocks,)](
+            weight_OI, fp8_OI, scale_inv_PQ, nonfinite, O, I, P, Q,
+            POW2=pow2, EVEN=_is_even(O, I), num_warps=WARPS,
+        )  # fmt: skip
+    return fp8_OI, scale_inv_PQ
+
+
+def quantize_list(
+    weights: Sequence[Tensor], pow2: bool, nonfinite_N: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Quantize N weights or slabs in one launch.
+
+    The table of their addresses travels from pinned memory without a wait; a CUDA graph would
+    hold the addresses of its capture.
+
+    Args:
+        weights: as `quantize` takes one.
+        pow2: scales that are powers of two.
+        nonfinite_N: boolean slots, one a weight.
+    """
+    results = [_results(weight) for weight in weights]
+    rows, blocks = [], 0
+    for weight, (fp8, scale_inv) in zip(weights, results, strict=True):
+        addresses = (weight.data_ptr(), fp8.data_ptr(), scale_inv.data_ptr())
+        rows.append((*addresses, blocks, *_sizes(weight)))
+        blocks += scale_inv.numel()
+    if blocks:
+        table = torch.tensor(rows, dtype=torch.int64).pin_memory()
+        _quantize_listed[(blocks,)](
+            table.to(weights[0].device, non_blocking=True), nonfinite_N, len(rows),
+            POW2=pow2, EVEN=all(_is_even(*row[4:6]) for row in rows), num_warps=WARPS,
+        )  # fmt: skip
+    return results
+
+
+def amax_rows(x_RHD: Tensor, keep_R: Tensor, amax: Tensor) -> None:
+    """Raise a running maximum by the absolute values of the rows that are kept; one launch.
+
+    Args:
+        x_RHD: BF16 `[R, H, D]` on a CUDA device; any strides whose last is 1.
+        keep_R: booleans, false at padding.
+        amax: FP32 scalar on the device, at least 0, raised in place; NaN stays NaN.
+    """
+    R, H, D = x_RHD.shape
+    _amax_rows[(triton.cdiv(R, ROWS_AT_ONCE),)](
+        x_RHD, keep_R, amax.view(torch.int32), R, H * D, D, x_RHD.stride(0), x_RHD.stride(1),
+        ROWS=ROWS_AT_ONCE, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _sizes(weight_OI: Tensor) -> tuple[int, int, int, int]:
+    O, I = weight_OI.shape[-2:]
+    return O, I, triton.cdiv(O, 128), triton.cdiv(I, 128)
+
+
+def _results(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    if weight_OI.dtype != torch.bfloat16 or not weight_OI.is_contiguous():
+        raise ValueError(f"weight is {weight_OI.dtype}, contiguous {weight_OI.is_contiguous()}")
+    if weight_OI.data_ptr() % ALIGNED:
+        raise ValueError(f"weight starts at {weight_OI.data_ptr():#x}, not at {ALIGNED} bytes")
+    _, _, P, Q = _sizes(weight_OI)
+    fp8_OI = torch.empty_like(weight_OI, dtype=torch.float8_e4m3fn)
+    return fp8_OI, weight_OI.new_empty((*weight_OI.shape[:-2], P, Q), dtype=torch.float32)
+
+
+def _is_even(O: int, I: int) -> bool:
+    return O % 128 == 0 and I % 128 == 0
+
+
+@triton.jit
+def _quantize_one(
+    weight, fp8, scale_inv, nonfinite, O, I, P, Q, POW2: tl.constexpr, EVEN: tl.constexpr
+):
+    block = tl.program_id(0).to(tl.int64)
+    _quantize_block(weight, fp8, scale_inv, nonfinite, block, O, I, P, Q, POW2, EVEN)
+
+
+@triton.jit
+def _quantize_listed(table, nonfinite, N, POW2: tl.constexpr, EVEN: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    weight, end = 0, N  # the weight whose first block is the last at or below this one
+    while end - weight > 1:
+        middle = (weight + end) // 2
+        below = tl.load(table + middle * COLUMNS + 3) <= block
+        weight = tl.where(below, middle, weight)
+        end = tl.where(below, end, middle)
+    row = table + weight * COLUMNS
+    source = tl.load(row).to(tl.pointer_type(tl.bfloat16))
+    fp8 = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
+    scale_inv = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    I = tl.load(row + 5)
+    if EVEN:
+        I = tl.multiple_of(I, 128)
+    _quantize_block(
+        tl.multiple_of(source, 16),
+        tl.multiple_of(fp8, 16),
+        scale_inv,
+        nonfinite + weight,
+        block - tl.load(row + 3),
+        tl.load(row + 4),
+        I,
+        tl.load(row + 6),
+        tl.load(row + 7),
+        POW2,
+        EVEN,
+    )
+
+
+@triton.jit
+def _quantize_block(
+    weight, fp8, scale_inv, nonfinite, block, O, I, P, Q, POW2: tl.constexpr, EVEN: tl.constexpr
+):
+    expert, inner = block // (P * Q), block % (P * Q)
+    rows = (inner // Q) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    columns = (inner % Q) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at = (expert * O + rows) * I + columns
+    if EVEN:
+        value = tl.load(weight + at)
+    else:
+        inside = (rows < O) & (columns < I)
+        value = tl.load(weight + at, mask=inside, other=0.0)
+    bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    amax = (tl.max(tl.max(bits, 1), 0) << 16).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(FP8_MAX, amax)
+    scale = tl.where(scale == float("inf"), BF16_MAX, scale)
+    if POW2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(amax == 0.0, 1.0, scale)
+    scaled = value.to(tl.float32) * scale
+    scaled = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
+    if EVEN:
+        tl.store(fp8 + at, scaled.to(tl.float8e4nv))
+    else:
+        tl.store(fp8 + at, scaled.to(tl.float8e4nv), mask=inside)
+    tl.store(scale_inv + block, tl.div_rn(1.0, scale))
+    tl.store(nonfinite, True, mask=(amax != amax) | (amax == float("inf")))
+
+
+@triton.jit
+def _amax_rows(x, keep, amax, R, values, D, row_stride, head_stride, ROWS: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    kept = tl.load(keep + rows, mask=rows < R, other=0) != 0
+    largest = tl.zeros((ROWS, HEADS_AT_ONCE), tl.int32)
+    for start in range(0, values, HEADS_AT_ONCE):
+        at = start + tl.arange(0, HEADS_AT_ONCE)
+        offset = rows[:, None] * row_stride + (at // D * head_stride + at % D)[None, :]
+        value = tl.load(x + offset, mask=kept[:, None] & (at < values)[None, :], other=0.0)
+        bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+        largest = tl.maximum(largest, bits)
+    tl.atomic_max(amax, tl.max(tl.max(largest, 1), 0) << 16)
