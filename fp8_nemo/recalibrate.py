@@ -7,13 +7,14 @@ anyway, so they are one update old: hence the margin and the history. A missing 
 value that is not finite is an error; nothing falls back to 1.0, as NeMo RL's colocated path
 silently did for months (#3225).
 
-Shapes: B sequences, T tokens, H heads, D head dimension, L layers, S history steps; the last axis
-of 3 is Q, K, V.
+Shapes: B sequences, T tokens, R rows (tokens of all sequences), H heads, D head dimension, L layers,
+S history steps; the last axis of 3 is Q, K, V.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ class AmaxObserver:
     def __init__(self, num_layers: int, history: int, device: torch.device | str = "cpu") -> None:
         self.amax_SL3 = torch.zeros(history, num_layers, 3, device=device)
 
-    @torch.no_grad()
     def observe(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask_BT: Tensor
     ) -> None:
@@ -52,10 +52,26 @@ class AmaxObserver:
             value: likewise.
             mask_BT: true at real tokens.
         """
-        padding = ~mask_BT[:, None, :, None]
-        amax_3 = torch.stack([x.abs().masked_fill(padding, 0).amax() for x in (query, key, value)])
-        row = self.amax_SL3[0, layer]
-        torch.maximum(row, amax_3.to(row.dtype), out=row)
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+        self.observe_rows(layer, rows, mask_BT.flatten())
+
+    @torch.no_grad()
+    def observe_rows(self, layer: int, qkv_RHD: Sequence[Tensor], keep_R: Tensor) -> None:
+        """`observe`, of tokens that lie one after the other: Q, K and V, each `[R, H, D]`.
+
+        Args:
+            layer: global layer index.
+            qkv_RHD: Q, K and V, of any number of heads.
+            keep_R: true at real tokens.
+        """
+        for x_RHD, amax in zip(qkv_RHD, self.amax_SL3[0, layer], strict=True):
+            if x_RHD.is_cuda and x_RHD.dtype == torch.bfloat16:
+                from fp8_nemo import kernels
+
+                kernels.amax_rows(x_RHD.detach(), keep_R, amax)
+            else:
+                largest = x_RHD.abs().masked_fill(~keep_R[:, None, None], 0).amax()
+                torch.maximum(amax, largest.to(amax.dtype), out=amax)
 
     def next_step(self) -> None:
         """Open a new step; the oldest is forgotten."""
@@ -82,6 +98,33 @@ class AmaxObserver:
                 f"Q/K/V ranges {list(amax_SL3.shape)}, expected {list(self.amax_SL3.shape)}"
             )
         self.amax_SL3.copy_(amax_SL3)
+
+
+def real_rows(
+    starts_S: Tensor, lengths: Tensor, rows: int, *, cp_rank: int = 0, cp_size: int = 1
+) -> Tensor:
+    """Which rows of packed sequences are real tokens: `[rows]` booleans, without a host read.
+
+    Under context parallelism a rank holds, of every sequence, chunks `rank` and `2 * size - 1 -
+    rank` of `2 * size` equal ones (Megatron's load balancing).
+
+    Args:
+        starts_S: where each packed sequence starts, padding included, and after the last one the
+            end (`cu_seqlens_padded`), in tokens over all context-parallel ranks.
+        lengths: real tokens of each sequence, one fewer than `starts_S` has.
+        rows: rows that this rank holds.
+        cp_rank: this rank's place among those that share a sequence.
+        cp_size: how many share one.
+    """
+    row = torch.arange(rows, device=starts_S.device)
+    local_S = starts_S.long() // cp_size
+    sequence = (torch.searchsorted(local_S, row, right=True) - 1).clamp(max=len(lengths) - 1)
+    within = row - local_S[sequence]
+    if cp_size > 1:
+        chunk = (starts_S.diff().long() // (2 * cp_size))[sequence]
+        second = (2 * cp_size - 1 - cp_rank) * chunk + within - chunk
+        within = torch.where(within < chunk, cp_rank * chunk + within, second)
+    return within < lengths.to(row.device)[sequence]
 
 
 def kv_scales(amax_SL3: Tensor, margin: float) -> dict[str, float]:

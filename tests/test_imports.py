@@ -20,6 +20,7 @@ ORDER = (
         "kernels",
         "quantize",
         "recalibrate",
+        "ledger",
         "refit",
         "mismatch",
     ),

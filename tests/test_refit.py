@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fp8_nemo import weights
+from fp8_nemo import refit, weights
 from fp8_nemo.quantize import quantize_blocks
 from fp8_nemo.recalibrate import kv_scales
 from fp8_nemo.refit import MANIFEST, SENTINEL, Ledger, RefitError, checksum, refit_stream
@@ -70,9 +70,9 @@ def engine_for(shapes, precision=FP8_KV):
     return expected, engine
 
 
-def deliver(stream, expected, engine, load=lambda name: True):
+def deliver(stream, expected, engine, load=lambda name: True, checksums=False):
     """Receive a stream as an engine does, in place; `load` says which tensors its loader takes."""
-    ledger = Ledger(expected, engine)
+    ledger = Ledger(expected, engine, checksums=checksums)
     for name, tensor in stream:
         if ledger.receive(name, tensor) and load(name):
             engine[name].copy_(tensor)
@@ -107,7 +107,7 @@ def one_by_one(named):
 def test_a_whole_refit_lands_byte_by_byte(shapes, dtype, precision):
     named = made(shapes, dtype=dtype)
     expected, engine = engine_for(shapes, precision)
-    proof = deliver(stream_of(named, precision, checksums=True), expected, engine)
+    proof = deliver(stream_of(named, precision, checksums=True), expected, engine, checksums=True)
     wanted = {}
     for name, weight in one_by_one(named).items():
         wanted[name] = weight.bfloat16()
@@ -149,7 +149,9 @@ def test_metadata_needs_no_scales_and_is_never_taken_for_a_refit():
         deliver(stream, *engine_for(DENSE))
 
 
-def test_the_stream_takes_one_weight_at_a_time_and_holds_none_of_those_before():
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_the_stream_takes_one_group_at_a_time_and_holds_none_of_those_before(monkeypatch, at_once):
+    monkeypatch.setattr(refit, "GROUP_BYTES", at_once * 128 * 128 * 4)
     made_so_far = []
 
     def trainer():
@@ -160,13 +162,21 @@ def test_the_stream_takes_one_weight_at_a_time_and_holds_none_of_those_before():
             del weight
 
     stream = refit_stream(trainer(), FP8, None, num_layers=12)
-    assert next(stream)[0] == SENTINEL and not made_so_far
+    assert next(stream)[0] == SENTINEL and len(made_so_far) == at_once
     for count in range(1, 13):
         name, tensor = next(stream)
         assert name == f"model.layers.{count - 1}.self_attn.q_proj.weight"
-        assert next(stream)[0] == name + "_scale_inv" and len(made_so_far) == count
-        assert sum(each() is not None for each in made_so_far) <= 1
+        assert next(stream)[0] == name + "_scale_inv"
+        assert len(made_so_far) == -(-count // at_once) * at_once
+        assert sum(each() is not None for each in made_so_far) <= 1, "the trainer holds its last"
         del tensor
+
+
+def test_a_group_ends_at_its_size_whatever_it_holds(monkeypatch):
+    monkeypatch.setattr(refit, "GROUP_BYTES", 1)
+    one_by_one = [(name, raw(tensor)) for name, tensor in stream_of(made(MOE), checksums=True)]
+    monkeypatch.undo()
+    assert [(n, raw(t)) for n, t in stream_of(made(MOE), checksums=True)] == one_by_one
 
 
 def edited(name, edit):
@@ -229,7 +239,9 @@ def test_a_buffer_that_the_wire_uses_again_spoils_no_proof():
             yield name, buffer
             buffer.view(torch.uint8).fill_(0)
 
-    proof = deliver(reusing(stream_of(made(DENSE), checksums=True)), *engine_for(DENSE))
+    proof = deliver(
+        reusing(stream_of(made(DENSE), checksums=True)), *engine_for(DENSE), checksums=True
+    )
     assert proof.checksums == len(weights.wire_specs(DENSE, FP8_KV, L))
 
 
@@ -321,7 +333,12 @@ def test_an_engine_with_other_tensors_is_refused_and_left_untouched():
 @pytest.mark.parametrize("checksums", [False, True])
 def test_a_scale_that_the_engine_did_not_load_keeps_its_poison_and_is_named(checksums):
     with pytest.raises(RefitError, match=f"{S}: arrived, and was not loaded"):
-        deliver(stream_of(made(DENSE), checksums=checksums), *engine_for(DENSE), S.__ne__)
+        deliver(
+            stream_of(made(DENSE), checksums=checksums),
+            *engine_for(DENSE),
+            S.__ne__,
+            checksums,
+        )
 
 
 def test_a_kv_scale_that_the_engine_did_not_take_is_named():
@@ -336,7 +353,7 @@ def test_what_is_stale_but_plausible_is_seen_by_full_and_only_by_full(name):
     stale = edited(name, lambda t: [(name, dict(stream_of(before))[name])])
     assert deliver(stale(stream_of(made(DENSE))), *engine_for(DENSE)).checksums == 0
     with fails(name) as error:
-        deliver(stale(stream_of(made(DENSE), checksums=True)), *engine_for(DENSE))
+        deliver(stale(stream_of(made(DENSE), checksums=True)), *engine_for(DENSE), checksums=True)
     assert "checksum" in str(error.value)
 
 
@@ -353,7 +370,7 @@ def test_storage_that_moved_is_named(name, how):
     else:
         engine[name] = engine[name].clone()  # as a loader that makes a new parameter
     with fails(name) as error:
-        ledger.close()
+        ledger.close(engine)
     assert "storage moved" in str(error.value)
 
 
