@@ -105,7 +105,7 @@ def measure(case: Case, others: dict[str, Callable[[Tensor], Any]]) -> dict[str,
     sets = max(1, -(-COLD // size))
     weights = [[weight(*shape) for shape in case.shapes] for _ in range(sets)]
     slots = torch.zeros(len(case.shapes), dtype=torch.bool, device="cuda")
-    flat = torch.empty(size * 3 // 4, dtype=torch.uint8, device="cuda")
+    flat = torch.empty(size * 3 // 4 // 8, dtype=torch.int64, device="cuda")
     copies = [(flat.clone(), flat.clone()) for _ in range(sets)]
 
     def ours() -> list[Any]:

@@ -51,8 +51,7 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         "data": _as_typed(recipe.data),
     }
     rows |= _nemo_rows(plan, host) if plan.nemo else {}
-    notes, needs = [("note", note) for note in plan.notes], [("needs", need) for need in plan.needs]
-    return [*rows.items(), *notes, *needs]
+    return [*rows.items(), *(("note", note) for note in plan.notes)]
 
 
 def differences(plan: Plan, host: Host, run_dir: Path) -> list[Difference]:

@@ -174,7 +174,7 @@ def _grpo(recipe: Recipe) -> dict[str, Any]:
         "grpo.num_prompts_per_step": grpo.prompts_per_step,
         "grpo.num_generations_per_prompt": grpo.generations_per_prompt,
         "grpo.val_period": grpo.validate_every,
-        "grpo.val_at_start": grpo.validate_first and recipe.precision.rollout_kv != "fp8",
+        "grpo.val_at_start": grpo.validate_first and _has_first_scales(recipe),
         "grpo.val_at_end": True,
         "grpo.max_val_samples": VALIDATION_PROBLEMS,
         "grpo.val_batch_size": VALIDATION_PROBLEMS,
@@ -182,6 +182,11 @@ def _grpo(recipe: Recipe) -> dict[str, Any]:
         "grpo.skip_reference_policy_logprobs_calculation": grpo.kl_penalty == 0,
         "policy.train_global_batch_size": sequences_per_update(recipe),
     }
+
+
+def _has_first_scales(recipe: Recipe) -> bool:
+    """NeMo RL refits for its first validation without KV scales; our own measuring comes before."""
+    return recipe.precision.rollout_kv != "fp8" or recipe.glue.recalibrate.source == "logprob"
 
 
 def _loss(recipe: Recipe) -> dict[str, Any]:

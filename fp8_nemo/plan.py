@@ -31,7 +31,7 @@ from fp8_nemo.overrides import (
     nemo_mistakes,
     overrides,
 )
-from fp8_nemo.schema import Data, Mistake, Recipe, mistakes
+from fp8_nemo.schema import Data, Mistake, Recalibrate, Recipe, mistakes
 
 LOCAL_BASE: dict[str, Any] = {
     "prompts_per_step": 32,
@@ -43,6 +43,8 @@ LOCAL_BASE: dict[str, Any] = {
 }
 DIFFICULTY = 2
 SHARE = f"{VLLM}.gpu_memory_utilization"
+STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
+"""NeMo RL's own (conf/glue/stock.yaml)."""
 NOT_IN_HASH = ("cluster", "logging", "outputs")
 
 
@@ -76,8 +78,6 @@ class Plan:
     backend: str
     recipe: Recipe
     """With every number of the backend filled in."""
-    needs: tuple[str, ...] = ()
-    """What a run of this plan still lacks; empty if it can start."""
     notes: tuple[str, ...] = ()
     """Options that have no effect in this cell, and what the host cannot do as asked."""
     nemo: NemoPlan | None = None
@@ -116,7 +116,6 @@ def plan_from_json(content: dict[str, Any]) -> Plan:
         content["cell"],
         content["backend"],
         recipe,
-        tuple(content["needs"]),
         tuple(content["notes"]),
         NemoPlan(**content["nemo"]) if content["nemo"] else None,
     )
@@ -163,7 +162,6 @@ def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
         cell,
         "nemo",
         recipe,
-        needs=tuple(_glue_needs(recipe)),
         notes=(*_nemo_notes(recipe), *_tight_memory(recipe, micro_batch_tokens(written))),
         nemo=NemoPlan(host.name, base, written, environment),
     )
@@ -214,19 +212,21 @@ def _nemo_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         )
 
 
-def _glue_needs(recipe: Recipe) -> Iterator[str]:
-    glue = recipe.glue
-    switches = (glue.quantize, glue.transfer, glue.verify, glue.recalibrate.source)
-    if switches != ("stock", "bf16", "off", "forward"):
-        yield f"glue={glue.name} inside NeMo RL's workers, which is not here yet; add glue=stock"
-
-
 def _nemo_notes(recipe: Recipe) -> Iterator[str]:
-    precision = recipe.precision
-    if precision.rollout_kv == "fp8" and recipe.grpo.validate_first:
+    precision, recalibrate = recipe.precision, recipe.glue.recalibrate
+    fp8_kv, watches = precision.rollout_kv == "fp8", recalibrate.source == "logprob"
+    if fp8_kv and not watches and recipe.grpo.validate_first:
         yield (
             "grpo.validate_first: no effect, NeMo RL would validate, and sample the first step, "
-            "with KV scales of 1.0 (grpo.py:2744)"
+            "with KV scales of 1.0 (grpo.py:2744); glue.recalibrate.source=logprob has real ones"
+        )
+    if not fp8_kv and recalibrate not in (Recalibrate(), STOCK_RECALIBRATE):
+        yield "glue.recalibrate: no effect, the KV cache is BF16"
+    usual = (STOCK_RECALIBRATE.history, STOCK_RECALIBRATE.first_margin)
+    if fp8_kv and not watches and (recalibrate.history, recalibrate.first_margin) != usual:
+        yield (
+            "glue.recalibrate.history, first_margin: no effect with source=forward, NeMo RL "
+            "measures with the weights that will sample"
         )
     if SHARE in leaves(recipe.nemo) and recipe.model.memory.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"

@@ -7,8 +7,8 @@ anyway, so they are one update old: hence the margin and the history. A missing 
 value that is not finite is an error; nothing falls back to 1.0, as NeMo RL's colocated path
 silently did for months (#3225).
 
-Shapes: B sequences, T tokens, R rows (tokens of all sequences), H heads, D head dimension, L layers,
-S history steps; the last axis of 3 is Q, K, V.
+Shapes: B sequences, T tokens, R rows (tokens of all sequences), H heads, D head dimension, L
+layers, S history steps; the last axis of 3 is Q, K, V.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ __all__ = [
     "RefitProof",
     "checksum",
     "encode",
+    "in_groups",
     "refit_stream",
 ]
 
@@ -87,7 +88,7 @@ def refit_stream(
     sums: list[Tensor] = []
     verdicts: list[Encoded] = []
     device: torch.device | None = None
-    for group in _groups(named_weights):
+    for group in in_groups(named_weights):
         if device is None:
             device = group[0][1].device
             yield SENTINEL, torch.zeros(1, dtype=torch.uint8, device=device)
@@ -154,7 +155,7 @@ def encode(
     return Encoded(tensors, [*chosen, *others], torch.cat(verdicts))
 
 
-def _groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Consecutive weights until they are `GROUP_BYTES` together."""
     group: list[tuple[str, Tensor]] = []
     size = 0
@@ -185,15 +186,12 @@ def _handed_over(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, T
 
     NeMo RL's NCCL sender pulls from buffers' streams in turn (packed_tensor.py).
     """
-    made_on, done = None, None
+    made_on = torch.cuda.current_stream() if torch.cuda.is_available() else None
+    done = made_on.record_event() if made_on else None
     for name, tensor in tensors:
-        if tensor.is_cuda:
-            taken_on = torch.cuda.current_stream(tensor.device)
-            if made_on is None:
-                made_on, done = taken_on, taken_on.record_event()
-            elif taken_on != made_on:
-                taken_on.wait_event(done)
-                tensor.record_stream(taken_on)
+        if done and tensor.is_cuda and (taken_on := torch.cuda.current_stream()) != made_on:
+            taken_on.wait_event(done)
+            tensor.record_stream(taken_on)
         yield name, tensor
 
 

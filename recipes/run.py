@@ -38,8 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def problems_with(plan: Plan) -> list[str]:
     """One line for each thing that would stop this plan after it has started."""
-    if plan.needs:
-        return [f"{plan.cell}: needs {need}" for need in plan.needs]
     return import_module(PREFLIGHT[plan.backend]).problems_with(plan)
 
 

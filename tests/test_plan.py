@@ -62,7 +62,7 @@ def test_the_run_is_named_model_precision_correction_seed():
 def test_a_slurm_cell_needs_an_image_for_nemo_rls_own_environments():
     with pytest.raises(PlanError, match=r"cluster\.container=null: .*cluster\.interpreter=system"):
         plan("model=qwen3-8b", "cluster=slurm")
-    assert not plan("model=qwen3-8b", "cluster=slurm", "cluster.interpreter=system").needs
+    assert plan("model=qwen3-8b", "cluster=slurm", "cluster.interpreter=system")
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,16 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from pathlib import Path
 from typing import Any, TextIO
 
+import fp8_nemo
 from fp8_nemo import run_dir
 from fp8_nemo.data import load_problems, write_problems
 from fp8_nemo.host import root_of
 from fp8_nemo.model_dir import model_path
 from fp8_nemo.nemo.checkout import config_of, read_host
-from fp8_nemo.nemo.engine import check_engine, engine_dtypes
+from fp8_nemo.nemo.engine import check_engine, check_receivers, engine_dtypes, refit_reports
 from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.nemo.ray_nodes import own_code_first
+from fp8_nemo.nemo.settings import has_receiver, observes, to_environment
 from fp8_nemo.overrides import native_correction, path_overrides
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import seconds
@@ -78,13 +80,17 @@ def prepare(plan: Plan, root: Path) -> None:
     assert plan.nemo
     for name, value in plan.nemo.environment.items():
         os.environ.setdefault(name, value)
+    os.environ |= to_environment(plan.recipe)
     model = plan.recipe.model
     source = None if model.hf_id and not model.path else model_path(model)
     given = os.environ.get(CONVERSIONS)
     parent = Path(given) if given else Path(plan.recipe.outputs) / ".megatron"
     folder = run_dir.conversion_dir(parent, model.hf_id or model.name, source)
     os.environ[CONVERSIONS] = str(folder)
-    paths = [str(root), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    # Workers in environments of their own find NeMo RL and this package, entry point included.
+    own = Path(fp8_nemo.__file__).parents[1]
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [str(root), str(own), *given]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
@@ -226,6 +232,7 @@ def train(plan: Plan, path: Path, root: Path) -> None:
     config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
     with own_code_first():
         init_ray()
+    _register_worker()
     tokenizer = get_tokenizer(config.policy["tokenizer"])
     config.policy["generation"] = configure_generation_config(
         config.policy["generation"], tokenizer, has_refit_draft_weights=False, trains_mtp=False
@@ -256,6 +263,14 @@ def train(plan: Plan, path: Path, root: Path) -> None:
         dtypes = engine_dtypes(generation)
         (path / "log" / "engine.json").write_text(json.dumps(dtypes, indent=1) + "\n")
         check_engine(dtypes, plan.recipe)
+        if has_receiver(plan.recipe.glue):
+            check_receivers(generation)
+            policy.proofs = lambda: refit_reports(generation)
+        if observes(plan.recipe) and not policy.kv_scales:
+            policy.prepare_for_lp_inference()
+            policy.calibrate_qkv_fp8_scales(
+                _first_prompts(loader, tokenizer, config), include_q=True
+            )
         with checkpointer if hasattr(checkpointer, "__enter__") else nullcontext():
             grpo_train(
                 policy, generation, loader, validation_loader, tokenizer, loss_fn, environments,
@@ -294,6 +309,34 @@ def _one_interpreter() -> None:
     for name, executable in ACTOR_ENVIRONMENT_REGISTRY.items():
         if executable.startswith("uv"):
             ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
+
+
+def _register_worker() -> None:
+    """Our policy worker runs in the environment of the stock one."""
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.utils.venvs import create_local_venv_on_each_node
+
+    from fp8_nemo.nemo.policy import STOCK_WORKER, WORKER
+
+    executable = ACTOR_ENVIRONMENT_REGISTRY[STOCK_WORKER]
+    if executable.startswith("uv"):  # NeMo RL would make an environment under our name, without us
+        executable = create_local_venv_on_each_node(executable, STOCK_WORKER)
+    ACTOR_ENVIRONMENT_REGISTRY[WORKER] = executable
+
+
+def _first_prompts(loader: Any, tokenizer: Any, config: Any) -> Any:
+    """The first prompts of the data, as NeMo RL gives them to its own first calibration."""
+    from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    count = config.grpo.num_prompts_per_step
+    batch = loader.collate_fn([loader.dataset[n] for n in range(count)])
+    flat, lengths = batched_message_log_to_flat_message(
+        batch["message_log"],
+        pad_value_dict={"token_ids": tokenizer.pad_token_id},
+        make_sequence_length_divisible_by=config.policy["make_sequence_length_divisible_by"],
+    )
+    return BatchedDataDict({"input_ids": flat["token_ids"], "input_lengths": lengths})
 
 
 def _shut_down(environments: Any, validation_environments: Any, generation: Any) -> None:

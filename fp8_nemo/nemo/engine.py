@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from fp8_nemo.schema import Recipe
@@ -37,12 +37,28 @@ def engine_dtypes(generation: Any) -> dict[str, str]:
     Args:
         generation: NeMo RL's `VllmGeneration`, its synchronous engine.
     """
-    import ray
-
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    actors = generation.worker_group.workers
-    answers = ray.get([actor.__ray_call__.remote(_dtypes_of_actor) for actor in actors])
+    answers = _ask(generation, _dtypes_of_actor)
     return {name: dtype for answer in answers for each in answer for name, dtype in each.items()}
+
+
+def refit_reports(generation: Any) -> list[dict[str, float]]:
+    """What each of vLLM's workers has proven of its last refit; empty for one that is not ours."""
+    return [answer for actor in _ask(generation, _reports_of_actor) for answer in actor]
+
+
+def check_receivers(generation: Any) -> None:
+    """Whether our receiver is in every one of vLLM's workers.
+
+    Raises:
+        EngineError: naming those without it.
+    """
+    missing = [name for actor in _ask(generation, _stock_workers_of_actor) for name in actor]
+    if missing:
+        raise EngineError(
+            f"vLLM worker {', '.join(missing)}: runs NeMo RL's own receiver, not ours, so it would "
+            "quantize FP8 weights again; its environment does not show the entry point fp8_nemo of "
+            "vllm.general_plugins: install fp8-nemo there, or add glue=stock (docs/nemo.md)"
+        )
 
 
 def check_engine(dtypes: dict[str, str], recipe: Recipe) -> None:
@@ -96,3 +112,36 @@ def _dtypes_of_worker(worker: Any) -> dict[str, str]:
     """In a worker of vLLM."""
     named: Iterable[tuple[str, Any]] = worker.model_runner.model.named_parameters()
     return {name: str(parameter.dtype) for name, parameter in named}
+
+
+def _ask(generation: Any, question: Callable[[Any], list[Any]]) -> list[list[Any]]:
+    """Answers of every generation actor, which asks its vLLM's workers."""
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    actors = generation.worker_group.workers
+    return ray.get([actor.__ray_call__.remote(question) for actor in actors])
+
+
+def _reports_of_actor(actor: Any) -> list[dict[str, float]]:
+    llm = getattr(actor, "llm", None)
+    return llm.collective_rpc(_report_of_worker) if llm is not None else []
+
+
+def _report_of_worker(worker: Any) -> dict[str, float]:
+    report = getattr(worker, "fp8_nemo_report", None)
+    return report() if report is not None else {}
+
+
+def _stock_workers_of_actor(actor: Any) -> list[str]:
+    llm = getattr(actor, "llm", None)
+    return [n for n in llm.collective_rpc(_stock_worker) if n] if llm is not None else []
+
+
+def _stock_worker(worker: Any) -> str:
+    """Rank and host of a worker without our receiver; empty for one with it."""
+    import socket
+
+    if hasattr(worker, "fp8_nemo_report"):
+        return ""
+    return f"{worker.rank} on {socket.gethostname()}"

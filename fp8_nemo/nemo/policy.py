@@ -1,10 +1,14 @@
-"""The policy that NeMo RL's driver trains: stock, and watched where the batch is whole.
+"""The policy that NeMo RL's driver trains: stock workers or ours, watched where the batch is whole.
 
 `Policy.train` is the one place that sees a step's rollout batch unpacked and before it is spread
 over ranks: the metrics of the mismatch are taken here, and every correction that NeMo RL's loss
 does not know multiplies the advantages here. The clipped losses are linear in the advantage,
 `max(-wA r, -wA clip(r)) = w max(-A r, -A clip(r))` for `w >= 0`, so this is the corrected loss
 exactly, whatever packing, dynamic batching or context parallelism do to it afterwards.
+
+KV scales are made here from what the workers saw (`glue.recalibrate.source: logprob`): the history
+of their ranges is on the driver, is saved with every checkpoint, and the scales in force go into
+every refit, also into those for which NeMo RL passes none.
 
 Shapes: B sequences, T tokens, the first of which nothing predicts.
 """
@@ -14,7 +18,11 @@ Shapes: B sequences, T tokens, the first of which nothing predicts.
 from __future__ import annotations
 
 import copy
+import json
 import math
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +31,23 @@ from nemo_rl.models.policy.lm_policy import Policy
 
 from fp8_nemo.correction import Multiplier, correct, correction_metrics
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.nemo.settings import has_receiver, observes
 from fp8_nemo.overrides import native_correction
 from fp8_nemo.quantize import FP8_MAX
-from fp8_nemo.recalibrate import RecalibrateError, max_drift, saturated_fraction
+from fp8_nemo.recalibrate import (
+    AmaxObserver,
+    RecalibrateError,
+    kv_scales,
+    max_drift,
+    saturated_fraction,
+)
 from fp8_nemo.schema import Recipe
 from fp8_nemo.weights import kv_scale_names
 
-STOCK_MARGIN = 1.05  # megatron_policy_worker.py, calibrate_qkv_fp8_scales
+WORKER = "fp8_nemo.nemo.policy_worker.Fp8PolicyWorker"
+STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+RANGES = "fp8_nemo_ranges.json"
+"""Beside a checkpoint's weights: ranges and scales, so that a resumed run starts with them."""
 
 
 class WatchedPolicy(Policy):
@@ -41,12 +59,19 @@ class WatchedPolicy(Policy):
     """
 
     def __init__(self, recipe: Recipe, **arguments: Any) -> None:
-        self.correction = recipe.correction
+        self.recipe, self.correction = recipe, recipe.correction
         self.num_layers = recipe.model.shape.layers
         self.row: dict[str, float] = {}
         self.refit_bytes = 0
+        self.proofs: Callable[[], list[dict[str, float]]] = list
         self.kv_scales: dict[str, float] = {}
+        self.observer = AmaxObserver(self.num_layers, recipe.glue.recalibrate.history)
+        self.is_observed, self.has_trained = False, False
+        if has_receiver(recipe.glue) or observes(recipe):
+            arguments["worker_extension_cls_fqn"] = WORKER
         super().__init__(**arguments)
+        if observes(recipe) and arguments.get("weights_path"):
+            self._restore(ranges_file(arguments["weights_path"]))
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         """`Policy.train` on the corrected batch; the caller's batch stays as it is.
@@ -59,10 +84,11 @@ class WatchedPolicy(Policy):
         self.row |= mismatch_metrics(pair) | correction_metrics(multiplier, pair, self.correction)
         tokens, sequences = int(pair.mask_BT.sum()), len(pair.mask_BT)
         self.row |= {"rollout/tokens": tokens, "rollout/mean_length": tokens / max(1, sequences)}
-        self.row |= {"refit/bytes": self.refit_bytes, "refit/verified_weights": 0}
+        self.row |= refit_metrics(self.proofs(), self.refit_bytes)
         if native_correction(self.correction) is None:
             data = corrected(data, multiplier, self.correction.renormalize_denominator)
         results = super().train(data, loss_fn, *arguments, **options)
+        self.has_trained = True
         self.row["train/grad_norm"] = float(torch.as_tensor(results["grad_norm"]).max())
         return results
 
@@ -72,18 +98,75 @@ class WatchedPolicy(Policy):
         self.refit_bytes = refit_bytes(info or {})
         return info
 
+    def get_logprobs(self, *arguments: Any, **options: Any) -> Any:
+        """`Policy.get_logprobs`; the workers observe Q, K and V where the recipe says so."""
+        found = super().get_logprobs(*arguments, **options)
+        self.is_observed = observes(self.recipe)
+        return found
+
     def calibrate_qkv_fp8_scales(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """`Policy.calibrate_qkv_fp8_scales`, held against the scales that were in force.
+        """KV scales for the next rollout, held against those in force.
+
+        From what the step's logprob forward showed; by NeMo RL's own forward over the given batch
+        where there was none, and with `source: forward` always.
 
         Raises:
             RecalibrateError: a scale is zero or not finite.
         """
-        found = super().calibrate_qkv_fp8_scales(*arguments, **options)
-        scales = checked_scales(found["layers"], self.num_layers)
+        settings = self.recipe.glue.recalibrate
+        if settings.source == "forward":
+            options.setdefault("margin", settings.margin)
+            found = super().calibrate_qkv_fp8_scales(*arguments, **options)
+            self._take_scales(found["layers"], ranges_of(found["layers"], settings.margin))
+            return found
+        if not self.is_observed and (self.has_trained or not self.kv_scales):
+            super().calibrate_qkv_fp8_scales(*arguments, **options)
+            self.is_observed = True
+        if self.is_observed:
+            margin = settings.margin if self.has_trained else settings.first_margin
+            amax_L3 = torch.tensor(self.run_all_workers_single_data("fp8_nemo_take_ranges")[0])
+            self.observer.next_step()
+            self.observer.amax_SL3[0] = amax_L3
+            self._take_scales(kv_scales(self.observer.read(), margin), amax_L3)
+        self.is_observed, self.has_trained = False, False
+        return {"format": "fp8", "margin": settings.margin, "layers": self.kv_scales}
+
+    def stream_weights_via_ipc_zmq(
+        self, buffer_size_bytes: int, kv_scales: dict[str, float] | None = None
+    ) -> Any:
+        """`Policy.stream_weights_via_ipc_zmq`, never without the scales in force."""
+        return super().stream_weights_via_ipc_zmq(
+            buffer_size_bytes, kv_scales=kv_scales or self.kv_scales or None
+        )
+
+    def broadcast_weights_for_collective(
+        self, kv_scales: dict[str, float] | None = None, **options: Any
+    ) -> Any:
+        """`Policy.broadcast_weights_for_collective`, never without the scales in force."""
+        return super().broadcast_weights_for_collective(
+            kv_scales=kv_scales or self.kv_scales or None, **options
+        )
+
+    def save_checkpoint(self, weights_path: str, *arguments: Any, **options: Any) -> None:
+        """`Policy.save_checkpoint`, and the ranges beside the weights."""
+        super().save_checkpoint(weights_path, *arguments, **options)
+        if observes(self.recipe):
+            content = {"amax_SL3": self.observer.read().tolist(), "kv_scales": self.kv_scales}
+            ranges_file(weights_path).write_text(json.dumps(content) + "\n")
+
+    def _restore(self, file: Path) -> None:
+        """Ranges of a checkpoint; one that NeMo RL saved alone has none, and is measured anew."""
+        if file.is_file():
+            content = json.loads(file.read_text())
+            self.observer.load_state_dict({"amax_SL3": torch.tensor(content["amax_SL3"])})
+            self.kv_scales = content["kv_scales"]
+
+    def _take_scales(self, scales: dict[str, float], amax_L3: torch.Tensor) -> None:
+        scales = checked_scales(scales, self.num_layers)
         if self.kv_scales:
-            self.row |= drift_metrics(self.kv_scales, scales)
+            self.row["recalibrate/saturated_fraction"] = saturated_fraction(amax_L3, self.kv_scales)
+            self.row["recalibrate/max_drift"] = max_drift(self.kv_scales, scales)
         self.kv_scales = scales
-        return found
 
     def take_row(self) -> dict[str, float]:
         """The metrics since the last call."""
@@ -155,12 +238,30 @@ def checked_scales(scales: dict[str, float], num_layers: int) -> dict[str, float
     return scales
 
 
-def drift_metrics(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """How the scales in force did, by the ranges behind those that were measured next."""
-    layers = len(after) // 3
-    scales_L3 = [[after[name] for name in kv_scale_names(layer)] for layer in range(layers)]
-    amax_L3 = torch.tensor(scales_L3) * FP8_MAX / STOCK_MARGIN
+def ranges_of(scales: dict[str, float], margin: float) -> torch.Tensor:
+    """The ranges `[L, 3]` behind NeMo RL's scales."""
+    layers = len(scales) // 3
+    return torch.tensor([[scales[name] for name in kv_scale_names(n)] for n in range(layers)]) * (
+        FP8_MAX / margin
+    )
+
+
+def ranges_file(weights_path: str | os.PathLike[str]) -> Path:
+    """Where a checkpoint's ranges stand: beside the folder of its weights."""
+    return Path(weights_path).parent / RANGES
+
+
+def refit_metrics(proofs: list[dict[str, float]], sent: int) -> dict[str, float]:
+    """Bytes and proven weights of the last refit, of the worker that proved least.
+
+    Args:
+        proofs: what each of vLLM's workers reports; none with `verify: off`.
+        sent: bytes by NeMo RL's handshake.
+    """
+    proven = [proof for proof in proofs if proof]
+    if not proven:
+        return {"refit/bytes": sent, "refit/verified_weights": 0}
     return {
-        "recalibrate/saturated_fraction": saturated_fraction(amax_L3, before),
-        "recalibrate/max_drift": max_drift(before, after),
+        "refit/bytes": min(proof["bytes"] for proof in proven),
+        "refit/verified_weights": min(proof["verified_weights"] for proof in proven),
     }

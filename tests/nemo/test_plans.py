@@ -97,7 +97,6 @@ def test_cells_of_real_models_plan_on_8_and_32_gpus_with_headroom_or_a_reason(ea
     reasons = [note for note in found.notes if note.startswith("memory: train leaves")]
     assert bool(reasons) == (memory.headroom(memory.worst) < HEADROOM)
     assert bool(reasons) == (each[0] == "qwen3-30b-a3b" and "e2e" in each[1] and nodes == 1)
-    assert found.needs == ()
 
 
 def test_the_plan_sets_what_its_features_depend_on_and_inherits_none_of_it():
@@ -295,7 +294,7 @@ def test_known_defects_of_v0_7_0_are_refused_there_and_nowhere_else(arguments, l
     with pytest.raises(PlanError) as caught:
         plan("model=llama31-8b", *arguments, host=there)
     assert str(caught.value).startswith(line)
-    assert plan("model=llama31-8b", *arguments).needs == ()
+    assert plan("model=llama31-8b", *arguments)
 
 
 def test_every_limit_names_the_line_that_it_mirrors():
@@ -365,14 +364,31 @@ def test_a_users_own_key_wins_over_the_plans():
     assert opened["policy.generation.vllm_kwargs.max_num_seqs"] == 64
 
 
-def test_our_glue_is_asked_for_by_name_until_it_runs_inside_nemo_rl():
-    [need] = plan("model=llama31-8b", "glue=ours").needs
-    assert need.startswith("glue=ours inside NeMo RL's workers")
+def test_first_validation_is_dropped_where_nemo_rl_would_have_no_kv_scales_for_it():
+    cell = ("model=llama31-8b", "precision=fp8-kv-attn")
+    stock = plan(*cell, "glue=stock")
+    assert any("KV scales of 1.0" in note for note in stock.notes)
+    assert stock.nemo.overrides["grpo.val_at_start"] is False
+    ours = plan(*cell, "glue=ours")
+    assert not any("KV scales of 1.0" in note for note in ours.notes)
+    assert ours.nemo.overrides["grpo.val_at_start"] is True
 
 
-def test_first_validation_is_dropped_under_fp8_kv_with_a_note():
-    notes = plan("model=llama31-8b", "precision=fp8-kv-attn").notes
-    assert any("KV scales of 1.0" in note for note in notes)
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (["precision=bf16", "glue.recalibrate.history=5"], "glue.recalibrate: no effect"),
+        (
+            ["precision=fp8-kv-attn", "glue=stock", "glue.recalibrate.history=5"],
+            "glue.recalibrate.history, first_margin: no effect with source=forward",
+        ),
+    ],
+)
+def test_recalibration_keys_without_effect_are_noted(arguments, note):
+    assert any(each.startswith(note) for each in plan("model=llama31-8b", *arguments).notes)
+    for quiet in ("glue=ours", "glue=stock"):
+        notes = plan("model=llama31-8b", arguments[0], quiet).notes
+        assert not any("glue.recalibrate" in each and "validate" not in each for each in notes)
     assert not any("1.0" in note for note in plan("model=llama31-8b", "precision=bf16").notes)
 
 

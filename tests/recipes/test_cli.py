@@ -134,12 +134,6 @@ def test_a_nemo_cell_without_a_checkout_says_so_and_creates_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_our_glue_inside_nemo_rl_is_refused_until_it_is_there(tmp_path):
-    result = verb("grpo", "backend=nemo", "glue=ours", f"outputs={tmp_path}/outputs")
-    assert_refused(result, "tiny-llama/fp8-kv-attn-tis: needs glue=ours", "add glue=stock")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_plan_is_printed_fast_without_torch(tmp_path):
     start = time.monotonic()
     result = verb("plan", "model=llama31-8b", "precision=fp8-kv-attn", f"outputs={tmp_path}")

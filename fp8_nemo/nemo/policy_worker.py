@@ -1,0 +1,160 @@
+"""NeMo RL's Megatron policy worker with our refit stream and our eyes on Q, K and V.
+
+Registered through `Policy(worker_extension_cls_fqn=...)`. One iterator feeds every transport of
+NeMo RL's, and its handshake; it is all that is replaced.
+"""
+
+# pyright: reportMissingImports=false
+# NeMo RL stands on the path of a run, not of a type check.
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import torch
+from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
+from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
+from torch import Tensor
+
+from fp8_nemo.nemo.ranges import watched
+from fp8_nemo.nemo.settings import (
+    formula,
+    from_environment,
+    has_receiver,
+    observes,
+    wire_precision,
+)
+from fp8_nemo.recalibrate import AmaxObserver
+from fp8_nemo.refit import KV_SUFFIXES, RefitError, refit_stream
+from fp8_nemo.schema import Recipe
+
+
+class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
+    """What a worker does differently; `Fp8PolicyWorker` is the Ray actor of it."""
+
+    fp8_nemo_wire: dict[str, tuple[torch.Size, torch.dtype]] | None = None
+    """Names, shapes and types of the stream, from NeMo RL's handshake; None before it."""
+    fp8_nemo_refused: RefitError | None = None
+    fp8_nemo_observer: AmaxObserver | None = None
+    fp8_nemo_is_reference = False
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        """The handshake: the stream as it will be, before any KV scale exists."""
+        self.fp8_nemo_wire = None
+        wire: dict[str, Any] = super().prepare_refit_info()
+        self.fp8_nemo_wire = wire
+        return wire
+
+    def stream_weights_via_ipc_zmq(self, *arguments: Any, **options: Any) -> None:
+        """Send to the engine on this GPU.
+
+        Raises:
+            RefitError: a weight or a KV scale was refused; the engine has refused the refit too.
+        """
+        super().stream_weights_via_ipc_zmq(*arguments, **options)
+        self.fp8_nemo_raise_refused()
+
+    def broadcast_weights_for_collective(self, *arguments: Any, **options: Any) -> None:
+        """Send to engines on other GPUs; raises as `stream_weights_via_ipc_zmq`."""
+        super().broadcast_weights_for_collective(*arguments, **options)
+        self.fp8_nemo_raise_refused()
+
+    def _iter_params_with_optional_kv_scales(
+        self, kv_scales: dict[str, float] | None = None, **options: Any
+    ) -> Iterator[tuple[str, Tensor]]:
+        recipe = _recipe()
+        if not has_receiver(recipe.glue):
+            yield from super()._iter_params_with_optional_kv_scales(kv_scales, **options)
+            return
+        exported = super()._iter_params_with_optional_kv_scales(None, **options)
+        weights = ((name, x) for name, x in exported if not name.endswith(KV_SUFFIXES))
+        stream = refit_stream(
+            weights,
+            wire_precision(recipe),
+            kv_scales,
+            num_layers=recipe.model.shape.layers,
+            metadata_only=self.fp8_nemo_wire is None,
+            checksums=recipe.glue.verify == "full",
+            formula=formula(recipe.glue),
+        )
+        yield from self.fp8_nemo_to_the_end(stream)
+
+    def fp8_nemo_to_the_end(
+        self, stream: Iterator[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """A stream that is refused half-way goes on with zeros, and no manifest can be read.
+
+        A sender that stopped would leave the receiver waiting: 120 seconds for an answer, or for
+        ever in a broadcast of which it knows the sizes.
+        """
+        self.fp8_nemo_refused = None
+        sent: set[str] = set()
+        try:
+            for name, tensor in stream:
+                sent.add(name)
+                yield name, tensor
+        except RefitError as error:
+            self.fp8_nemo_refused = error
+            for name, (shape, dtype) in (self.fp8_nemo_wire or {}).items():
+                if name not in sent:
+                    yield name, torch.zeros(shape, dtype=dtype, device="cuda")
+
+    def fp8_nemo_raise_refused(self) -> None:
+        """Once the stream has ended on both sides."""
+        if self.fp8_nemo_refused is not None:
+            raise self.fp8_nemo_refused
+
+    @contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        """While other weights are in, nothing is observed."""
+        with super().use_reference_model():
+            self.fp8_nemo_is_reference = True
+            try:
+                yield
+            finally:
+                self.fp8_nemo_is_reference = False
+
+    def get_logprobs(self, *, data: Any, **options: Any) -> Any:
+        """NeMo RL's, observed."""
+        recipe = _recipe()
+        if self.fp8_nemo_is_reference or not observes(recipe):
+            return super().get_logprobs(data=data, **options)
+        if self.fp8_nemo_observer is None:
+            self.fp8_nemo_observer = AmaxObserver(recipe.model.shape.layers, 1, "cuda")
+        from megatron.core import parallel_state
+
+        with watched(
+            self.model,
+            self.fp8_nemo_observer,
+            data["input_lengths"],
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=parallel_state.get_context_parallel_world_size(),
+        ):
+            return super().get_logprobs(data=data, **options)
+
+    def fp8_nemo_take_ranges(self) -> list[list[float]]:
+        """Largest absolute values `[L, 3]` of all ranks since the last call; zeros if none.
+
+        The step's one read on the host.
+        """
+        if self.fp8_nemo_observer is None:
+            return []
+        # As integers, which order as the numbers do and put NaN above all; NCCL may drop a NaN.
+        bits_L3 = self.fp8_nemo_observer.amax_SL3[0].view(torch.int32)
+        torch.distributed.all_reduce(bits_L3, op=torch.distributed.ReduceOp.MAX)
+        found = self.fp8_nemo_observer.read()[0].tolist()
+        self.fp8_nemo_observer.next_step()
+        return found
+
+
+@ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
+class Fp8PolicyWorker(Fp8PolicyWorkerImpl):
+    """The Ray actor."""
+
+
+def _recipe() -> Recipe:
+    recipe = from_environment()
+    assert recipe, "the driver sets it before Ray starts"
+    return recipe

@@ -1,0 +1,106 @@
+"""Watching Q, K and V in Megatron's logprob forward, where attention receives them.
+
+NeMo RL measures them with a forward of its own after every update, hooks whatever has
+`core_attention` in its name, children included, counts padding, and reads three numbers a layer and
+micro-batch on the host (megatron_policy_worker.py:3474). Here the forward that the step runs anyway
+is watched: the top attention module of a layer, real tokens only, nothing read until the step asks.
+
+Sequences come packed, one after the other, in the order of the batch; how long each really is, is
+known from the batch alone: Megatron is told the padded lengths only.
+
+Shapes: S sequences of a micro-batch, R rows (tokens), H heads, D head dimension.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8_nemo.recalibrate import AmaxObserver, RecalibrateError, real_rows
+
+
+@contextmanager
+def watched(
+    model: nn.Module,
+    observer: AmaxObserver,
+    lengths: Tensor,
+    *,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> Iterator[None]:
+    """Let the observer see every attention of the forwards inside.
+
+    Args:
+        model: Megatron's.
+        observer: on the model's device.
+        lengths: real tokens of each sequence, in the order in which forwards take them.
+        cp_rank: this rank's place in its context-parallel group.
+        cp_size: ranks that share a sequence.
+
+    Raises:
+        RecalibrateError: a forward took more sequences than were given, or fewer.
+    """
+    on_device = lengths.to(observer.amax_SL3.device, non_blocking=True)
+    seen: dict[int, int] = defaultdict(int)
+    masks: dict[tuple[int, int], Tensor] = {}
+
+    def before_attention(layer: int, arguments: tuple, options: dict[str, Any]) -> None:
+        query, packed = arguments[0], options.get("packed_seq_params")
+        first, rows = seen[layer], query.shape[0]
+        count = query.shape[1] if packed is None else len(_starts(packed)) - 1
+        seen[layer] += count
+        if seen[layer] > len(lengths):
+            raise RecalibrateError(
+                f"layer {layer}: a forward took {seen[layer]} sequences, the batch has "
+                f"{len(lengths)}: their padding cannot be told; set glue.recalibrate.source=forward"
+            )
+        if (first, rows) not in masks:
+            masks.clear()  # a layer's micro-batch is the next layer's
+            own = on_device[first : first + count]
+            if packed is None:  # [T, S, H, D]: each sequence padded to the longest
+                within = torch.arange(rows, device=own.device)[:, None]
+                masks[first, rows] = (within < own).flatten()
+            else:
+                masks[first, rows] = real_rows(
+                    _starts(packed), own, rows, cp_rank=cp_rank, cp_size=cp_size
+                )
+        qkv = [x if x.ndim == 3 else x.flatten(0, 1) for x in arguments[:3]]
+        observer.observe_rows(layer, qkv, masks[first, rows])
+
+    hooks = [
+        attention.register_forward_pre_hook(
+            lambda module, arguments, options, layer=layer: before_attention(
+                layer, arguments, options
+            ),
+            with_kwargs=True,
+        )
+        for layer, attention in attentions(model)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer, count in seen.items():
+        if count != len(lengths):
+            raise RecalibrateError(
+                f"layer {layer}: forwards took {count} of the batch's {len(lengths)} sequences"
+            )
+
+
+def attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Global layer index and top attention module of each of this rank's layers."""
+    for name, module in model.named_modules():
+        if name.endswith("self_attention") and hasattr(module, "core_attention"):
+            yield int(module.layer_number) - 1, module.core_attention  # type: ignore[arg-type]
+
+
+def _starts(packed: Any) -> Tensor:
+    padded = packed.cu_seqlens_q_padded
+    return packed.cu_seqlens_q if padded is None else padded

@@ -1,0 +1,254 @@
+"""Our receiver inside vLLM's workers: it loads FP8 weights as they come, by a ledger.
+
+vLLM calls `register` through the entry point `vllm.general_plugins` in every process it starts,
+before it looks up the worker extension that NeMo RL named; the name then means our subclass of it.
+No line of NeMo RL or vLLM changes, whichever executor runs the workers.
+
+That it happened is proven, not assumed: the stream opens with a sentinel that only this receiver
+takes out, and vLLM's own loader stops at a name that it does not know.
+
+A receiver that gave up in the middle would leave the sender waiting, 120 seconds for an answer or
+for ever in a broadcast; what fails is kept, the stream is taken to its end, and then it is raised.
+"""
+
+# pyright: reportMissingImports=false
+# NeMo RL and vLLM stand on the path of a run, not of a type check.
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8_nemo import weights
+from fp8_nemo.nemo.parts import Rank, engine_parts, layers_with_experts
+from fp8_nemo.nemo.settings import VARIABLE, formula, from_environment, wire_precision
+from fp8_nemo.refit import (
+    MANIFEST,
+    SENTINEL,
+    Ledger,
+    Part,
+    RefitError,
+    RefitProof,
+    encode,
+    in_groups,
+)
+from fp8_nemo.schema import Recipe
+from fp8_nemo.weights import named_shapes, wire_specs
+
+EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
+
+
+def register() -> None:
+    """Put our receiver in the place of NeMo RL's worker extension, in this process.
+
+    vLLM may call it more than once, and in processes that hold no weights.
+    """
+    if VARIABLE not in os.environ:
+        return
+    from nemo_rl.models.generation.vllm import vllm_backend
+
+    recipe = from_environment()
+    assert recipe
+    for name in EXTENSIONS:
+        stock = getattr(vllm_backend, name, None)
+        if stock is not None and not hasattr(stock, "fp8_nemo_report"):
+            setattr(vllm_backend, name, receiver(stock, recipe))
+
+
+def receiver(stock: type, recipe: Recipe) -> type:
+    """A subclass of NeMo RL's worker extension that receives what our policy workers send.
+
+    Args:
+        stock: `VllmInternalWorkerExtension` of main 7ea279a or v0.7.0.
+        recipe: of the run.
+    """
+
+    class Receiver(stock):  # type: ignore[misc]
+        fp8_nemo_refit: Refit | None = None
+        fp8_nemo_proof: RefitProof | None = None
+
+        def update_weights_via_ipc_zmq(self) -> bool:
+            return self.fp8_nemo_proven(super().update_weights_via_ipc_zmq)
+
+        def update_weights_from_collective(self) -> bool:
+            return self.fp8_nemo_proven(super().update_weights_from_collective)
+
+        def _load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+            assert self.fp8_nemo_refit
+            self.fp8_nemo_refit.take(weights, super()._load_weights)
+
+        def _weight_update_errors_are_fatal(self) -> bool:
+            return True
+
+        def fp8_nemo_proven(self, update: Callable[[], bool]) -> bool:
+            self.fp8_nemo_refit = Refit(self.model_runner.model, recipe)
+            landed = update()
+            self.fp8_nemo_proof = self.fp8_nemo_refit.close(landed)
+            return True
+
+        def fp8_nemo_report(self) -> dict[str, float]:
+            """Of the last refit; empty before one, and with `verify: off`."""
+            proof = self.fp8_nemo_proof
+            if proof is None:
+                return {}
+            return {"bytes": proof.bytes, "verified_weights": proof.verified_weights}
+
+    Receiver.__qualname__ = Receiver.__name__ = stock.__name__
+    return Receiver
+
+
+class Refit:
+    """One refit of one worker's model, from before the first tensor to the proof.
+
+    Args:
+        model: vLLM's.
+        recipe: of the run.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe) -> None:
+        self.model, self.recipe = model, recipe
+        self.failed: Exception | None = None
+        self.ledger: Ledger | None = None
+        _widen_kv_scales(model)
+        if recipe.glue.verify != "off":
+            try:
+                self.ledger = _open(model, recipe)
+                _wait()  # the poison must be in before NCCL's receiver loads on its own streams
+            except RefitError as error:
+                self.failed = error
+
+    def take(
+        self, tensors: list[tuple[str, Tensor]], load_as_stock: Callable[[list], None]
+    ) -> None:
+        """Book what arrived, and load it: as it is, quantized here, or by NeMo RL's own loader."""
+        if self.failed:
+            return
+        try:
+            self._load([pair for pair in tensors if self._is_ours(*pair)], load_as_stock)
+        except Exception as error:  # raised when the stream has ended
+            self.failed = error
+
+    def close(self, landed: bool) -> RefitProof | None:
+        """The proof; None with `verify: off`.
+
+        Raises:
+            RefitError: naming everything that failed.
+        """
+        if isinstance(self.failed, RefitError):
+            raise self.failed
+        if self.failed or not landed:
+            problems = self.ledger.problems if self.ledger else []
+            reason = self.failed or "NeMo RL's own message stands in this worker's log"
+            raise RefitError([*problems, f"vLLM could not load a weight: {reason}"])
+        if self.ledger is None:
+            return None
+        proof = self.ledger.close(_engine(self.model, self.recipe))
+        if broken := list(_stale_host_copies(self.model, self.ledger.kv_scales)):
+            raise RefitError(broken)
+        return proof
+
+    def _is_ours(self, name: str, tensor: Tensor) -> bool:
+        if self.ledger is not None:
+            return self.ledger.receive(name, tensor)
+        return name not in (SENTINEL, MANIFEST)
+
+    def _load(
+        self, tensors: list[tuple[str, Tensor]], load_as_stock: Callable[[list], None]
+    ) -> None:
+        glue = self.recipe.glue
+        quantizes = glue.transfer == "bf16" and self.recipe.precision.rollout_linear == "fp8"
+        if not quantizes:
+            self.model.load_weights(weights=tensors)
+        elif glue.quantize == "stock":
+            load_as_stock(tensors)
+        else:
+            for group in in_groups(tensors):
+                self._quantize_and_load(group)
+
+    def _quantize_and_load(self, group: list[tuple[str, Tensor]]) -> None:
+        layers, precision = self.recipe.model.shape.layers, self.recipe.precision
+        scales = [pair for pair in group if pair[1].dtype == torch.float32]  # those of K and V
+        plain = [pair for pair in group if pair[1].dtype != torch.float32]
+        found = [*scales]
+        if plain:
+            rounding = formula(self.recipe.glue)
+            encoded = encode(plain, precision, num_layers=layers, formula=rounding)
+            found += encoded.tensors
+        if self.ledger is not None:
+            for name, tensor in found:
+                self.ledger.loading(name, tensor)
+        self.model.load_weights(weights=found)
+
+
+def _open(model: Any, recipe: Recipe) -> Ledger:
+    shapes, layers = named_shapes(recipe.model.shape), recipe.model.shape.layers
+    held, rank = wire_specs(shapes, recipe.precision, layers), _rank(model)
+    return Ledger(
+        wire_specs(shapes, wire_precision(recipe), layers),
+        _engine(model, recipe),
+        held={name: spec for name, spec in held.items() if rank.holds(name)},
+        checksums=recipe.glue.verify == "full",
+    )
+
+
+def _engine(model: Any, recipe: Recipe) -> dict[str, Part]:
+    """Everything that a refit fills in this worker, by wire name, looked up now."""
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    parts = engine_parts(parameters, recipe.model.shape, recipe.precision, _rank(model))
+    if recipe.precision.rollout_kv == "fp8":
+        for layer in range(recipe.model.shape.layers):
+            attention = _attention(model, layer)
+            held = (attention._q_scale, attention._k_scale, attention._v_scale)
+            names = weights.kv_scale_names(layer)
+            parts |= {n: Part(scale.view(1)) for n, scale in zip(names, held, strict=True)}
+    return parts
+
+
+def _rank(model: Any) -> Rank:
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
+
+    modules = dict(model.named_modules())
+    maps = {
+        layer: getattr(modules[name], "_expert_map", getattr(modules[name], "expert_map", None))
+        for layer, name in layers_with_experts(modules)
+    }
+    experts = {
+        layer: {number: local for number, local in enumerate(found.tolist()) if local >= 0}
+        for layer, found in maps.items()
+        if found is not None
+    }
+    return Rank(
+        get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), experts or None
+    )
+
+
+def _attention(model: Any, layer: int) -> Any:
+    return model.get_submodule(f"model.layers.{layer}.self_attn.attn")
+
+
+def _widen_kv_scales(model: Any) -> None:
+    """VLLM makes these parameters in the model's BF16, in which a scale loses 17 of its bits."""
+    for name, parameter in model.named_parameters():
+        if name.endswith((".attn.q_scale", ".attn.k_scale", ".attn.v_scale")):
+            parameter.data = parameter.data.float()
+
+
+def _stale_host_copies(model: Any, sent: dict[str, Tensor]) -> Iterable[str]:
+    """KV scales whose copy on the host, which some attention kernels take, is not what was sent."""
+    for layer in range(len(sent) // 3):
+        attention = _attention(model, layer)
+        copies = (attention._q_scale_float, attention._k_scale_float, attention._v_scale_float)
+        for name, copy in zip(weights.kv_scale_names(layer), copies, strict=True):
+            if copy != sent[name].item():
+                yield f"{name}: the engine's host copy is {copy}, sent {sent[name].item()}"
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

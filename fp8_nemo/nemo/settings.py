@@ -1,0 +1,57 @@
+"""What the glue inside NeMo RL's workers is told: the recipe, by one environment variable.
+
+The driver sets it before Ray starts, and every worker process inherits it; a process without it
+leaves NeMo RL as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+from omegaconf import OmegaConf
+
+from fp8_nemo.quantize import Formula
+from fp8_nemo.schema import Glue, Precision, Recipe
+
+VARIABLE = "FP8_NEMO_RECIPE"
+
+
+def to_environment(recipe: Recipe) -> dict[str, str]:
+    """The variable for the workers of a run; empty where nothing in them is ours."""
+    if not (has_receiver(recipe.glue) or observes(recipe)):
+        return {}
+    return {VARIABLE: json.dumps(dataclasses.asdict(recipe))}
+
+
+def from_environment() -> Recipe | None:
+    """The recipe of the run that this process works for; None outside one, or with glue=stock."""
+    if VARIABLE not in os.environ:
+        return None
+    content = json.loads(os.environ[VARIABLE])
+    recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), content))
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def has_receiver(glue: Glue) -> bool:
+    """Whether vLLM's workers need our receiver."""
+    return (glue.quantize, glue.transfer, glue.verify) != ("stock", "bf16", "off")
+
+
+def observes(recipe: Recipe) -> bool:
+    """Whether the policy's workers watch Q, K and V in the logprob forward."""
+    return recipe.precision.rollout_kv == "fp8" and recipe.glue.recalibrate.source == "logprob"
+
+
+def wire_precision(recipe: Recipe) -> Precision:
+    """What travels: with `transfer: bf16` the receiver quantizes."""
+    if recipe.glue.transfer == "fp8":
+        return recipe.precision
+    return dataclasses.replace(recipe.precision, rollout_linear="bf16")
+
+
+def formula(glue: Glue) -> Formula:
+    """`quantize: stock` is NeMo RL's rounding, wherever it is done."""
+    return "exact" if glue.quantize == "fused" else "stock"
