@@ -96,4 +96,9 @@ def _copy_metadata(target: Path) -> None:
     # A clone's own egg-info calls it PKG-INFO, and is what is found when started in the clone.
     said = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
     (folder / "METADATA").write_text(said)
-    (folder / "entry_points.txt").write_text(installed.read_text("entry_points.txt") or "")
+    # From the clone itself: an installation is as old as its last `pip install`.
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = []
+    for group, points in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items()), ""]
+    (folder / "entry_points.txt").write_text("\n".join(lines))

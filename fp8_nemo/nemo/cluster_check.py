@@ -25,6 +25,7 @@ from fp8_nemo.nemo import probe
 from fp8_nemo.nemo.checkout import read_host
 from fp8_nemo.nemo.preflight import hub_mistakes
 from fp8_nemo.nemo.ray_nodes import connect, node_names
+from fp8_nemo.nemo.settings import PLUGIN, has_receiver
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import Recipe
 
@@ -220,10 +221,8 @@ def needed_versions(plan: Plan, environment: str) -> dict[str, str | None]:
 def needed_plugins(plan: Plan, environment: str) -> set[str]:
     """The vLLM plugins of ours that an environment with vLLM in it must show."""
     with_vllm = environment == "vLLM" or plan.recipe.cluster.interpreter == "system"
-    if plan.backend != "nemo" or not with_vllm or plan.recipe.glue.name == "stock":
-        return set()
-    declared = metadata.distribution("fp8-nemo").entry_points
-    return {each.name for each in declared if each.group == "vllm.general_plugins"}
+    ours = plan.backend == "nemo" and with_vllm and has_receiver(plan.recipe.glue)
+    return {PLUGIN} if ours else set()
 
 
 def _probe(python: str) -> Seen:

@@ -15,6 +15,7 @@ from fp8_nemo.data import DataError, load_problems
 from fp8_nemo.host import ROOT_VARIABLE, Host, HostError, host_mistakes, root_of
 from fp8_nemo.model_dir import model_mistakes, model_path
 from fp8_nemo.nemo.checkout import REMEDY, read_host
+from fp8_nemo.nemo.settings import PLUGIN, PLUGINS, has_receiver
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import Mistake, Recipe
 
@@ -103,11 +104,26 @@ def _software(recipe: Recipe, host: Host) -> Iterator[str]:
             f"cluster.interpreter=system: {', '.join(missing)} cannot be imported here; install "
             "what docs/nemo.md lists, or run in NeMo RL's container"
         )
+    elif has_receiver(recipe.glue) and (problem := _plugin_problem()):
+        yield problem
     elif (found := metadata.version("vllm").split("+")[0]) != host.vllm:
         yield (
             f"vllm {found}: NeMo RL {host.name} works with vllm=={host.vllm} only, whose internals "
             "its FP8 path patches; install that version, or another checkout"
         )
+
+
+def _plugin_problem() -> str:
+    """Why vLLM would not load our receiver here; empty if it would."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed}: keeps out our receiver; add {PLUGIN}, or unset it"
+    if PLUGIN not in {each.name for each in metadata.entry_points(group=PLUGINS)}:
+        return (
+            f"fp8-nemo is installed here without its entry point {PLUGIN} of {PLUGINS}, by which "
+            "vLLM finds our receiver; install it again: pip install -e ."
+        )
+    return ""
 
 
 def _model(recipe: Recipe, plan: Plan) -> Iterator[Mistake]:

@@ -9,13 +9,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from fp8_nemo.quantize import Formula
 from fp8_nemo.schema import Glue, Precision, Recipe
 
+if TYPE_CHECKING:  # a login node has no torch
+    from fp8_nemo.quantize import Formula
+
 VARIABLE = "FP8_NEMO_RECIPE"
+PLUGIN = "fp8_nemo"
+"""Our entry point of the group `PLUGINS`, by which vLLM finds our receiver."""
+PLUGINS = "vllm.general_plugins"
 
 
 def to_environment(recipe: Recipe) -> dict[str, str]:

@@ -72,7 +72,9 @@ def engine(wire, shape, rank, prefix):
             cut = rank if rank.experts is None else Rank()
             stem = f"{at}.mlp.experts"
             w13 = [
-                torch.cat([rows(wire[f"{stem}.{e}.{x}_proj.{suffix}"], cut) for x in ("gate", "up")])
+                torch.cat(
+                    [rows(wire[f"{stem}.{e}.{x}_proj.{suffix}"], cut) for x in ("gate", "up")]
+                )
                 for e in here
             ]
             w2 = [columns(wire[f"{stem}.{e}.down_proj.{suffix}"], cut) for e in here]
@@ -161,7 +163,9 @@ def test_a_refit_of_a_part_is_proven_and_names_what_did_not_land(case):
     [
         (lambda p: p.pop("model.layers.1.self_attn.o_proj.weight"), "o_proj.*no such tensor"),
         (
-            lambda p: p.update({"model.layers.0.mlp.gate_up_proj.weight": torch.zeros(1, 256).bfloat16()}),
+            lambda p: p.update(
+                {"model.layers.0.mlp.gate_up_proj.weight": torch.zeros(1, 256).bfloat16()}
+            ),
             r"gate_proj\.weight: the engine holds bfloat16 \[1, 256\], a refit sends float8",
         ),
         (lambda p: p.update({"model.extra.weight": torch.zeros(2)}), "model.extra.weight: the eng"),

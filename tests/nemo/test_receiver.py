@@ -1,0 +1,327 @@
+"""Our receiver around an engine that loads as vLLM's do: what lands, what stops a run, and when.
+
+The engine here is a small torch model with vLLM's names and a `load_weights` of its own; the real
+one is held against the same class in tests/nemo/test_with_a_checkout.py and on a GPU.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from fp8_nemo.nemo import receiver, settings
+from fp8_nemo.nemo.parts import Rank
+from fp8_nemo.quantize import FP8, quantize_blocks
+from fp8_nemo.refit import MANIFEST, SENTINEL, RefitError, refit_stream
+from fp8_nemo.schema import Glue, Model, Precision, Recalibrate, Recipe, Shape
+from fp8_nemo.weights import is_fp8_weight, kv_scale_names, named_shapes
+
+SHAPE = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
+E2E = Precision(name="e2e", rollout_linear="fp8", rollout_kv="fp8", train_linear="bf16")
+BF16 = Precision(name="bf16", rollout_linear="bf16", rollout_kv="bf16", train_linear="bf16")
+KV = {n: 0.01 * (1 + i) / 3 for layer in range(2) for i, n in enumerate(kv_scale_names(layer))}
+GLUES = [
+    Glue(quantize=quantize, transfer=transfer, verify=verify)
+    for quantize in ("fused", "stock")
+    for transfer in ("fp8", "bf16")
+    for verify in ("ledger", "full", "off")
+]
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(receiver, "_rank", lambda model: Rank())
+
+
+def recipe(glue=None, precision=E2E):
+    model = dataclasses.replace(Model(), shape=SHAPE)
+    return dataclasses.replace(Recipe(), model=model, precision=precision, glue=glue or Glue())
+
+
+class Attention(nn.Module):
+    """vLLM's: parameters that the loader fills, buffers that the kernel reads."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("q", "k", "v", "prob"):
+            self.register_parameter(
+                f"{name}_scale", nn.Parameter(torch.ones((), dtype=torch.bfloat16), False)
+            )
+            self.register_buffer(f"_{name}_scale", torch.ones(()))
+        self._q_scale_float = self._k_scale_float = self._v_scale_float = 1.0
+
+    def take_scales(self):
+        for name in ("q", "k", "v"):
+            scale = getattr(self, f"{name}_scale")
+            getattr(self, f"_{name}_scale").copy_(scale)
+            setattr(self, f"_{name}_scale_float", float(scale))
+
+
+FUSED = {
+    "q_proj": ("qkv_proj", 0, 256),
+    "k_proj": ("qkv_proj", 256, 384),
+    "v_proj": ("qkv_proj", 384, 512),
+    "gate_proj": ("gate_up_proj", 0, 256),
+    "up_proj": ("gate_up_proj", 256, 512),
+}
+
+
+class Engine(nn.Module):
+    """Fused weights by vLLM's names, loaded from the checkpoint's."""
+
+    def __init__(self, precision):
+        super().__init__()
+        self.precision, self.tensors, self.loaded = precision, {}, []
+        for name, size in named_shapes(SHAPE).items():
+            self._make(name, size, is_fp8_weight(name, size, precision, 2))
+        self.attention = [Attention(), Attention()]
+
+    def _make(self, name, size, fp8):
+        target, _, stop = self._place(name)
+        rows = max(stop or size[0], len(self.tensors.get(target, ())))
+        shape = (rows, *size[1:])
+        self.tensors[target] = torch.zeros(shape).to(FP8 if fp8 else torch.bfloat16)
+        if fp8:
+            blocks = torch.zeros(rows // 128, size[1] // 128)
+            self.tensors[target + "_scale_inv"] = blocks
+
+    def _place(self, name):
+        for projection, (module, start, stop) in FUSED.items():
+            if f".{projection}." in name:
+                return name.replace(projection, module), start, stop
+        return name, 0, None
+
+    def named_parameters(self, **_):
+        found = {n: nn.Parameter(t, requires_grad=False) for n, t in self.tensors.items()}
+        for layer, attention in enumerate(self.attention):
+            at = f"model.layers.{layer}.self_attn.attn"
+            found |= {f"{at}.{name}": p for name, p in attention.named_parameters()}
+        return iter(found.items())
+
+    def get_submodule(self, name):
+        return self.attention[int(name.split(".")[2])]
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.loaded.append(name)
+            if name in KV:
+                layer, leaf = int(name.split(".")[2]), name.rpartition(".")[2]
+                getattr(self.attention[layer], leaf).data.fill_(tensor.item())
+                continue
+            target, start, stop = self._place(name)
+            scale = name.endswith("_scale_inv")
+            if stop and scale:
+                start, stop = start // 128, stop // 128
+            held = self.tensors[target]  # KeyError as vLLM's loader for a name it does not know
+            held[start:stop].copy_(tensor)
+
+
+class Worker:
+    """NeMo RL's extension in a vLLM worker: receives what it is given, one batch at a time."""
+
+    def __init__(self, precision):
+        self.model_runner = type("Runner", (), {"model": Engine(precision)})()
+        self.wire, self.processes, self.as_stock, self.ended = [], True, [], 0
+
+    def update_weights_via_ipc_zmq(self):
+        for start in range(0, len(self.wire), 5):
+            self._load_weights(self.wire[start : start + 5])
+        if self.processes:
+            for attention in self.model_runner.model.attention:
+                attention.take_scales()
+        self.ended += 1
+        return True
+
+    update_weights_from_collective = update_weights_via_ipc_zmq
+
+    def _load_weights(self, weights):
+        """NeMo RL's own: quantizes what its engine holds in FP8."""
+        found = []
+        for name, tensor in weights:
+            self.as_stock.append(name)
+            if is_fp8_weight(name, tuple(tensor.shape), self.model_runner.model.precision, 2):
+                fp8, scale_inv = quantize_blocks(tensor, formula="stock")
+                found += [(name, fp8), (name + "_scale_inv", scale_inv)]
+            else:
+                found.append((name, tensor))
+        self.model_runner.model.load_weights(found)
+
+
+def weights_of(salt=0):
+    generator = torch.Generator().manual_seed(salt)
+    return {
+        name: (torch.randn(size, generator=generator) * 0.05).bfloat16()
+        for name, size in named_shapes(SHAPE).items()
+    }
+
+
+def wire_of(run, named=None):
+    return list(
+        refit_stream(
+            (named or weights_of()).items(), settings.wire_precision(run),
+            KV if run.precision.rollout_kv == "fp8" else None, num_layers=2,
+            checksums=run.glue.verify == "full", formula=settings.formula(run.glue),
+        )
+    )  # fmt: skip
+
+
+def worker_of(run):
+    return receiver.receiver(Worker, run)(run.precision)
+
+
+@pytest.mark.parametrize("glue", GLUES, ids=str)
+@pytest.mark.parametrize("precision", [E2E, BF16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("path", ["update_weights_via_ipc_zmq", "update_weights_from_collective"])
+def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision, path):
+    run = recipe(glue, precision)
+    worker = worker_of(run)
+    for salt in (0, 1):  # the second refit is held to the same as the first
+        named = weights_of(salt)
+        worker.wire = wire_of(run, named)
+        assert getattr(worker, path)() is True
+        held = worker.model_runner.model.tensors
+        formula = "exact" if glue.quantize == "fused" else "stock"
+        for name, weight in named.items():
+            target, start, stop = worker.model_runner.model._place(name)
+            if is_fp8_weight(name, tuple(weight.shape), precision, 2):
+                fp8, scale_inv = quantize_blocks(weight, formula=formula)
+                found = held[target][start:stop].view(torch.uint8)
+                assert torch.equal(found, fp8.view(torch.uint8))
+                blocks = slice(start // 128, stop and stop // 128)
+                assert torch.equal(held[target + "_scale_inv"][blocks], scale_inv)
+            else:
+                assert torch.equal(held[target][start:stop], weight)
+    fp8_weights = 14 if precision is E2E else 0
+    report = worker.fp8_nemo_report()
+    if glue.verify == "off":
+        assert report == {}
+    else:
+        sent = sum(t.nbytes for n, t in worker.wire if n not in (SENTINEL, MANIFEST))
+        assert report == {"bytes": sent, "verified_weights": fp8_weights}
+    quantizes = precision is E2E and glue.transfer == "bf16" and glue.quantize == "stock"
+    assert bool(worker.as_stock) == quantizes
+
+
+def test_kv_scales_reach_the_kernels_buffers_and_host_copies_in_fp32():
+    run = recipe()
+    worker = worker_of(run)
+    worker.wire = wire_of(run)
+    worker.update_weights_via_ipc_zmq()
+    attention = worker.model_runner.model.attention[1]
+    wanted = torch.tensor(KV["model.layers.1.self_attn.k_scale"])
+    assert attention._k_scale == wanted and attention._k_scale_float == wanted.item()
+
+
+def without(name):
+    return lambda wire: [pair for pair in wire if pair[0] != name]
+
+
+def changed(name, change):
+    return lambda wire: [(n, change(t) if n == name else t) for n, t in wire]
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+K_SCALE = "model.layers.0.self_attn.k_scale"
+
+
+@pytest.mark.parametrize(
+    ("verify", "fault", "message"),
+    [
+        ("ledger", without(Q), rf"{Q}: never arrived"),
+        ("ledger", without(Q + "_scale_inv"), "q_proj.weight_scale_inv: never arrived"),
+        ("ledger", without(K_SCALE), rf"{K_SCALE}: never arrived"),
+        ("ledger", without(SENTINEL), "sentinel: never arrived"),
+        ("ledger", without(MANIFEST), "manifest: never arrived whole"),
+        ("ledger", changed(MANIFEST, torch.zeros_like), "manifest: never arrived whole"),
+        ("ledger", changed(Q, lambda t: t.view(torch.uint8)), "wrong dtype uint8"),
+        ("ledger", changed(Q, lambda t: t[:128]), r"wrong shape \[128, 256\]"),
+        ("full", changed(Q + "_scale_inv", lambda t: 2 * t), "arrived with other bytes"),
+        ("full", changed(Q, lambda t: t.flip(0)), f"{Q}: arrived with other bytes"),
+    ],
+)  # fmt: skip
+def test_a_fault_on_the_wire_stops_the_refit_by_name_after_the_stream_has_ended(
+    verify, fault, message
+):
+    run = recipe(Glue(verify=verify))
+    worker = worker_of(run)
+    worker.wire = fault(wire_of(run))
+    with pytest.raises(RefitError, match=message):
+        worker.update_weights_via_ipc_zmq()
+    assert worker.ended == 1, "the sender is answered to the end"
+
+
+def test_a_loader_that_skips_a_weight_or_breaks_is_named_after_the_stream_has_ended():
+    run = recipe()
+    worker = worker_of(run)
+    worker.wire = wire_of(run)
+    engine = worker.model_runner.model
+    load = engine.load_weights
+    engine.load_weights = lambda weights: load([p for p in weights if p[0] != Q])
+    with pytest.raises(RefitError, match=rf"{Q}: arrived, and was not loaded"):
+        worker.update_weights_via_ipc_zmq()
+
+    def breaks(weights):
+        raise RuntimeError("no room")
+
+    engine.load_weights = breaks
+    with pytest.raises(RefitError, match="vLLM could not load a weight: no room"):
+        worker.update_weights_via_ipc_zmq()
+    assert worker.ended == 2
+
+
+def test_scales_that_the_kernels_do_not_read_are_named():
+    run = recipe()
+    worker = worker_of(run)
+    worker.wire, worker.processes = wire_of(run), False
+    with pytest.raises(RefitError, match=r"q_scale: the engine holds \[nan\], sent \[0\.003"):
+        worker.update_weights_via_ipc_zmq()
+    worker.processes = True
+    worker.update_weights_via_ipc_zmq()
+    attention = worker.model_runner.model.attention[0]
+    attention.take_scales = lambda: (
+        attention._q_scale.copy_(attention.q_scale),
+        attention._k_scale.copy_(attention.k_scale),
+        attention._v_scale.copy_(attention.v_scale),
+        setattr(attention, "_k_scale_float", 1.0),
+    )
+    with pytest.raises(RefitError, match=r"layers\.0.*k_scale: the engine's host copy is 1\.0"):
+        worker.update_weights_via_ipc_zmq()
+
+
+@pytest.mark.parametrize("glue", [Glue(), Glue(transfer="bf16")], ids=["fp8", "bf16"])
+def test_an_engine_that_holds_other_weights_in_fp8_is_refused_and_nothing_is_loaded(glue):
+    run = recipe(glue)
+    worker = worker_of(run)
+    worker.wire = wire_of(run)
+    engine = worker.model_runner.model
+    name = "model.layers.0.input_layernorm.weight"
+    engine.tensors[name] = engine.tensors[name].to(FP8)
+    with pytest.raises(RefitError, match=rf"{name}: the engine holds float8_e4m3fn"):
+        worker.update_weights_via_ipc_zmq()
+    assert engine.loaded == [] and worker.ended == 1
+
+
+def test_nemo_rls_own_failure_is_not_taken_for_a_landing():
+    class Failing(Worker):
+        def update_weights_via_ipc_zmq(self):
+            return False  # as v0.7.0 does after it has printed why
+
+    with pytest.raises(RefitError, match="NeMo RL's own message"):
+        receiver.receiver(Failing, recipe())(E2E).update_weights_via_ipc_zmq()
+
+
+def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
+    run = recipe(Glue(verify="full"))
+    for name, value in settings.to_environment(run).items():
+        monkeypatch.setenv(name, value)
+    assert settings.from_environment() == run
+    monkeypatch.delenv(settings.VARIABLE)
+    assert settings.from_environment() is None
+    forward = Recalibrate(source="forward")
+    stock = Glue("stock", "stock", "bf16", "off", forward)
+    assert settings.to_environment(recipe(stock)) == {}
+    assert settings.to_environment(recipe(stock, BF16)) == {}
+    watching = dataclasses.replace(stock, recalibrate=Recalibrate())
+    assert settings.to_environment(recipe(watching)) and settings.observes(recipe(watching))
+    assert not settings.observes(recipe(watching, BF16))
