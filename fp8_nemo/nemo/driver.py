@@ -1,27 +1,22 @@
-"""`examples/run_grpo.py` of NeMo RL, repeated call by call with our plan in its three seams.
+"""One run inside NeMo RL: its environment, its Ray cluster, its log, its end.
 
-The configuration is the plan's, the policy is `WatchedPolicy` through `setup(policy_factory=)`, and
-where NeMo RL's loss has no such correction it trains with its own loss without one. Everything else
-is NeMo RL, unmodified, and prints what it prints.
+What is called in NeMo RL, and in which order, is `session.py`.
 """
 
 # pyright: reportMissingImports=false
 # NeMo RL stands on the path of a run, not of a type check.
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,16 +25,13 @@ from fp8_nemo import run_dir
 from fp8_nemo.data import load_problems, write_problems
 from fp8_nemo.host import root_of
 from fp8_nemo.model_dir import model_path
-from fp8_nemo.nemo.checkout import config_of, read_host
-from fp8_nemo.nemo.engine import check_engine, check_receivers, engine_dtypes, refit_reports
+from fp8_nemo.nemo import session
+from fp8_nemo.nemo.checkout import read_host
 from fp8_nemo.nemo.metrics import OverheardLogger
-from fp8_nemo.nemo.ray_nodes import own_code_first
-from fp8_nemo.nemo.settings import has_receiver, observes, to_environment
-from fp8_nemo.overrides import native_correction, path_overrides
+from fp8_nemo.nemo.session import CONVERSIONS
+from fp8_nemo.nemo.settings import to_environment
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import seconds
-
-CONVERSIONS = "NRL_MEGATRON_CHECKPOINT_DIR"
 
 
 def run(plan: Plan, path: Path) -> int:
@@ -135,41 +127,6 @@ def own_ray() -> Iterator[None]:
 
 
 @contextmanager
-def one_engine_start() -> Iterator[Callable[[], None]]:
-    """Runs on one machine start their engines one after the other; gives what ends a start.
-
-    Every vLLM takes the first free port from 7000 on (vllm_worker.py:219), seconds before it binds
-    it: of runs that start together, some find it taken (`EADDRINUSE`).
-    """
-    path = Path("/tmp/fp8-nemo-engine-start.lock")  # where any user may take it, as a GPU's
-    if not path.exists():
-        path.touch(0o444)
-    with path.open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield lambda: fcntl.flock(lock, fcntl.LOCK_UN)
-
-
-@contextmanager
-def one_conversion(folder: Path) -> Iterator[None]:
-    """Runs that start together convert a model to Megatron's format once, the others wait.
-
-    NeMo RL takes any folder of a conversion for a finished one (setup.py:578), also one that
-    another run is still writing, or that a killed run has left. Here `.whole` says that it is.
-    """
-    whole = folder / ".whole"
-    with (folder / ".lock").open("w") as lock:
-        if not whole.exists():
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if whole.exists():
-            fcntl.flock(lock, fcntl.LOCK_UN)
-        else:
-            for leftover in folder.glob("**/iter_0000000"):
-                shutil.rmtree(leftover)
-        yield
-        whole.touch()
-
-
-@contextmanager
 def copied_to(log: Path) -> Iterator[None]:
     """Everything that is printed goes to the attempt's log too."""
     with (
@@ -214,70 +171,17 @@ def _attempt(plan: Plan, path: Path) -> None:
 
 
 def train(plan: Plan, path: Path, root: Path) -> None:
-    """The calls of NeMo RL's `main`, in its order (run_grpo.py, main 7ea279a)."""
-    assert plan.nemo
-    from nemo_rl.algorithms.grpo import MasterConfig, grpo_train, setup
-    from nemo_rl.algorithms.utils import get_tokenizer
-    from nemo_rl.data.utils import setup_response_data
-    from nemo_rl.distributed.virtual_cluster import init_ray
-    from nemo_rl.models.generation import configure_generation_config
-    from nemo_rl.utils.logger import get_next_experiment_dir
-
-    from fp8_nemo.nemo.policy import WatchedPolicy, without_correction
-
-    if plan.recipe.cluster.interpreter == "system":
-        _one_interpreter()
-    written = plan.nemo.overrides | path_overrides(plan.recipe, path, root)
-    config = MasterConfig(**config_of(root, plan.nemo.base_config, written))
-    config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
-    with own_code_first():
-        init_ray()
-    _register_worker()
-    tokenizer = get_tokenizer(config.policy["tokenizer"])
-    config.policy["generation"] = configure_generation_config(
-        config.policy["generation"], tokenizer, has_refit_draft_weights=False, trains_mtp=False
-    )
-    dataset, validation, environments, validation_environments = setup_response_data(
-        tokenizer, config.data, config.env
-    )
-    with one_conversion(Path(os.environ[CONVERSIONS])), one_engine_start() as engine_is_up:
-
-        def policy_after_engine(**arguments: Any) -> WatchedPolicy:
-            engine_is_up()  # colocated: `setup` makes the engine first
-            return WatchedPolicy(plan.recipe, **arguments)
-
-        parts = setup(config, tokenizer, dataset, validation, policy_factory=policy_after_engine)
-    policy, generation, _, _, loader, validation_loader, loss_fn, *rest = parts
-    logger, checkpointer, state, config, *_ = rest
-    if native_correction(plan.recipe.correction) is None:
-        loss_fn = without_correction(loss_fn)
-    # After the set-up, which takes minutes: NeMo RL counts from here on.
-    end = job_end(plan.recipe.cluster.time)
-    config.checkpointing["checkpoint_must_save_by"] = save_within(
-        end, plan.recipe.cluster.save_before_end, time.time()
-    )
-    overheard = OverheardLogger(
-        logger, policy.take_row, lambda row: run_dir.append_metrics(path, row)
-    )
-    try:
-        dtypes = engine_dtypes(generation)
-        (path / "log" / "engine.json").write_text(json.dumps(dtypes, indent=1) + "\n")
-        check_engine(dtypes, plan.recipe)
-        if has_receiver(plan.recipe.glue):
-            check_receivers(generation)
-            policy.proofs = lambda: refit_reports(generation)
-        if observes(plan.recipe) and not policy.kv_scales:
-            policy.prepare_for_lp_inference()
-            policy.calibrate_qkv_fp8_scales(
-                _first_prompts(loader, tokenizer, config), include_q=True
-            )
-        with checkpointer if hasattr(checkpointer, "__enter__") else nullcontext():
-            grpo_train(
-                policy, generation, loader, validation_loader, tokenizer, loss_fn, environments,
-                validation_environments, overheard, checkpointer, state, config,
-            )  # fmt: skip
-    finally:
-        _shut_down(environments, validation_environments, generation)
+    """Set up, and NeMo RL's own loop."""
+    with session.opened(plan, path, root) as parts:
+        # After the set-up, which takes minutes: NeMo RL counts from here on.
+        end = job_end(plan.recipe.cluster.time)
+        parts.config.checkpointing["checkpoint_must_save_by"] = save_within(
+            end, plan.recipe.cluster.save_before_end, time.time()
+        )
+        overheard = OverheardLogger(
+            parts.logger, parts.policy.take_row, lambda row: run_dir.append_metrics(path, row)
+        )
+        session.run_grpo(parts, overheard)
 
 
 def job_end(limit: str) -> float | None:
@@ -299,53 +203,6 @@ def save_within(end: float | None, save_before_end: int, now: float) -> str | No
     left = max(0, int(end - save_before_end - now))
     minutes, hours = left // 60, left // 3600
     return f"{hours // 24:02}:{hours % 24:02}:{minutes % 60:02}:{left % 60:02}"
-
-
-def _one_interpreter() -> None:
-    """Every actor runs under this interpreter; `NEMO_RL_PY_EXECUTABLES_SYSTEM` leaves some out."""
-    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
-    from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
-
-    for name, executable in ACTOR_ENVIRONMENT_REGISTRY.items():
-        if executable.startswith("uv"):
-            ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
-
-
-def _register_worker() -> None:
-    """Our policy worker runs in the environment of the stock one."""
-    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
-    from nemo_rl.utils.venvs import create_local_venv_on_each_node
-
-    from fp8_nemo.nemo.policy import STOCK_WORKER, WORKER
-
-    executable = ACTOR_ENVIRONMENT_REGISTRY[STOCK_WORKER]
-    if executable.startswith("uv"):  # NeMo RL would make an environment under our name, without us
-        executable = create_local_venv_on_each_node(executable, STOCK_WORKER)
-    ACTOR_ENVIRONMENT_REGISTRY[WORKER] = executable
-
-
-def _first_prompts(loader: Any, tokenizer: Any, config: Any) -> Any:
-    """The first prompts of the data, as NeMo RL gives them to its own first calibration."""
-    from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
-    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-
-    count = config.grpo.num_prompts_per_step
-    batch = loader.collate_fn([loader.dataset[n] for n in range(count)])
-    flat, lengths = batched_message_log_to_flat_message(
-        batch["message_log"],
-        pad_value_dict={"token_ids": tokenizer.pad_token_id},
-        make_sequence_length_divisible_by=config.policy["make_sequence_length_divisible_by"],
-    )
-    return BatchedDataDict({"input_ids": flat["token_ids"], "input_lengths": lengths})
-
-
-def _shut_down(environments: Any, validation_environments: Any, generation: Any) -> None:
-    """As `main` does on main 7ea279a; v0.7.0 leaves it to Ray."""
-    from nemo_rl.algorithms import grpo
-
-    if hasattr(grpo, "shutdown_environments"):
-        grpo.shutdown_environments(environments, validation_environments)
-    generation.shutdown()
 
 
 def _reason(error: BaseException) -> str:

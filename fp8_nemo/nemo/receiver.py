@@ -24,7 +24,13 @@ from torch import Tensor
 
 from fp8_nemo import weights
 from fp8_nemo.nemo.parts import Rank, engine_parts, layers_with_experts
-from fp8_nemo.nemo.settings import VARIABLE, formula, from_environment, wire_precision
+from fp8_nemo.nemo.settings import (
+    VARIABLE,
+    formula,
+    from_environment,
+    has_receiver,
+    wire_precision,
+)
 from fp8_nemo.refit import (
     MANIFEST,
     SENTINEL,
@@ -67,6 +73,7 @@ def receiver(stock: type, recipe: Recipe) -> type:
     """
 
     class Receiver(stock):  # type: ignore[misc]
+        fp8_nemo_recipe = recipe
         fp8_nemo_refit: Refit | None = None
         fp8_nemo_proof: RefitProof | None = None
 
@@ -77,14 +84,19 @@ def receiver(stock: type, recipe: Recipe) -> type:
             return self.fp8_nemo_proven(super().update_weights_from_collective)
 
         def _load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-            assert self.fp8_nemo_refit
-            self.fp8_nemo_refit.take(weights, super()._load_weights)
+            if self.fp8_nemo_refit is None:
+                super()._load_weights(weights)
+            else:
+                self.fp8_nemo_refit.take(weights, super()._load_weights)
 
         def _weight_update_errors_are_fatal(self) -> bool:
-            return True
+            return has_receiver(self.fp8_nemo_recipe.glue)
 
         def fp8_nemo_proven(self, update: Callable[[], bool]) -> bool:
-            self.fp8_nemo_refit = Refit(self.model_runner.model, recipe)
+            self.fp8_nemo_refit, self.fp8_nemo_proof = None, None
+            if not has_receiver(self.fp8_nemo_recipe.glue):  # recalibration alone is ours
+                return update()
+            self.fp8_nemo_refit = Refit(self.model_runner.model, self.fp8_nemo_recipe)
             landed = update()
             self.fp8_nemo_proof = self.fp8_nemo_refit.close(landed)
             return True

@@ -15,7 +15,7 @@ import pytest
 from fp8_nemo.compose import compose, compose_plans
 from fp8_nemo.host import MAIN
 from fp8_nemo.model_dir import SHIPPED
-from fp8_nemo.nemo import driver, preflight
+from fp8_nemo.nemo import driver, preflight, session
 from fp8_nemo.nemo.engine import EngineError, check_engine, engine_weight, planned_weights
 from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.run_dir import checkpoint_step, checkpoints, conversion_dir
@@ -155,7 +155,7 @@ def test_a_conversion_under_way_is_waited_for_and_a_finished_one_is_not(tmp_path
 
     def other_run():
         started.set()
-        with driver.one_conversion(tmp_path):
+        with session.one_conversion(tmp_path):
             entered.set()
 
     with (tmp_path / ".lock").open("w") as lock:
@@ -168,21 +168,21 @@ def test_a_conversion_under_way_is_waited_for_and_a_finished_one_is_not(tmp_path
     assert (tmp_path / ".whole").exists()
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with driver.one_conversion(tmp_path):
+        with session.one_conversion(tmp_path):
             pass
 
 
 def test_what_a_killed_conversion_has_left_is_not_taken_for_a_model(tmp_path):
     left = tmp_path / "org" / "model" / "iter_0000000"
     left.mkdir(parents=True)
-    with pytest.raises(KeyboardInterrupt), driver.one_conversion(tmp_path):
+    with pytest.raises(KeyboardInterrupt), session.one_conversion(tmp_path):
         assert not left.exists()
         left.mkdir()
         raise KeyboardInterrupt
-    with driver.one_conversion(tmp_path):
+    with session.one_conversion(tmp_path):
         assert not left.exists()
         left.mkdir()
-    with driver.one_conversion(tmp_path):
+    with session.one_conversion(tmp_path):
         assert left.exists()
 
 

@@ -183,3 +183,162 @@ def test_vllms_own_loader_stops_at_our_sentinel():
     model.model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="fp8_nemo"):
         AutoWeightsLoader(model).load_weights([(SENTINEL, torch.zeros(1, dtype=torch.uint8))])
+
+
+@imports
+def test_the_first_prompts_are_what_nemo_rl_would_calibrate_on(tmp_path, nemo_path):
+    from types import SimpleNamespace
+
+    from nemo_rl.algorithms.grpo import MasterConfig
+    from nemo_rl.algorithms.utils import get_tokenizer
+    from nemo_rl.data.collate_fn import rl_collate_fn
+    from nemo_rl.data.utils import setup_response_data
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from fp8_nemo import run_dir
+    from fp8_nemo.compose import compose_plans
+    from fp8_nemo.data import load_problems, write_problems
+    from fp8_nemo.nemo.checkout import config_of, host_of
+    from fp8_nemo.nemo.session import first_prompts
+    from fp8_nemo.overrides import path_overrides
+
+    arguments = ["backend=nemo", "cluster.gpus_per_node=1", "cluster.interpreter=system"]
+    [plan] = compose_plans([*arguments, "precision=bf16"], host_of)
+    write_problems(run_dir.data_dir(tmp_path), load_problems(plan.recipe.data, 1))
+    written = plan.nemo.overrides | path_overrides(plan.recipe, tmp_path, Path(ROOT))
+    config = MasterConfig(**config_of(Path(ROOT), plan.nemo.base_config, written))
+    tokenizer = get_tokenizer(config.policy["tokenizer"])
+    dataset, _ = setup_response_data(tokenizer, config.data)
+    loader = StatefulDataLoader(dataset, batch_size=4, collate_fn=rl_collate_fn)
+    parts = SimpleNamespace(loader=loader, tokenizer=tokenizer, config=config)
+    batch = first_prompts(parts, 8)
+    assert batch["input_ids"].shape[0] == len(batch["input_lengths"]) == 8
+    first = dataset[0]["message_log"][0]["token_ids"]
+    length = int(batch["input_lengths"][0])
+    assert batch["input_ids"][0, :length].tolist()[: len(first)] == first.tolist()
+    assert (batch["input_ids"][0, length:] == tokenizer.pad_token_id).all()
+
+
+class Workers:
+    """What the policy's workers would answer; the driver's half is NeMo RL's class and ours."""
+
+    def __init__(self):
+        self.ranges, self.forwards, self.sent = 1.0, 0, []
+
+
+@pytest.fixture
+def watched_policy(nemo_path, monkeypatch):
+    import torch
+    from nemo_rl.models.policy.lm_policy import Policy
+
+    from fp8_nemo.nemo.policy import WatchedPolicy
+    from fp8_nemo.schema import Recipe
+
+    workers = Workers()
+
+    def forward(self, *arguments, **options):
+        workers.forwards += 1
+        return {"layers": {}}
+
+    def send(self, *arguments, kv_scales=None, **options):
+        workers.sent.append(kv_scales)
+
+    def answer(self, method, *arguments):
+        assert method == "fp8_nemo_take_ranges"
+        return [torch.full((2, 3), workers.ranges).tolist()] * 2
+
+    monkeypatch.setattr(Policy, "__init__", lambda self, **k: setattr(self, "given", k))
+    monkeypatch.setattr(Policy, "calibrate_qkv_fp8_scales", forward)
+    monkeypatch.setattr(Policy, "get_logprobs", lambda self, *a, **k: "logprobs")
+    monkeypatch.setattr(Policy, "run_all_workers_single_data", answer)
+    monkeypatch.setattr(Policy, "stream_weights_via_ipc_zmq", send)
+    monkeypatch.setattr(Policy, "broadcast_weights_for_collective", send)
+    monkeypatch.setattr(Policy, "save_checkpoint", lambda self, path: Path(path).mkdir())
+
+    def make(**arguments):
+        import dataclasses
+
+        from fp8_nemo.schema import Model, Precision, Shape
+
+        shape = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
+        precision = Precision(rollout_linear="fp8", rollout_kv="fp8", train_linear="bf16")
+        recipe = dataclasses.replace(
+            Recipe(), model=dataclasses.replace(Model(), shape=shape), precision=precision
+        )
+        return WatchedPolicy(recipe, **arguments), workers
+
+    return make
+
+
+def step(policy):
+    """A step of `grpo_train`, as far as scales are concerned."""
+    policy.get_logprobs()
+    policy.has_trained = True  # `train`
+    return policy.calibrate_qkv_fp8_scales("batch", include_q=True)["layers"]
+
+
+K = "model.layers.1.self_attn.k_scale"
+
+
+@imports
+def test_scales_come_from_the_logprob_forward_with_margin_and_history(watched_policy):
+    policy, workers = watched_policy()
+    assert policy.given["worker_extension_cls_fqn"].endswith("Fp8PolicyWorker")
+    first = policy.calibrate_qkv_fp8_scales("prompts", include_q=True)["layers"]
+    assert workers.forwards == 1 and first[K] == pytest.approx(2.0 / 448)  # first_margin
+    assert policy.calibrate_qkv_fp8_scales("prompts", include_q=True)["layers"] == first
+    assert workers.forwards == 1, "NeMo RL's own first calibration costs nothing more"
+    seen = []
+    for workers.ranges in (8.0, 2.0, 4.0, 1.0):
+        seen.append(step(policy)[K] * 448 / 1.05)
+    assert seen == pytest.approx([8.0, 8.0, 4.0, 4.0]) and workers.forwards == 1
+    row = policy.take_row()
+    assert row["recalibrate/max_drift"] == 0 and row["recalibrate/saturated_fraction"] == 0
+
+
+@imports
+def test_a_step_without_a_logprob_forward_takes_nemo_rls_own(watched_policy):
+    policy, workers = watched_policy()
+    step(policy)
+    assert workers.forwards == 0
+    policy.has_trained = True
+    policy.calibrate_qkv_fp8_scales("batch", include_q=True)
+    assert workers.forwards == 1
+
+
+@imports
+def test_every_refit_carries_the_scales_in_force(watched_policy):
+    policy, workers = watched_policy()
+    scales = step(policy)
+    policy.stream_weights_via_ipc_zmq(buffer_size_bytes=1)
+    policy.stream_weights_via_ipc_zmq(1, kv_scales={"other": 1.0})
+    policy.broadcast_weights_for_collective()
+    assert workers.sent == [scales, {"other": 1.0}, scales]
+
+
+@imports
+def test_a_resumed_run_starts_with_the_saved_ranges_and_scales(watched_policy, tmp_path):
+    policy, workers = watched_policy()
+    workers.ranges = 8.0
+    step(policy)
+    policy.save_checkpoint(str(tmp_path / "weights"))
+    resumed, workers = watched_policy(weights_path=str(tmp_path / "weights"))
+    assert resumed.kv_scales == policy.kv_scales
+    assert resumed.calibrate_qkv_fp8_scales("prompts")["layers"] == policy.kv_scales
+    assert workers.forwards == 0
+    workers.ranges = 2.0
+    assert step(resumed)[K] == pytest.approx(8.0 * 1.05 / 448), "its history came along"
+    fresh, _ = watched_policy(weights_path=str(tmp_path / "elsewhere" / "weights"))
+    assert fresh.kv_scales == {}
+
+
+@imports
+def test_saturation_is_judged_by_the_scales_that_sampled(watched_policy):
+    policy, workers = watched_policy()
+    step(policy)
+    policy.take_row()
+    workers.ranges = 1.2
+    step(policy)
+    row = policy.take_row()
+    assert row["recalibrate/saturated_fraction"] == 1.0
+    assert row["recalibrate/max_drift"] == pytest.approx(0.2, abs=1e-5)

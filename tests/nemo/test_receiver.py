@@ -26,6 +26,7 @@ GLUES = [
     for quantize in ("fused", "stock")
     for transfer in ("fp8", "bf16")
     for verify in ("ledger", "full", "off")
+    if (quantize, transfer, verify) != ("stock", "bf16", "off")
 ]
 
 
@@ -309,6 +310,15 @@ def test_nemo_rls_own_failure_is_not_taken_for_a_landing():
 
     with pytest.raises(RefitError, match="NeMo RL's own message"):
         receiver.receiver(Failing, recipe())(E2E).update_weights_via_ipc_zmq()
+
+
+def test_with_recalibration_alone_ours_nemo_rl_receives_as_it_does():
+    run = recipe(Glue("x", "stock", "bf16", "off"))
+    worker = worker_of(run)
+    worker.wire = list(weights_of().items())
+    assert worker.update_weights_via_ipc_zmq() is True and worker.as_stock
+    assert worker.fp8_nemo_report() == {} and not worker._weight_update_errors_are_fatal()
+    assert worker_of(recipe())._weight_update_errors_are_fatal()
 
 
 def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
