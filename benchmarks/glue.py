@@ -1,0 +1,436 @@
+"""Our glue against NeMo RL's own, in one real set-up of NeMo RL: refit, mismatch, ranges, faults.
+
+python benchmarks/glue.py --outputs outputs --out FILE.json [--parts refit,mismatch,ranges,faults]
+    [--non-colocated] -- model=small-llama model.path=DIR precision=fp8-kv-attn
+
+Sets NeMo RL up once for the cell that is named, and then changes nothing but the glue: policy and
+vLLM workers are told another recipe, and NeMo RL's handshake runs again. So stock and ours share
+weights, prompts, process and machine.
+
+`refit` times `refit_policy_generation`, and of it what `transfer_and_update_weights` takes;
+`export` is NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of
+a refit is transfer and load, and what `ledger` adds to `fp8` is the proof. `mismatch` samples the
+same prompts and scores them. `ranges` times the logprob forward watched and not, and NeMo RL's
+calibration. `faults` breaks a refit in each way and says what stock and ours made of it.
+Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md).
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fp8_nemo import run_dir
+from fp8_nemo.compose import compose_plans
+from fp8_nemo.data import load_problems, write_problems
+from fp8_nemo.host import root_of
+from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.nemo import driver, session
+from fp8_nemo.nemo.checkout import host_of
+from fp8_nemo.nemo.engine import refit_reports
+from fp8_nemo.nemo.settings import VARIABLE, has_receiver
+from fp8_nemo.run_dir import environment
+from fp8_nemo.schema import Glue, Recalibrate, Recipe
+from fp8_nemo.weights import kv_scale_names
+
+FORWARD = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
+GLUES = {
+    "stock": Glue("stock", "stock", "bf16", "off", FORWARD),
+    "fused": Glue("fused", "fused", "bf16", "off"),
+    "fp8": Glue("fp8", "fused", "fp8", "off"),
+    "ledger": Glue("ledger", "fused", "fp8", "ledger"),
+    "full": Glue("full", "fused", "fp8", "full"),
+    "stock bytes": Glue("stock bytes", "stock", "fp8", "ledger"),
+}
+TRANSFER = "prepare_for_generation/transfer_and_update_weights"
+SAMPLES = 16  # of each prompt
+
+
+class Clock:
+    """The one method of NeMo RL's timer that a refit uses."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Seconds of the block under a name."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+class Bench:
+    """One set-up, and how to work it."""
+
+    def __init__(self, parts: session.Session, recipe: Recipe, colocated: bool) -> None:
+        self.parts, self.recipe, self.colocated = parts, recipe, colocated
+
+    def switch(self, glue: Glue) -> None:
+        """Tell all workers another glue, and let the sides shake hands again."""
+        self.recipe = dataclasses.replace(self.recipe, glue=glue)
+        content = json.dumps(dataclasses.asdict(self.recipe))
+        self.in_policy(set_recipe_of_policy, content)
+        self.in_vllm(set_recipe_of_vllm, content)
+        info = self.parts.policy.prepare_refit_info()
+        self.parts.generation.prepare_refit_info(info)
+
+    def in_policy(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run a function in every policy worker."""
+        import ray
+
+        workers = self.parts.policy.worker_group.workers
+        return ray.get([each.__ray_call__.remote(work, *arguments) for each in workers])
+
+    def in_vllm(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run a function in every one of vLLM's workers."""
+        import ray
+
+        actors = self.parts.generation.worker_group.workers
+        answers = ray.get([each.__ray_call__.remote(ask, work, arguments) for each in actors])
+        return [one for answer in answers for one in answer]
+
+    def refit(self) -> dict[str, float]:
+        """One refit as NeMo RL's loop does it; seconds, and what the receivers proved."""
+        from nemo_rl.algorithms.grpo import refit_policy_generation
+
+        clock = Clock()
+        with clock.time("refit"):
+            refit_policy_generation(
+                self.parts.policy, self.parts.generation, self.colocated, timer=clock
+            )
+        proofs = [proof for proof in refit_reports(self.parts.generation) if proof]
+        found = {"refit": clock.seconds["refit"], "transfer": clock.seconds[TRANSFER]}
+        return found | {f"proof_{k}": v for proof in proofs[:1] for k, v in proof.items()}
+
+    def rest(self) -> None:
+        """After a refit: the engine asleep, the policy on its GPU."""
+        self.parts.generation.finish_generation()
+        self.parts.policy.prepare_for_lp_inference()
+
+    def sampled(self, prompts: Any) -> dict[str, float]:
+        """Mismatch of what the engine samples now; leaves it asleep."""
+        from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+        self.parts.generation.prepare_for_generation()
+        found = self.parts.generation.generate(prompts)
+        self.rest()
+        lengths = found["unpadded_sequence_lengths"]
+        data = BatchedDataDict({"input_ids": found["output_ids"], "input_lengths": lengths})
+        train_BT = self.parts.policy.get_logprobs(data)["logprobs"]
+        width = min(train_BT.shape[1], found["logprobs"].shape[1])
+        position_T = data["input_lengths"].new_ones(width).cumsum(0) - 1
+        after_B = prompts["input_lengths"]
+        mask_BT = (position_T >= after_B[:, None]) & (position_T < lengths[:, None])
+        pair = LogprobPair(train_BT[:, 1:width], found["logprobs"][:, 1:width], mask_BT[:, 1:width])
+        return mismatch_metrics(pair) | {"tokens": int(mask_BT.sum())}
+
+    def prompts(self) -> Any:
+        """The first prompts of the data, each many times."""
+        from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+        count = self.recipe.grpo.prompts_per_step or 1
+        batch = session.first_prompts(self.parts, count)
+        repeated = {key: value.repeat_interleave(SAMPLES, 0) for key, value in batch.items()}
+        return BatchedDataDict(repeated)
+
+
+def ask(actor: Any, work: Callable[..., Any], arguments: tuple) -> list[Any]:
+    """In a generation actor."""
+    return actor.llm.collective_rpc(work, args=arguments)
+
+
+def set_recipe_of_policy(worker: Any, content: str) -> None:
+    """In a policy worker."""
+    import os
+
+    os.environ[VARIABLE] = content
+    worker.fp8_nemo_wire = None
+
+
+def set_recipe_of_vllm(worker: Any, content: str) -> None:
+    """In a vLLM worker."""
+    import os
+
+    worker = getattr(worker, "worker", worker)  # vLLM hands out its wrapper
+    from fp8_nemo.nemo.settings import VARIABLE, from_environment
+
+    os.environ[VARIABLE] = content
+    type(worker).fp8_nemo_recipe = from_environment()
+
+
+def time_export(worker: Any, stock: bool) -> float:
+    """In a policy worker: seconds to make the stream and throw it away."""
+    import torch
+    from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
+
+    iterate = MegatronPolicyWorkerImpl if stock else type(worker)
+    with torch.no_grad():
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        wire, worker.fp8_nemo_wire = worker.fp8_nemo_wire, None  # no KV scale is asked for
+        for _ in iterate._iter_params_with_optional_kv_scales(worker, None):
+            pass
+        worker.fp8_nemo_wire = wire
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def refits(bench: Bench, repetitions: int) -> dict[str, Any]:
+    """Every glue in turn, `repetitions` rounds, after one that is not counted."""
+    names = ["stock", "fused", "fp8", "ledger", "full"]
+    found: dict[str, Any] = {name: {"rounds": []} for name in names}
+    for round_ in range(repetitions + 1):
+        for name in names:
+            bench.switch(GLUES[name])
+            export = max(bench.in_policy(time_export, True))
+            encode = max(bench.in_policy(time_export, False))
+            times = {"export": export, "encode": encode} | bench.refit()
+            bench.rest()
+            if round_:
+                found[name]["rounds"].append(times)
+            else:
+                found[name]["bytes"] = bench.parts.policy.refit_bytes
+    for each in found.values():
+        keys = each["rounds"][0]
+        each["median"] = {key: median(times[key] for times in each["rounds"]) for key in keys}
+        print({k: round(v, 3) for k, v in each["median"].items()}, each["bytes"], flush=True)
+    return found
+
+
+def mismatches(bench: Bench) -> dict[str, Any]:
+    """What the same prompts show after a refit by each glue."""
+    found, prompts = {}, bench.prompts()
+    for name in ("stock", "ledger", "stock bytes"):
+        bench.switch(GLUES[name])
+        bench.refit()
+        found[name] = bench.sampled(prompts)
+        print(name, found[name], flush=True)
+    return found
+
+
+def ranges(bench: Bench, tokens: int, sequences: int, repetitions: int) -> dict[str, Any]:
+    """Logprob forwards watched and not, and NeMo RL's calibration, over random tokens."""
+    import torch
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    vocabulary = bench.recipe.model.shape.vocab
+    ids = torch.randint(0, vocabulary, (sequences, tokens))
+    lengths = torch.randint(tokens // 2, tokens + 1, (sequences,))
+    data = BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+    policy = bench.parts.policy
+    seconds: dict[str, list[float]] = {"plain": [], "watched": [], "stock": [], "read": []}
+    scales: dict[str, dict[str, float]] = {}
+    for _ in range(repetitions + 1):
+        bench.switch(GLUES["stock"])
+        seconds["plain"].append(_seconds(lambda: policy.get_logprobs(data)))
+        start = time.perf_counter()
+        stock = super(type(policy), policy).calibrate_qkv_fp8_scales(
+            data, include_q=True, margin=1.0
+        )
+        seconds["stock"].append(time.perf_counter() - start)
+        scales["stock"] = stock["layers"]
+        bench.switch(GLUES["ledger"])
+        seconds["watched"].append(_seconds(lambda: policy.get_logprobs(data)))
+        start = time.perf_counter()
+        amax = policy.run_all_workers_single_data("fp8_nemo_take_ranges")[0]
+        seconds["read"].append(time.perf_counter() - start)
+        scales["ours"] = {
+            name: value / 448
+            for layer, row in enumerate(amax)
+            for name, value in zip(kv_scale_names(layer), row, strict=True)
+        }
+    middle = {name: median(times[1:]) for name, times in seconds.items()}
+    ratio = [scales["ours"][name] / scales["stock"][name] for name in scales["stock"]]
+    print(middle, "scales ours / stock", min(ratio), max(ratio), flush=True)
+    return {
+        "tokens": int(lengths.sum()), "seconds": seconds, "median": middle, "scales": scales,
+        "overhead": middle["watched"] + middle["read"] - middle["plain"],
+    }  # fmt: skip
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+# --- faults: each is a function for one side's workers; a clean refit of a new switch undoes it
+
+
+def drop_on_the_wire(worker: Any, name: str) -> None:
+    """In a vLLM worker: a tensor arrives and is lost before anything has seen it."""
+    worker = getattr(worker, "worker", worker)
+    take = type(worker)._load_weights
+    worker._load_weights = lambda weights: take(worker, [p for p in weights if p[0] != name])
+
+
+def loader(worker: Any, change: Callable[[str, Any], Any]) -> None:
+    """In a vLLM worker: its loader changes or skips (None) what it is given."""
+    model = worker.model_runner.model
+    load = type(model).load_weights
+
+    def changed(weights: Any) -> Any:
+        pairs = [(name, change(name, tensor)) for name, tensor in weights]
+        return load(model, [pair for pair in pairs if pair[1] is not None])
+
+    model.load_weights = changed
+
+
+def stale_scale(worker: Any, name: str) -> None:
+    """In a vLLM worker: new weight, old block scales (NeMo RL's grouped experts once did)."""
+    loader(worker, lambda n, t: None if n == f"{name}_scale_inv" else t)
+
+
+def wrong_layout(worker: Any, name: str) -> None:
+    """In a vLLM worker: rows in another order, the shape kept (verl #7986)."""
+    loader(worker, lambda n, t: t.flip(0) if n == name else t)
+
+
+def kv_scales_lost(worker: Any, name: str) -> None:
+    """In a vLLM worker: scales do not reach the kernels (NeMo RL #3225)."""
+    loader(worker, lambda n, t: None if n.endswith((".q_scale", ".k_scale", ".v_scale")) else t)
+
+
+def stock_receiver(worker: Any, name: str) -> None:
+    """In a vLLM worker: our plugin missing, so NeMo RL's own class receives."""
+    worker = getattr(worker, "worker", worker)
+    stock = next(each for each in type(worker).__mro__ if each.__module__.endswith("vllm_backend"))
+    for method in ("_load_weights", "update_weights_via_ipc_zmq", "update_weights_from_collective"):
+        setattr(worker, method, getattr(stock, method).__get__(worker))
+
+
+def nan_in_the_trainer(worker: Any, name: str) -> None:
+    """Policy worker: the policy has diverged in one weight."""
+    import torch
+
+    parameter = next(
+        p for n, p in worker.model.named_parameters() if "layers.1.mlp" in n and p.ndim == 2
+    )
+    with torch.no_grad():
+        worker.fp8_nemo_kept = parameter, parameter.flatten()[5].clone()
+        parameter.view(-1)[5] = torch.nan
+
+
+def mend_vllm(worker: Any) -> None:
+    """Undo what a fault did to a vLLM worker."""
+    worker = getattr(worker, "worker", worker)
+    for name in ("_load_weights", "update_weights_via_ipc_zmq", "update_weights_from_collective"):
+        worker.__dict__.pop(name, None)
+    worker.model_runner.model.__dict__.pop("load_weights", None)
+
+
+def mend_policy(worker: Any) -> None:
+    """Undo what a fault did to a policy worker."""
+    import torch
+
+    if kept := worker.__dict__.pop("fp8_nemo_kept", None):
+        with torch.no_grad():
+            kept[0].view(-1)[5] = kept[1]
+
+
+FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
+    "weight dropped on the wire": ("vllm", drop_on_the_wire),
+    "stale scale_inv": ("vllm", stale_scale),
+    "wrong-layout weight": ("vllm", wrong_layout),
+    "KV scales lost": ("vllm", kv_scales_lost),
+    "plugin missing": ("vllm", stock_receiver),
+    "NaN in a trainer weight": ("policy", nan_in_the_trainer),
+}
+
+
+def faults(bench: Bench) -> list[dict[str, Any]]:
+    """Each fault with stock, ledger and full: the error, or the mismatch of a refit that passed."""
+    name, found, prompts = "model.layers.1.mlp.gate_proj.weight", [], bench.prompts()
+    for fault, (side, inject) in FAULTS.items():
+        if fault == "KV scales lost" and bench.recipe.precision.rollout_kv != "fp8":
+            continue
+        for glue in ("stock", "ledger", "full"):
+            if fault == "plugin missing" and not has_receiver(GLUES[glue]):
+                continue
+            bench.switch(GLUES[glue])
+            (bench.in_vllm if side == "vllm" else bench.in_policy)(inject, name)
+            row: dict[str, Any] = {"fault": fault, "glue": glue, "error": None}
+            start = time.perf_counter()
+            try:
+                bench.refit()
+                row["mismatch"] = _finite(bench.sampled(prompts))
+            except Exception as error:  # what a run would stop with
+                row["error"] = driver._reason(error)[:400]
+                bench.rest()
+            row["seconds"] = time.perf_counter() - start
+            bench.in_vllm(mend_vllm)
+            bench.in_policy(mend_policy)
+            found.append(row)
+            print(row, flush=True)
+    bench.switch(GLUES["ledger"])
+    bench.refit()
+    found.append({"fault": "none, after all", "mismatch": bench.sampled(prompts)})
+    print(found[-1], flush=True)
+    return found
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, Any]:
+    return {k: v if math.isfinite(v) else str(v) for k, v in metrics.items()}
+
+
+def main() -> None:
+    """Set up, measure, write the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--outputs", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", default="refit,mismatch")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a sequence, for ranges")
+    parser.add_argument("--sequences", type=int, default=512, help="for ranges")
+    parser.add_argument("--non-colocated", action="store_true", help="one GPU for the engine")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo")
+    options = parser.parse_args()
+    cell = ["backend=nemo", "glue=ours", f"outputs={options.outputs}", *options.arguments]
+    [plan] = compose_plans(cell, host_of)
+    [frozen] = run_dir.freeze([plan])
+    root = root_of(plan.recipe)
+    assert root
+    more: dict[str, Any] = {}
+    if options.non_colocated:
+        at = "policy.generation.colocated"
+        more = {f"{at}.enabled": False, f"{at}.resources.gpus_per_node": 1}
+    (frozen.path / "log").mkdir(exist_ok=True)
+    driver.prepare(plan, root)
+    problems = load_problems(plan.recipe.data, plan.recipe.seed)
+    write_problems(run_dir.data_dir(frozen.path), problems)
+    content: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": options.commit or None,
+        "environment": environment(),
+        "colocated": not options.non_colocated,
+    }
+    start = time.perf_counter()
+    with driver.own_ray(), session.opened(plan, frozen.path, root, more) as parts:
+        content["set-up seconds"] = time.perf_counter() - start
+        print("set up", content["set-up seconds"], flush=True)
+        bench = Bench(parts, plan.recipe, not options.non_colocated)
+        work: dict[str, Callable[[], Any]] = {
+            "refit": lambda: refits(bench, options.repetitions),
+            "mismatch": lambda: mismatches(bench),
+            "ranges": lambda: ranges(bench, options.tokens, options.sequences, options.repetitions),
+            "faults": lambda: faults(bench),
+        }
+        for name in options.parts.split(","):
+            content[name] = work[name]()
+            options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
