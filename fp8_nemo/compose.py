@@ -16,6 +16,8 @@ import difflib
 import itertools
 import typing
 from collections.abc import Callable, Iterable, Iterator
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -92,6 +94,16 @@ def compose_plans(
     _raise_if_any(cells, found)
     _refuse_twins(cells, plans)
     return plans
+
+
+def option_folder(group: str) -> Path:
+    """Where the options of a group stand: `conf/GROUP` of the clone, or as it was installed."""
+    return Path(str(resources.files("fp8_nemo.conf"))) / group
+
+
+def option_names(group: str) -> list[str]:
+    """The options of a group, a site's own included."""
+    return sorted(path.stem for path in option_folder(group).glob("*.yaml"))
 
 
 def _composed(arguments: Iterable[str]) -> list[tuple[list[str], Recipe]]:

@@ -53,6 +53,7 @@ def native_correction(correction: Correction) -> dict[str, Any] | None:
     plain = (
         correction.level == "token"
         and correction.veto is None
+        and correction.truncate_low is None
         and not correction.normalize
         and not correction.renormalize_denominator
     )

@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from fp8_nemo.estimate import HEADROOM, memory_per_gpu
 from fp8_nemo.host import MAIN, Host, gpus, host_mistakes
 from fp8_nemo.keys import VLLM, leaves
+from fp8_nemo.measurement import measurement_mistakes
 from fp8_nemo.overrides import (
     environment_variables,
     micro_batch_tokens,
@@ -90,6 +91,8 @@ class Plan:
         for group in NOT_IN_HASH:
             del content[group]
         del content["grpo"]["steps"]
+        for key in ("measurement", "max_reject"):  # a plan is held against them, no step is
+            del content["correction"][key]
         text = json.dumps([self.backend, content], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:6]
 
@@ -133,7 +136,7 @@ def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
         HostError: the host has no such base YAML.
     """
     backend = recipe.model.backend if recipe.backend == "auto" else recipe.backend
-    if found := mistakes(recipe):
+    if found := [*mistakes(recipe), *measurement_mistakes(recipe.correction)]:
         raise PlanError(found)
     cell = f"{recipe.model.name}/{recipe.precision.name}-{recipe.correction.name}"
     if backend == "nemo":

@@ -135,16 +135,28 @@ class Precision:
     last_layers_bf16: int = number(0, least=0)
 
 
+RATIOS = ("token", "sequence", "geometric")
+"""Aggregates of `log_ratio` whose exponential is a ratio."""
+DIVERGENCES = (
+    *("token-k2", "sum-k2", "mean-k2", "max-k2"),
+    *("token-k3", "sum-k3", "mean-k3", "max-k3", "mean-error"),
+)
+"""Distances of train and rollout, which have an upper bound alone."""
+
+
 @dataclass
 class Correction:
     """What multiplies a token's loss for the mismatch of rollout and train (`correction.py`)."""
 
     name: str = short_name("none")
-    level: str = one_of("none", "token", "sequence", "geometric")
+    level: str = one_of("none", *RATIOS)
     """Which aggregate of `log_ratio` the multiplier is the exponential of; `none`: 1."""
     truncate: float | None = number(None, above=0)
-    mask: str = one_of("none", "token", "sequence", "geometric")
-    """Which aggregate must lie in `[low, high]` for the token to be kept."""
+    """Lower the ratio to this."""
+    truncate_low: float | None = number(None, above=0)
+    """Raise the ratio to this."""
+    mask: str = one_of("none", *RATIOS, *DIVERGENCES)
+    """Which statistic must lie in `[low, high]` for the token to be kept (`correction.py`)."""
     low: float | None = number(None, least=0)
     high: float | None = number(None, above=0)
     veto: float | None = number(None, above=0, most=1)
@@ -153,6 +165,10 @@ class Correction:
     """Divide by the mean multiplier of the step's rollout batch."""
     renormalize_denominator: bool = False
     """Rejected tokens leave the loss's denominator (verl); by default they stay (NeMo RL)."""
+    measurement: str | None = None
+    """File of `recipes.measure_mismatch`, which says how much would be rejected."""
+    max_reject: float = number(0.1, above=0, most=1)
+    """Refuse to plan what would reject a larger share of the measured tokens."""
 
 
 @dataclass
@@ -374,16 +390,31 @@ def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
                 )
     elif low is None and high is None:
         yield Mistake("correction.mask", correction.mask, "needs correction.low or correction.high")
+    elif correction.mask in DIVERGENCES and (low is not None or high is None):
+        yield Mistake(
+            "correction.low",
+            low,
+            f"correction.mask={correction.mask} is a distance, which has an upper bound alone",
+            "set correction.high, and correction.low=null",
+        )
     elif low is not None and high is not None and low > high:
         yield Mistake(
             "correction.low", low, f"is above correction.high={high}, so nothing would be kept"
         )
-    if correction.level == "none" and correction.truncate is not None:
+    bounds = {"truncate": correction.truncate, "truncate_low": correction.truncate_low}
+    for key, bound in bounds.items():
+        if correction.level == "none" and bound is not None:
+            yield Mistake(
+                f"correction.{key}",
+                bound,
+                "truncates a ratio, and correction.level=none",
+                "set correction.level=token or sequence",
+            )
+    if None not in bounds.values() and correction.truncate_low > correction.truncate:  # type: ignore[operator]
         yield Mistake(
-            "correction.truncate",
-            correction.truncate,
-            "truncates a ratio, and correction.level=none",
-            "set correction.level=token or sequence",
+            "correction.truncate_low",
+            correction.truncate_low,
+            f"is above correction.truncate={correction.truncate}",
         )
     if correction.level == "none" and correction.normalize:
         yield Mistake(

@@ -53,6 +53,20 @@ def test_a_mistake_is_one_line_that_names_key_value_and_remedy(argument):
     assert MISTAKES[argument] in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["mask=mean-k3", "low=0.1", "high=0.2"], "low=0.1: correction.mask=mean-k3 is a distance"),
+        (["truncate_low=3"], "truncate_low=3.0: is above correction.truncate=2.0"),
+        (["max_reject=0"], "max_reject=0.0: must be above 0 and at most 1"),
+        (["mask=mean_k3", "high=1"], "mask=mean_k3: must be one of none, token, sequence"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused(arguments, line):
+    [found] = lines("correction=tis", *(f"correction.{each}" for each in arguments))
+    assert found.startswith(f"correction.{line}")
+
+
 def test_every_distinct_mistake_gets_its_own_line():
     assert len(lines("grpo.stepz=3", "modle=x", "grpo.stepz=3")) == 2
     assert len(lines("grpo.steps=0", "correction.veto=2", "grpo.generations_per_prompt=1")) == 3

@@ -36,7 +36,7 @@ def test_the_options_of_the_contract_are_there():
         "fp8-kv-attn",
         "fp8-linear",
     ]
-    assert options("correction") == ["geo-mis", "mis", "none", "seq-mis", "seq-tis", "tis"]
+    assert {"geo-mis", "mis", "none", "seq-mis", "seq-tis", "tis"} < set(options("correction"))
     assert {"tiny-llama", "tiny-qwen3-moe", "llama31-8b", "qwen3-30b-a3b"} <= set(options("model"))
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_nemo.correction import correct, correction_metrics
+from fp8_nemo.correction import STATISTICS, correct, correction_metrics
 from fp8_nemo.mismatch import LogprobPair
-from fp8_nemo.schema import Correction
+from fp8_nemo.schema import DIVERGENCES, RATIOS, Correction
 
 OPTIONS = {
     "none": Correction(),
@@ -45,18 +45,32 @@ def changed(option, **fields):
     return dataclasses.replace(OPTIONS[option], **fields)
 
 
+def clamped(x):
+    return min(max(x, -20.0), 20.0)
+
+
 def aggregate(level, sequence, t):
-    """The ratio of token t of one sequence of real tokens' log ratios."""
+    """The statistic of token t of one sequence of real tokens' log ratios."""
     x = {"none": 0.0, "token": sequence[t], "sequence": math.fsum(sequence)}
     x["geometric"] = x["sequence"] / len(sequence)
-    return math.exp(min(max(x[level], -20.0), 20.0))
+    if level in x:
+        return math.exp(clamped(x[level]))
+    of, _, kind = level.partition("-")
+    distance = {
+        "k2": lambda x: x * x / 2,
+        "k3": lambda x: math.expm1(x) - x,
+        "error": lambda x: math.exp(abs(x)),
+    }[kind]
+    each = [distance(clamped(x)) for x in sequence]
+    total = math.fsum(each)
+    return {"token": each[t], "sum": total, "mean": total / len(each), "max": max(each)}[of]
 
 
 def restated(sequences, c):
     """Per sequence and token `(multiplier, kept, clipped)`."""
     raw = [[aggregate(c.level, s, t) for t in range(len(s))] for s in sequences]
-    most = math.inf if c.truncate is None else c.truncate
-    value = [[min(r, most) for r in row] for row in raw]
+    least, most = c.truncate_low or 0.0, math.inf if c.truncate is None else c.truncate
+    value = [[max(least, min(r, most)) for r in row] for row in raw]
     by_token = c.level in ("none", "token")
     samples = [v for row in value for v in (row if by_token else row[:1])]
     mean = sum(samples) / len(samples) if c.normalize and samples else 1.0
@@ -67,7 +81,10 @@ def restated(sequences, c):
         if c.veto is not None and any(aggregate("token", s, t) < c.veto for t in range(len(s))):
             kept = [False] * len(s)
         rows.append(
-            [(v / mean * k, k, r > most) for v, k, r in zip(row, kept, raw_row, strict=True)]
+            [
+                (v / mean * k, k, not least <= r <= most)
+                for v, k, r in zip(row, kept, raw_row, strict=True)
+            ]
         )
     return rows
 
@@ -111,6 +128,39 @@ def test_every_combination_of_modifiers_agrees_with_the_restatement(level, mask,
         fields = {"truncate": truncate, "low": low, "high": high, "veto": veto}
         for pair in batches:
             assert_agrees(pair, Correction(level=level, mask=mask, normalize=normalize, **fields))
+
+
+@pytest.mark.parametrize("mask", DIVERGENCES)
+@pytest.mark.parametrize("level", ["none", "token", "sequence"])
+def test_every_distance_agrees_with_the_restatement(level, mask, batches):
+    for pair, high, veto in product(batches, (1e-3, 0.02, 1.02, 1.5), (None, 0.6)):
+        assert_agrees(pair, Correction(level=level, mask=mask, high=high, veto=veto))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_ratio_is_raised_to_its_lower_bound_before_the_mean_is_taken(level, batches):
+    for pair, most, normalize in product(batches, (None, 1.1), (False, True)):
+        bounds = {"truncate_low": 0.9, "truncate": most, "normalize": normalize}
+        assert_agrees(pair, Correction(level=level, **bounds))
+
+
+@pytest.mark.parametrize(
+    ("mask", "wanted"),
+    [
+        ("token-k2", [[LOG[4] ** 2 / 2, LOG[0.5] ** 2 / 2]]),
+        ("sum-k3", [[4 - 1 - LOG[4] + 0.5 - 1 - LOG[0.5]] * 2]),
+        ("mean-k3", [[(4 - 1 - LOG[4] + 0.5 - 1 - LOG[0.5]) / 2] * 2]),
+        ("max-k2", [[LOG[4] ** 2 / 2] * 2]),
+        ("mean-error", [[(4 + 2) / 2] * 2]),
+    ],
+)
+def test_distances_in_closed_form(mask, wanted):
+    found = STATISTICS[mask](pair_of([[LOG[4], LOG[0.5]]]))
+    np.testing.assert_allclose(found, wanted, rtol=1e-14)
+
+
+def test_every_statistic_that_a_recipe_may_name_is_a_row_of_the_table():
+    assert set(STATISTICS) == {*RATIOS, *DIVERGENCES}
 
 
 X = [[LOG[4], LOG[0.5]], [LOG[0.25], LOG[2]]]  # token ratios 4, 1/2; 1/4, 2: sequences 2, 1/2

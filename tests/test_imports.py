@@ -9,7 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fp8_nemo"
 ORDER = (
-    *("schema", "weights", "estimate", "model_dir", "host", "keys", "overrides", "plan"),
+    *("schema", "weights", "estimate", "model_dir", "host", "keys", "overrides"),
+    *("measurement", "plan"),
     *(
         "describe",
         "compose",
@@ -24,9 +25,9 @@ ORDER = (
         "refit",
         "mismatch",
     ),
-    *("correction", "report", "figures"),
+    *("correction", "measure", "bounds", "report", "figures"),
 )
-WITHOUT_TORCH = (*ORDER[:14], "report", "nemo.checkout", "nemo.preflight", "nemo.cluster_check")
+WITHOUT_TORCH = (*ORDER[:15], "report", "nemo.checkout", "nemo.preflight", "nemo.cluster_check")
 HOST = {"nemo_rl", "vllm", "ray", "megatron"}
 
 

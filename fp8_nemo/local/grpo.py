@@ -29,6 +29,7 @@ from fp8_nemo.local import checkpoint
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.local.rollout import Batch, Engine, pad_left
+from fp8_nemo.measure import save_pair
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.model_dir import model_path
 from fp8_nemo.overrides import VALIDATION_PROBLEMS
@@ -149,15 +150,21 @@ class Run:
             row |= mismatch_metrics(pair) | correction_metrics(
                 multiplier, pair, self.recipe.correction
             )
+            if self._validates(step):
+                save_pair(self.path, step, pair)
             if self.fp8_kv:
                 with clock("recalibrate"):
                     row |= self._recalibrate(batch)
             with clock("refit"):
                 row |= self._refit()
         self.progress.step = step
-        if step % grpo.validate_every == 0 or step == grpo.steps:
+        if self._validates(step):
             row["val/accuracy"] = self._validate()
         return row | clock.times
+
+    def _validates(self, step: int) -> bool:
+        grpo = self.recipe.grpo
+        return step % grpo.validate_every == 0 or step == grpo.steps
 
     def _problems_of(self, step: int) -> list[Problem]:
         """The step's problems, each `generations_per_prompt` times, group by group."""

@@ -145,10 +145,11 @@ load_general_plugins()
 from vllm.utils.import_utils import resolve_obj_by_qualname
 name = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension"
 extension = resolve_obj_by_qualname(name)
-print(extension.__module__, hasattr(extension, "fp8_nemo_report"), extension.__mro__[1].__module__)
+ours = hasattr(extension, "fp8_nemo_report")
+print("TAKEN", extension.__module__, ours, extension.__mro__[1].__module__)
 from vllm.v1.worker.gpu_worker import Worker
 clash = [a for a in dir(extension) if not a.startswith("__") and hasattr(Worker, a)]
-print("clash", clash)
+print("CLASH", clash)
 """
 
 
@@ -159,16 +160,17 @@ def test_vllm_loads_our_plugin_by_its_entry_point_and_takes_our_receiver(tmp_pat
 
     done = in_a_process(tmp_path, SEEN_BY_VLLM, **settings.to_environment(Recipe()))
     assert done.returncode == 0, done.stderr[-3000:]
-    *_, taken, clash = done.stdout.strip().splitlines()
-    assert taken == "fp8_nemo.nemo.receiver True nemo_rl.models.generation.vllm.vllm_backend"
-    assert clash == "clash []", "vLLM refuses an extension whose names its worker has"
+    taken = "TAKEN fp8_nemo.nemo.receiver True nemo_rl.models.generation.vllm.vllm_backend"
+    assert taken in done.stdout.splitlines()
+    assert "CLASH []" in done.stdout.splitlines(), "vLLM refuses names that its worker has"
 
 
 @imports
 def test_without_a_recipe_in_the_environment_vllm_takes_nemo_rls_own(tmp_path):
     done = in_a_process(tmp_path, SEEN_BY_VLLM)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip().splitlines()[-2].split()[1] == "False"
+    taken = [line for line in done.stdout.splitlines() if line.startswith("TAKEN")]
+    assert taken[0].split()[1:3] == ["nemo_rl.models.generation.vllm.vllm_backend", "False"]
 
 
 @imports

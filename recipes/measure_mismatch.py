@@ -1,0 +1,63 @@
+"""Measure how far rollouts were from the policy, and what each correction would make of it.
+
+python -m recipes.measure_mismatch RUN_DIR [RUN_DIR or train_data_step*.jsonl ...]
+    [--reject 0.01] [--write my-NAME --mask geometric]
+
+Prints the distribution, every correction's effect, and for every statistic the bounds that reject
+the wanted share of tokens; writes RUN_DIR/report/mismatch.json, which `correction.measurement=` can
+name. `--write` puts bounds into conf/correction/my-NAME.yaml, for `correction=my-NAME`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from fp8_nemo.bounds import TABLES, write_option
+from fp8_nemo.measure import MeasureError, measure, read_pairs
+from fp8_nemo.run_dir import report_dir
+from fp8_nemo.schema import DIVERGENCES, RATIOS
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print, and write the measurement; 2 if there is nothing to measure, or nowhere to write."""
+    options = _options(sys.argv[1:] if arguments is None else arguments)
+    try:
+        pairs = {at: pair for path in options.paths for at, pair in read_pairs(path).items()}
+        measurement = measure(pairs)
+        first = options.paths[0]
+        file = report_dir(first if first.is_dir() else first.parent) / "mismatch.json"
+        measurement.write(file)
+        console = Console(width=100)
+        for table in TABLES:
+            console.print(table(pairs.values(), measurement, options.reject))
+        print(file)
+        if options.write:
+            print(write_option(options.write, options.mask, options.reject, measurement, file))
+    except (MeasureError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _options(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("recipes.measure_mismatch", description=__doc__)
+    parser.usage = argparse.SUPPRESS  # a mistake is one line
+    parser.add_argument("paths", metavar="PATH", nargs="+", type=Path)
+    parser.add_argument("--reject", type=_share, default=0.01)
+    parser.add_argument("--write", metavar="my-NAME")
+    parser.add_argument("--mask", choices=[*RATIOS, *DIVERGENCES], default="geometric")
+    return parser.parse_args(words)
+
+
+def _share(text: str) -> float:
+    if not 0 < (share := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and below 1")
+    return share
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,235 @@
+"""Measured mismatch: what is kept, what is predicted from it, and what a plan refuses for it."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from fp8_nemo.bounds import TABLES, write_option
+from fp8_nemo.compose import compose
+from fp8_nemo.correction import STATISTICS, correct
+from fp8_nemo.measure import (
+    MeasureError,
+    by_length,
+    by_position,
+    effect,
+    measure,
+    read_pairs,
+    save_pair,
+)
+from fp8_nemo.measurement import Measurement, MeasurementError, read_measurement
+from fp8_nemo.mismatch import LogprobPair
+from fp8_nemo.plan import PlanError, plan_recipe
+from fp8_nemo.schema import DIVERGENCES, RATIOS, Correction
+
+
+@pytest.fixture
+def make_recipe():
+    return lambda *arguments: compose(arguments)[0]
+
+
+def batch(seed=0, sequences=400, longest=60, spread=0.05):
+    """Ragged sequences whose log ratios have a heavy tail, one of them empty."""
+    generator = torch.Generator().manual_seed(seed)
+    length_B1 = torch.randint(1, longest + 1, (sequences, 1), generator=generator)
+    length_B1[3] = 0
+    mask_BT = torch.arange(longest) < length_B1
+    x_BT = torch.randn(sequences, longest, generator=generator) * spread
+    x_BT *= torch.randn(sequences, 1, generator=generator).exp()
+    return LogprobPair(x_BT.double(), torch.zeros(sequences, longest).double(), mask_BT)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return measure({"a": batch(0), "b": batch(1)})
+
+
+def test_what_a_run_keeps_reads_back_token_by_token(tmp_path):
+    pair = batch()
+    save_pair(tmp_path, 12, pair)
+    [(at, found)] = read_pairs(tmp_path).items()
+    assert at.endswith("mismatch/step-000012.safetensors")
+    assert torch.equal(found.log_ratio_N, pair.log_ratio_N.float().double())
+    assert torch.equal(found.mask_BT.sum(1), pair.mask_BT.sum(1))
+
+
+def test_no_more_than_whole_sequences_up_to_the_limit_are_kept(tmp_path, monkeypatch):
+    from fp8_nemo import measure as module
+
+    pair = batch()
+    monkeypatch.setattr(module, "KEPT_TOKENS", 100)
+    save_pair(tmp_path, 1, pair)
+    [found] = read_pairs(tmp_path).values()
+    kept = int(found.mask_BT.sum())
+    assert 40 < kept <= 100 and torch.equal(
+        found.log_ratio_N, pair.log_ratio_N[:kept].float().double()
+    )
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_nemo_rls_own_record_is_read_without_prompts_and_masked_samples(tmp_path, wrapped):
+    def row(train, rollout, mask, sample):
+        found = {
+            "prev_logprobs": train, "generation_logprobs": rollout, "token_loss_mask": mask,
+            "sample_loss_mask": sample, "content": "x",
+        }  # fmt: skip
+        return {k: [v] if wrapped and k != "content" else v for k, v in found.items()}
+
+    folder = tmp_path / "log" / "nemo" / "exp_001"
+    folder.mkdir(parents=True)
+    rows = [
+        row([0.0, -1.0, -2.0], [0.0, -1.5, -1.0], [0, 1, 1], 1.0),
+        row([0.0, -9.0, -9.0], [0.0, -1.0, -1.0], [0, 1, 1], 0.0),
+        row([0.0, -1.0, -3.0], [0.0, -1.0, -3.5], [0, 0, 1], 1.0),
+    ]
+    text = "".join(json.dumps(each) + "\n" for each in rows)
+    for step in (2, 10):
+        (folder / f"train_data_step{step}.jsonl").write_text(text)
+    found = read_pairs(tmp_path)
+    assert [name.rpartition("step")[2] for name in found] == ["2.jsonl", "10.jsonl"]
+    pair = next(iter(found.values()))
+    assert pair.log_ratio_N.tolist() == [0.5, -1.0, 0.5]
+    assert pair.mask_BT.sum(1).tolist() == [2, 1]
+    assert read_pairs(folder / "train_data_step2.jsonl").keys() == {next(iter(found))}
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"prev_logprobs": [1]}\n'])
+def test_a_file_that_is_none_is_one_line(tmp_path, content):
+    file = tmp_path / "train_data_step1.jsonl"
+    file.write_text(content)
+    with pytest.raises(MeasureError, match=r"cannot be read as a mismatch"):
+        measure(read_pairs(file))
+    with pytest.raises(MeasureError, match=r"no mismatch/step-\*\.safetensors"):
+        read_pairs(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("mask", [*RATIOS, *DIVERGENCES])
+@pytest.mark.parametrize("reject", [0.005, 0.05, 0.3])
+def test_proposed_bounds_reject_the_wanted_share_of_the_tokens_they_came_from(
+    mask, reject, measured
+):
+    low, high = measured.bounds(mask, reject)
+    correction = Correction(mask=mask, low=low, high=high)
+    predicted = measured.rejected(correction)  # inclusive bounds keep a sequence that lies on one
+    assert reject - 0.02 < predicted <= reject + 1e-9
+    assert effect([batch(0), batch(1)], correction).rejected == pytest.approx(predicted, abs=0.004)
+    later = 4 * (reject * (1 - reject) / 400) ** 0.5  # of 800 other sequences, long ones weighing
+    assert effect([batch(2), batch(3)], correction).rejected == pytest.approx(reject, abs=later)
+
+
+@pytest.mark.parametrize("mask", [*RATIOS, *DIVERGENCES])
+def test_the_predicted_share_is_that_of_the_correction_itself(mask, measured):
+    pairs = [batch(0), batch(1)]
+    for share in (0.1, 0.5, 0.9):
+        values = torch.cat([STATISTICS[mask](pair)[pair.mask_BT] for pair in pairs])
+        bound = values.quantile(share).item() * 1.0001
+        correction = Correction(mask=mask, high=bound)
+        predicted, real = measured.rejected(correction), effect(pairs, correction).rejected
+        assert predicted == pytest.approx(real, abs=0.002)
+
+
+def test_a_veto_is_predicted_by_the_smallest_ratio_of_a_sequence(measured):
+    pairs = [batch(0), batch(1)]
+    for veto in (0.5, 0.8, 0.95):
+        correction = Correction(veto=veto)
+        assert measured.rejected(correction) == pytest.approx(
+            effect(pairs, correction).rejected, abs=0.002
+        )
+    both = Correction(veto=0.9, mask="token", low=0.9)
+    assert measured.rejected(both) >= effect(pairs, both).rejected - 0.002
+
+
+def test_bounds_beyond_what_was_seen_reject_nothing_or_all(measured):
+    assert measured.rejected(Correction(mask="token", low=1e-9, high=1e9)) == 0
+    assert measured.rejected(Correction(mask="token", high=1e-9)) == 1
+    assert measured.rejected(Correction(mask="token", low=1e9)) == 1
+    assert measured.rejected(Correction()) == 0
+
+
+def test_bf16_ties_at_a_ratio_of_one_stay_inside_inclusive_bounds():
+    zeros = torch.zeros(50, 20).double()
+    tied = measure({"tied": LogprobPair(zeros, zeros, torch.ones(50, 20).bool())})
+    assert tied.rejected(Correction(mask="token", low=1.0, high=1.0)) == 0
+
+
+def test_positions_and_lengths_divide_every_token_once():
+    pair = batch(5)
+    growing = pair.log_ratio_BT + 0.5 * (torch.arange(60) / pair.mask_BT.sum(1, keepdim=True))
+    pair = LogprobPair(growing, torch.zeros_like(growing), pair.mask_BT)
+    rows = list(by_position([pair]))
+    assert len(rows) == 10 and rows[0][0] == "0-10%"
+    assert rows[-1][1] > rows[0][1] and rows[-1][2] > rows[0][2]
+    lengths = [name for name, _, _ in by_length([pair])]
+    assert len(lengths) == 4 and lengths[0].startswith("1-") and lengths[-1].endswith("-60")
+    short = batch(6, longest=2)
+    assert [name for name, _, _ in by_length([short])] == ["1-1", "2-2"]
+
+
+def test_a_measurement_reads_back_and_anything_else_is_one_line(tmp_path, measured):
+    file = tmp_path / "mismatch.json"
+    measured.write(file)
+    assert read_measurement(file) == measured
+    for content in ("", "{}", '{"quantiles": {}}', json.dumps(dataclasses.asdict(measured))[:-9]):
+        file.write_text(content)
+        with pytest.raises(MeasurementError, match="is no measurement"):
+            read_measurement(file)
+    with pytest.raises(MeasurementError, match="no such file"):
+        read_measurement(tmp_path / "gone.json")
+
+
+def test_a_plan_that_would_reject_more_than_allowed_is_refused_with_the_share(
+    tmp_path, measured, make_recipe
+):
+    file = tmp_path / "mismatch.json"
+    measured.write(file)
+    named = f"correction.measurement={file}"
+    assert plan_recipe(make_recipe("correction=tis", named))
+    with pytest.raises(PlanError, match=r"geo-rs: would reject \d+\.\d% of the tokens"):
+        plan_recipe(make_recipe("correction=geo-rs", named))
+    assert plan_recipe(make_recipe("correction=geo-rs", named, "correction.max_reject=1"))
+    with pytest.raises(PlanError, match=r"correction\.measurement=.*no such file"):
+        plan_recipe(make_recipe("correction=tis", f"{named}.gone"))
+
+
+def test_a_measurement_changes_no_run_directory(tmp_path, measured, make_recipe):
+    file = tmp_path / "mismatch.json"
+    measured.write(file)
+    with_it = plan_recipe(make_recipe("correction=tis", f"correction.measurement={file}"))
+    assert with_it.run_name == plan_recipe(make_recipe("correction=tis")).run_name
+
+
+def test_tables_are_drawn_for_every_option_and_statistic(measured):
+    pairs = [batch(0), batch(1)]
+    rows = [table(pairs, measured, 0.01).row_count for table in TABLES]
+    assert rows[0] == 1 + 10 + 4 and rows[1] >= 15 and rows[2] == len(RATIOS) + len(DIVERGENCES)
+
+
+def test_an_option_with_measured_bounds_composes_and_is_held_to_them(
+    tmp_path, measured, monkeypatch, make_recipe
+):
+    from fp8_nemo import bounds
+
+    monkeypatch.setattr(bounds, "option_folder", lambda group: tmp_path)
+    file = tmp_path / "mismatch.json"
+    measured.write(file)
+    path = write_option("my-k3", "mean-k3", 0.02, measured, file)
+    text = path.read_text()
+    assert path.name == "my-k3.yaml" and "name: my-k3\nmask: mean-k3\nhigh: " in text
+    settings = [
+        f"correction.{line.replace(': ', '=')}"
+        for line in text.splitlines()
+        if line.split(":")[0] in ("mask", "low", "high", "measurement", "name")
+    ]
+    found = make_recipe("correction=tis", *settings).correction
+    assert plan_recipe(make_recipe("correction=tis", *settings))
+    kept_BT = correct(batch(0), found).kept_BT
+    assert kept_BT.sum() / batch(0).mask_BT.sum() == pytest.approx(0.98, abs=0.015)
+    with pytest.raises(MeasureError, match="must begin with my"):
+        write_option("k3", "mean-k3", 0.02, measured, file)
+
+
+def test_measurements_hold_what_says_where_they_come_from(measured):
+    assert measured.source == ["a", "b"] and measured.sequences == 798
+    assert measured.tokens == sum(int(batch(n).mask_BT.sum()) for n in (0, 1))
+    assert isinstance(measured, Measurement) and measured.kl > 0
