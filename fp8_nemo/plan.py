@@ -93,7 +93,7 @@ class Plan:
         del content["grpo"]["steps"]
         for key in ("measurement", "max_reject"):  # a plan is held against them, no step is
             del content["correction"][key]
-        text = json.dumps([self.backend, content], sort_keys=True)
+        text = json.dumps([self.backend, _given(content)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:6]
 
     @property
@@ -104,6 +104,15 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Plain data, the inverse of `plan_from_json`."""
         return dataclasses.asdict(self)
+
+
+def _given(content: dict[str, Any]) -> dict[str, Any]:
+    """The keys that are not null: a key that a later version adds changes no run's name."""
+    return {
+        key: _given(value) if isinstance(value, dict) else value
+        for key, value in content.items()
+        if value is not None
+    }
 
 
 def plan_from_json(content: dict[str, Any]) -> Plan:
