@@ -90,7 +90,8 @@ class Plan:
         content = self.to_json()["recipe"]
         for group in NOT_IN_HASH:
             del content[group]
-        del content["grpo"]["steps"]
+        for key in ("steps", "stop_when_unstable"):
+            del content["grpo"][key]
         for key in ("measurement", "max_reject"):  # a plan is held against them, no step is
             del content["correction"][key]
         text = json.dumps([self.backend, _given(content)], sort_keys=True)

@@ -223,6 +223,8 @@ SECTIONS: dict[str, tuple[Column, ...]] = {
                "share of tokens whose ratio was truncated"),
         Column("mask", ".2%", _mean("correction/masked_fraction"),
                "share of tokens that were rejected"),
+        Column("health", ".1f", _mean("health/state", max),
+               "worst state of any step: 0 healthy, 1 to watch, 2 unstable", terminal=False),
     ),
     "Refit and recalibration": (
         Column("refit bytes", ",.0f", _mean("refit/bytes"), "sent by one refit", terminal=False),

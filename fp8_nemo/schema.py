@@ -197,6 +197,8 @@ class Grpo:
     validate_every: int = number(10, least=1)
     validate_first: bool = True
     checkpoint_every: int = number(10, least=1)
+    stop_when_unstable: bool = False
+    """End the run at a step that `health.py` calls unstable; its last checkpoint stays."""
 
 
 @dataclass

@@ -25,9 +25,16 @@ ORDER = (
         "refit",
         "mismatch",
     ),
-    *("correction", "measure", "bounds", "report", "figures"),
+    *("correction", "measure", "bounds", "health", "report", "figures"),
 )
-WITHOUT_TORCH = (*ORDER[:15], "report", "nemo.checkout", "nemo.preflight", "nemo.cluster_check")
+WITHOUT_TORCH = (
+    *ORDER[:15],
+    "health",
+    "report",
+    "nemo.checkout",
+    "nemo.preflight",
+    "nemo.cluster_check",
+)
 HOST = {"nemo_rl", "vllm", "ray", "megatron"}
 
 

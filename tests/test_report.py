@@ -145,12 +145,14 @@ def test_numbers_of_one_run_equal_those_computed_by_hand(make):
         for step in range(1, 9)
     ]  # fmt: skip
     rows[3]["val/accuracy"], rows[7]["val/accuracy"] = 0.9, 0.65
+    for step, row in enumerate(rows):
+        row["health/state"] = (step % 4 == 2) + (step == 6)
     cell = only_cell(make(rows, steps=8))
     assert shown(cell) == {
         "first acc.": "40.0%", "last acc.": "65.0%", "gain": "+25.0",
         "reward": "0.600",  # steps 4 to 8
         "KL": "4.5e-03", "p99": "1.125", "prob. error": "1.562", "mult. mean": "1.450",
-        "mult. ESS": "0.955", "clip": "0.45%", "mask": "4.50%",
+        "mult. ESS": "0.955", "clip": "0.45%", "mask": "4.50%", "health": "2.0",
         "refit bytes": "1,000", "of BF16": "-", "verified": "14",
         "satur.": "4.50%",
         "drift": "50.0%",  # step 1 is left out
@@ -248,7 +250,7 @@ def test_refit_bytes_are_relative_to_the_bf16_rollout_of_the_same_model(make):
 def test_a_missing_number_is_a_dash_and_a_zero_is_a_zero(make):
     cell = only_cell(make(finished(refit__bytes=None), precision=BF16, first=None))
     assert {name for name, text in shown(cell).items() if text == "-"} == {
-        "first acc.", "gain", "refit bytes", "of BF16", "satur.", "drift",
+        "first acc.", "gain", "refit bytes", "of BF16", "satur.", "drift", "health",
     }  # fmt: skip
     assert shown(cell)["clip"] == "0.00%"
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from fp8_nemo import recalibrate, run_dir
 from fp8_nemo.correction import Multiplier, correct, correction_metrics
 from fp8_nemo.data import Problem, load_problems, reward, write_problems
+from fp8_nemo.health import append_judged
 from fp8_nemo.local import checkpoint
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import Policy
@@ -92,17 +93,18 @@ class Run:
 
         Raises:
             RefitError: a refit was not proven; nothing was sampled from it.
+            UnstableError: a step was unstable, and the recipe stops at one.
             CheckpointError: the last checkpoint is damaged.
         """
         with torch.random.fork_rng():
             self._resume_or_start(report)
             for step in range(self.progress.step + 1, self.recipe.grpo.steps + 1):
                 row = self._step(step)
-                run_dir.append_metrics(self.path, row)
+                verdict = append_judged(self.path, row, self.recipe.grpo.stop_when_unstable)
                 last = step == self.recipe.grpo.steps or stop()
                 if step % self.recipe.grpo.checkpoint_every == 0 or last:
                     checkpoint.save(self.path, self.policy, self.progress)
-                report(row)
+                report(row | {"health": verdict})
                 if last:
                     break
         return self.progress.step

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 import fp8_nemo
 from fp8_nemo import run_dir
 from fp8_nemo.data import load_problems, write_problems
+from fp8_nemo.health import append_judged
 from fp8_nemo.host import root_of
 from fp8_nemo.model_dir import model_path
 from fp8_nemo.nemo import session
@@ -179,9 +180,16 @@ def train(plan: Plan, path: Path, root: Path) -> None:
             end, plan.recipe.cluster.save_before_end, time.time()
         )
         overheard = OverheardLogger(
-            parts.logger, parts.policy.take_row, lambda row: run_dir.append_metrics(path, row)
+            parts.logger, parts.policy.take_row, lambda row: _write(plan, path, row)
         )
         session.run_grpo(parts, overheard)
+
+
+def _write(plan: Plan, path: Path, row: dict[str, Any]) -> None:
+    """One step's metrics, and what they say of the run's health where it is not well."""
+    verdict = append_judged(path, row, plan.recipe.grpo.stop_when_unstable)
+    if verdict.reasons:
+        print(f"{plan.cell}  step {row['step']}: {verdict.state}: {'; '.join(verdict.reasons)}")
 
 
 def job_end(limit: str) -> float | None:
