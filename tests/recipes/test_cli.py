@@ -158,6 +158,40 @@ def test_a_run_is_finished_once_extended_by_more_steps_and_else_left_alone(tmp_p
     assert len(list((path / "log").iterdir())) == 2
 
 
+def test_a_mismatch_is_measured_and_a_plan_held_against_it(tmp_path):
+    run = verb("grpo", *SMALL, "precision=fp8-kv-attn", f"outputs={tmp_path}/outputs")
+    assert run.returncode == 0, run.stderr
+    [path] = (tmp_path / "outputs").glob("*/*/*")
+    measured = verb("measure_mismatch", path, "--reject", "0.05")
+    assert measured.returncode == 0, measured.stderr
+    assert "bounds that reject 5.00%" in measured.stdout and "geo-rs" in measured.stdout
+    file = path / "report" / "mismatch.json"
+    assert measured.stdout.strip().endswith(str(file))
+    strict = ["correction=tis", "correction.mask=token", "correction.high=0.5"]
+    named = f"correction.measurement={file}"
+    refused = verb("grpo", *SMALL, *strict, named, f"outputs={tmp_path}/more")
+    assert_refused(refused, "correction.name=tis: would reject 100.0%", "max_reject=0.1")
+    assert not (tmp_path / "more").exists()
+    assert_refused(verb("measure_mismatch", tmp_path), "no mismatch/step-")
+    for wrong in (["--reject", "1"], ["--mask", "k3"], []):
+        bad = verb("measure_mismatch", *([path] if wrong else []), *wrong)
+        assert_refused(bad, "recipes.measure_mismatch: error:")
+    bad = verb("measure_mismatch", path, "--write", "mine-not")
+    assert bad.returncode == 2 and "must begin with my" in bad.stderr
+
+
+def test_an_unstable_step_ends_a_run_that_asks_for_it(tmp_path):
+    line = [*SMALL, "precision=fp8-kv-attn", "correction=seq-mis", "correction.high=0.5"]
+    line += ["correction.low=0.4", "correction.max_reject=1"]
+    on = verb("grpo", *line, f"outputs={tmp_path}/on")
+    assert on.returncode == 0 and "unstable: correction/ess" in on.stdout, on.stdout
+    stopped = verb("grpo", *line, "grpo.stop_when_unstable=true", f"outputs={tmp_path}/stopped")
+    assert stopped.returncode == 1
+    assert "step 1 is unstable: correction/ess" in stopped.stderr.splitlines()[-1]
+    [path] = (tmp_path / "stopped").glob("*/*/*")
+    assert run_dir.read_metrics(path)[-1]["health/state"] == 2
+
+
 def test_killed_at_any_moment_and_started_again_gives_the_undisturbed_curve(tmp_path):
     line = [*SMALL, "grpo.steps=40", "grpo.checkpoint_every=5", "grpo.validate_every=10"]
     assert verb("grpo", *line, f"outputs={tmp_path}/whole").returncode == 0
