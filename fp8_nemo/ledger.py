@@ -49,6 +49,9 @@ class RefitError(RuntimeError):
         shown = self.problems[:SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
         super().__init__("refit failed: " + "; ".join(shown))
 
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
+        return RefitError, (self.problems,)  # through Ray, by its names and not its text
+
 
 @dataclass(frozen=True)
 class RefitProof:
@@ -168,7 +171,7 @@ class Ledger:
         self.engine = _parts(engine) if engine else self.engine
         if any(part.tensor.is_cuda for part in self.engine.values()):
             torch.cuda.synchronize()  # NCCL's receiver loads on streams of its own
-        problems = [*self.problems, *self._wire_problems()]
+        problems = self.wire_problems()
         if self.engine and not problems:
             problems = [*self._engine_problems()]
         if problems:
@@ -211,7 +214,11 @@ class Ledger:
             return f"wrong shape {list(found.shape)}, expected {list(spec.shape)}"
         return ""
 
-    def _wire_problems(self) -> Iterator[str]:
+    def wire_problems(self) -> list[str]:
+        """What is known to be wrong with what came, before the engine is looked at."""
+        return [*self.problems, *self._missing()]
+
+    def _missing(self) -> Iterator[str]:
         named = {problem.split(":")[0] for problem in self.problems}
         for name in self.expected:
             if name not in self.received and name not in named:
@@ -301,8 +308,11 @@ def _on_host(sums: Mapping[str, Tensor]) -> dict[str, int]:
 def _poison(tensors: Mapping[str, Tensor]) -> None:
     """NaN, which no trainer sends, into all of a block scale and the first element of the rest."""
     scales, bytes_, others = _by_poison(tensors)
-    if scales or others:
-        torch._foreach_mul_([*scales.values(), *others.values()], torch.nan)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}  # of one dtype, all go in a few launches
+    for tensor in (*scales.values(), *others.values()):
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for some in by_dtype.values():
+        torch._foreach_mul_(some, torch.nan)
     if bytes_:
         nan = torch.full((), FP8_NAN, dtype=torch.uint8, device=next(iter(bytes_.values())).device)
         torch._foreach_copy_(list(bytes_.values()), [nan] * len(bytes_))

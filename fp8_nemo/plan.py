@@ -241,6 +241,11 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
             "glue.recalibrate.history, first_margin: no effect with source=forward, NeMo RL "
             "measures with the weights that will sample"
         )
+    if fp8_kv and recipe.model.shape.experts and recipe.glue.name == "stock":
+        yield (
+            "glue=stock: vLLM 0.25.1 puts K and V scales of a mixture of experts to 1.0 when its "
+            "cache wakes up after a refit (gpu_model_runner.py:960); glue=ours keeps them"
+        )
     if SHARE in leaves(recipe.nemo) and recipe.model.memory.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
     if precision.rollout_linear == "bf16" and precision.scales != "fp32":

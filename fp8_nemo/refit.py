@@ -51,6 +51,10 @@ GROUP_BYTES = 2**28
 """Trainer weights that wait for one launch: 256 MiB, 0.2% of a GPU, a layer of 8B or of experts."""
 
 
+SENTINEL_BYTES = 512
+"""NeMo RL's NCCL sender packs without padding: one byte would misalign all that follows it."""
+
+
 class Encoded(NamedTuple):
     """A group of weights as it travels, and the verdict on each."""
 
@@ -91,7 +95,7 @@ def refit_stream(
     for group in in_groups(named_weights):
         if device is None:
             device = group[0][1].device
-            yield SENTINEL, torch.zeros(1, dtype=torch.uint8, device=device)
+            yield SENTINEL, torch.zeros(SENTINEL_BYTES, dtype=torch.uint8, device=device)
         encoded = encode(group, precision, num_layers=num_layers, formula=formula)
         group.clear()  # one group lives at a time
         verdicts.append(encoded._replace(tensors=[]))

@@ -5,6 +5,7 @@ stands for the engine. A fault is an edit of the stream, of the loader or of the
 says which name the error must carry. What was sent is compared byte by byte.
 """
 
+import pickle
 import re
 import weakref
 from contextlib import contextmanager
@@ -415,3 +416,9 @@ def test_tensors_that_loading_put_in_place_of_others_are_seen_when_looked_up_aga
     name = "model.embed_tokens.weight"
     with fails(name):
         ledger.close(engine | {name: engine[name].clone()})
+
+
+def test_an_error_crosses_processes_with_its_names():
+    error = RefitError(["a: lost", "b: lost"])
+    again = pickle.loads(pickle.dumps(error))
+    assert again.problems == error.problems and str(again) == str(error)

@@ -20,7 +20,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 from typing import Any, TextIO
 
-import fp8_nemo
 from fp8_nemo import run_dir
 from fp8_nemo.data import load_problems, write_problems
 from fp8_nemo.health import append_judged
@@ -30,7 +29,7 @@ from fp8_nemo.nemo import session
 from fp8_nemo.nemo.checkout import read_host
 from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.nemo.session import CONVERSIONS
-from fp8_nemo.nemo.settings import to_environment
+from fp8_nemo.nemo.settings import own_folder, to_environment
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import seconds
 
@@ -81,9 +80,9 @@ def prepare(plan: Plan, root: Path) -> None:
     folder = run_dir.conversion_dir(parent, model.hf_id or model.name, source)
     os.environ[CONVERSIONS] = str(folder)
     # Workers in environments of their own find NeMo RL and this package, entry point included.
-    own = Path(fp8_nemo.__file__).parents[1]
+    own = [] if (here := own_folder()) is None else [str(here)]
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    paths = [str(root), str(own), *given]
+    paths = [str(root), *own, *given]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))

@@ -46,6 +46,15 @@ def refit_reports(generation: Any) -> list[dict[str, float]]:
     return [answer for actor in _ask(generation, _reports_of_actor) for answer in actor]
 
 
+def refit_failures(generation: Any) -> list[str]:
+    """Why the last refit failed, of each of vLLM's workers in which it did.
+
+    NeMo RL's generation actor prints a worker's error and answers False (vllm_worker.py:1184), so
+    the loop knows only that something failed.
+    """
+    return [text for actor in _ask(generation, _failures_of_actor) for text in actor if text]
+
+
 def check_receivers(generation: Any) -> None:
     """Whether our receiver is in every one of vLLM's workers.
 
@@ -131,6 +140,15 @@ def _reports_of_actor(actor: Any) -> list[dict[str, float]]:
 def _report_of_worker(worker: Any) -> dict[str, float]:
     report = getattr(worker, "fp8_nemo_report", None)
     return report() if report is not None else {}
+
+
+def _failures_of_actor(actor: Any) -> list[str | None]:
+    llm = getattr(actor, "llm", None)
+    return llm.collective_rpc(_failure_of_worker) if llm is not None else []
+
+
+def _failure_of_worker(worker: Any) -> str | None:
+    return getattr(worker, "fp8_nemo_failure", None)
 
 
 def _stock_workers_of_actor(actor: Any) -> list[str]:

@@ -75,7 +75,17 @@ def engine_parts(
                 wire = tuple(map(_blocks, place.wire))
                 parts[scale_name(name)] = Part(parameters[scales][engine], wire)
     unused = {n: Part(p) for n, p in parameters.items() if n not in used}
-    return parts | {n: part for n, part in unused.items() if not n.endswith(OWN_SCALES)}
+    return parts | {
+        name: part
+        for name, part in unused.items()
+        if not name.endswith(OWN_SCALES) and not _is_alias(name, parameters)
+    }
+
+
+def _is_alias(name: str, parameters: Mapping[str, Tensor]) -> bool:
+    """Whether a `weight_scale` is a second name for the `weight_scale_inv` (v0.7.0, fp8.py:510)."""
+    other = parameters.get(f"{name}_inv")
+    return other is not None and other.data_ptr() == parameters[name].data_ptr()
 
 
 def layers_with_experts(names: Mapping[str, object]) -> Iterator[tuple[int, str]]:

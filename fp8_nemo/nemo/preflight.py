@@ -15,7 +15,7 @@ from fp8_nemo.data import DataError, load_problems
 from fp8_nemo.host import ROOT_VARIABLE, Host, HostError, host_mistakes, root_of
 from fp8_nemo.model_dir import model_mistakes, model_path
 from fp8_nemo.nemo.checkout import REMEDY, read_host
-from fp8_nemo.nemo.settings import PLUGIN, PLUGINS, has_receiver
+from fp8_nemo.nemo.settings import PLUGIN, PLUGINS, has_receiver, own_folder, to_environment
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import Mistake, Recipe
 
@@ -97,6 +97,11 @@ def _software(recipe: Recipe, host: Host) -> Iterator[str]:
     if recipe.cluster.interpreter == "container":
         if importlib.util.find_spec("ray") is None:
             yield "ray is not installed here; run in NeMo RL's container (docs/nemo.md)"
+        if to_environment(recipe) and own_folder() is None:
+            yield (
+                "fp8-nemo is installed among the driver's own packages, where NeMo RL's workers "
+                "cannot reach it; run from a clone (pip install --no-deps -e .), or glue=stock"
+            )
         return
     missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:

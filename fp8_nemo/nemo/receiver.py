@@ -76,6 +76,7 @@ def receiver(stock: type, recipe: Recipe) -> type:
         fp8_nemo_recipe = recipe
         fp8_nemo_refit: Refit | None = None
         fp8_nemo_proof: RefitProof | None = None
+        fp8_nemo_failure: str | None = None
 
         def update_weights_via_ipc_zmq(self) -> bool:
             return self.fp8_nemo_proven(super().update_weights_via_ipc_zmq)
@@ -93,13 +94,21 @@ def receiver(stock: type, recipe: Recipe) -> type:
             return has_receiver(self.fp8_nemo_recipe.glue)
 
         def fp8_nemo_proven(self, update: Callable[[], bool]) -> bool:
-            self.fp8_nemo_refit, self.fp8_nemo_proof = None, None
-            if not has_receiver(self.fp8_nemo_recipe.glue):  # recalibration alone is ours
-                return update()
-            self.fp8_nemo_refit = Refit(self.model_runner.model, self.fp8_nemo_recipe)
-            landed = update()
-            self.fp8_nemo_proof = self.fp8_nemo_refit.close(landed)
-            return True
+            self.fp8_nemo_refit = self.fp8_nemo_proof = self.fp8_nemo_failure = None
+            model, recipe = self.model_runner.model, self.fp8_nemo_recipe
+            if not has_receiver(recipe.glue):  # recalibration alone is ours
+                landed = update()
+            else:
+                self.fp8_nemo_refit = Refit(model, recipe)
+                try:
+                    self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
+                except RefitError as error:  # NeMo RL's actor prints it, and says False
+                    self.fp8_nemo_failure = str(error)
+                    raise
+                landed = True
+            if recipe.precision.rollout_kv == "fp8":
+                _keep_kv_scales(self.model_runner, model, recipe.model.shape.layers)
+            return landed
 
         def fp8_nemo_report(self) -> dict[str, float]:
             """Of the last refit; empty before one, and with `verify: off`."""
@@ -124,37 +133,46 @@ class Refit:
         self.model, self.recipe = model, recipe
         self.failed: Exception | None = None
         self.ledger: Ledger | None = None
-        _widen_kv_scales(model)
-        if recipe.glue.verify != "off":
-            try:
+        try:
+            if recipe.precision.rollout_kv == "fp8":
+                _clear_kv_scales(model)
+            if recipe.glue.verify != "off":
                 self.ledger = _open(model, recipe)
                 _wait()  # the poison must be in before NCCL's receiver loads on its own streams
-            except RefitError as error:
-                self.failed = error
+        except Exception as error:  # raised when the stream has ended
+            self.failed = error
 
     def take(
         self, tensors: list[tuple[str, Tensor]], load_as_stock: Callable[[list], None]
     ) -> None:
         """Book what arrived, and load it: as it is, quantized here, or by NeMo RL's own loader."""
-        if self.failed:
-            return
         try:
-            self._load([pair for pair in tensors if self._is_ours(*pair)], load_as_stock)
+            ours = [pair for pair in tensors if self._is_ours(*pair)]
+            if not self.failed:
+                self._load(ours, load_as_stock)
         except Exception as error:  # raised when the stream has ended
             self.failed = error
 
-    def close(self, landed: bool) -> RefitProof | None:
-        """The proof; None with `verify: off`.
+    def close(self, update: Callable[[], bool]) -> RefitProof | None:
+        """Let the stream come, to its end; the proof, None with `verify: off`.
+
+        Args:
+            update: NeMo RL's, which calls `take` with every batch; false if it failed.
 
         Raises:
             RefitError: naming everything that failed.
         """
+        try:
+            landed = update()
+        except Exception as error:  # of NeMo RL's own checks, or of what finishes the weights
+            landed, self.failed = False, self.failed or error
         if isinstance(self.failed, RefitError):
             raise self.failed
         if self.failed or not landed:
-            problems = self.ledger.problems if self.ledger else []
-            reason = self.failed or "NeMo RL's own message stands in this worker's log"
-            raise RefitError([*problems, f"vLLM could not load a weight: {reason}"])
+            found = self.failed
+            reason = f"{type(found).__name__} {found}" if found else "its message is in the log"
+            problems = self.ledger.wire_problems() if self.ledger else []
+            raise RefitError([f"vLLM could not load the weights: {reason}", *problems])
         if self.ledger is None:
             return None
         proof = self.ledger.close(_engine(self.model, self.recipe))
@@ -244,11 +262,38 @@ def _attention(model: Any, layer: int) -> Any:
     return model.get_submodule(f"model.layers.{layer}.self_attn.attn")
 
 
-def _widen_kv_scales(model: Any) -> None:
-    """VLLM makes these parameters in the model's BF16, in which a scale loses 17 of its bits."""
+def _clear_kv_scales(model: Any) -> None:
+    """Put vLLM's "none was loaded" into what its loader fills, in FP32.
+
+    vLLM makes these parameters in the model's BF16, in which a scale loses 17 of its bits; and a
+    scale that is lost on the way would leave that of the refit before.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith((".attn.q_scale", ".attn.k_scale", ".attn.v_scale")):
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.float().fill_(-1.0)
+
+
+def _keep_kv_scales(runner: Any, model: Any, layers: int) -> None:
+    """Put the scales of K and V back when the cache wakes up.
+
+    vLLM's model runner V1, which Qwen3-MoE gets, fills them with 1.0 then
+    (gpu_model_runner.py:960, 0.25.1), after the refit.
+    """
+    held = {}
+    for layer in range(layers):
+        attention = _attention(model, layer)
+        names = ("_k_scale", "_v_scale", "k_scale", "v_scale")
+        held |= {getattr(attention, n): getattr(attention, n).clone() for n in names}
+    wake = getattr(type(runner), "post_kv_cache_wake_up", None)
+    if wake is None:
+        return
+
+    def wake_and_keep() -> None:
+        wake(runner)
+        for scale, value in held.items():
+            scale.data.copy_(value)
+
+    runner.post_kv_cache_wake_up = wake_and_keep
 
 
 def _stale_host_copies(model: Any, sent: dict[str, Tensor]) -> Iterable[str]:

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8_nemo.nemo.checkout import config_of
-from fp8_nemo.nemo.engine import check_engine, check_receivers, engine_dtypes, refit_reports
+from fp8_nemo.nemo.engine import (
+    EngineError,
+    check_engine,
+    check_receivers,
+    engine_dtypes,
+    refit_failures,
+    refit_reports,
+)
 from fp8_nemo.nemo.ray_nodes import own_code_first
 from fp8_nemo.nemo.settings import has_receiver, observes
 from fp8_nemo.overrides import native_correction, path_overrides
@@ -70,11 +77,25 @@ def opened(
             parts.policy.proofs = lambda: refit_reports(parts.generation)
         if observes(plan.recipe) and not parts.policy.kv_scales:
             parts.policy.prepare_for_lp_inference()
-            prompts = first_prompts(parts, plan.recipe.grpo.prompts_per_step or 1)
+            ranks = parts.policy.sharding_annotations.get_axis_size("data_parallel")
+            count = plan.recipe.grpo.prompts_per_step or 1
+            prompts = first_prompts(parts, -(-count // ranks) * ranks)  # to be shared evenly
             parts.policy.calibrate_qkv_fp8_scales(prompts, include_q=True)
         yield parts
+    except Exception as error:
+        for reason in _failures(parts.generation):
+            raise EngineError(reason) from error
+        raise
     finally:
         _shut_down(parts)
+
+
+def _failures(generation: Any) -> list[str]:
+    """What the engine says of a refit that failed; nothing if it cannot be asked any more."""
+    try:
+        return refit_failures(generation)
+    except Exception:  # Ray's, of an actor that died
+        return []
 
 
 def run_grpo(parts: Session, logger: Any) -> None:
@@ -198,7 +219,7 @@ def first_prompts(parts: Session, count: int) -> Any:
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
     policy, loader = parts.config.policy, parts.loader
-    batch = loader.collate_fn([loader.dataset[n] for n in range(count)])
+    batch = loader.collate_fn([loader.dataset[n % len(loader.dataset)] for n in range(count)])
     flat, lengths = batched_message_log_to_flat_message(
         batch["message_log"],
         pad_value_dict={"token_ids": parts.tokenizer.pad_token_id},

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
+import fp8_nemo
 from fp8_nemo.schema import Glue, Precision, Recipe
 
 if TYPE_CHECKING:  # a login node has no torch
@@ -22,6 +24,16 @@ VARIABLE = "FP8_NEMO_RECIPE"
 PLUGIN = "fp8_nemo"
 """Our entry point of the group `PLUGINS`, by which vLLM finds our receiver."""
 PLUGINS = "vllm.general_plugins"
+
+
+def own_folder() -> Path | None:
+    """What a worker's path needs to find this package; None where it lies among others.
+
+    A clone, or a job's frozen copy; a driver's whole `site-packages` would bring packages of
+    another Python into the workers.
+    """
+    folder = Path(fp8_nemo.__file__).parents[1]
+    return None if folder.name in ("site-packages", "dist-packages") else folder
 
 
 def to_environment(recipe: Recipe) -> dict[str, str]:

@@ -6,6 +6,7 @@ With NEMO_RL_ROOT alone the source is read; what imports `nemo_rl` and vLLM need
 
 import ast
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -344,3 +345,65 @@ def test_saturation_is_judged_by_the_scales_that_sampled(watched_policy):
     row = policy.take_row()
     assert row["recalibrate/saturated_fraction"] == 1.0
     assert row["recalibrate/max_drift"] == pytest.approx(0.2, abs=1e-5)
+
+
+LIBCUDA = [
+    *("cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled", "cuMemCreate"),
+    *("cuMemMap", "cuMemUnmap", "cuMemRelease", "cuMemSetAccess", "cuMemAddressReserve"),
+    *("cuMemAddressFree", "cuMemGetAllocationGranularity", "cuCtxGetCurrent", "cuCtxSetCurrent"),
+    *("cuDevicePrimaryCtxRetain", "cuGetErrorString", "cuGetErrorName", "cuDriverGetVersion"),
+    *("cuDeviceGet", "cuDeviceGetAttribute"),
+]
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory):
+    """A driver without a device: vLLM's library links to one, and nothing here calls it."""
+    folder = tmp_path_factory.mktemp("libcuda")
+    functions = "".join(f"int {name}(void) {{ return 1; }}\n" for name in LIBCUDA)
+    (folder / "stub.c").write_text(f"int cuInit(void) {{ return 100; }}\n{functions}")
+    call = ["cc", "-shared", "-fPIC", "-o", folder / "libcuda.so.1", folder / "stub.c"]
+    if subprocess.run(call, capture_output=True).returncode:
+        pytest.skip("needs a C compiler, for a driver without a device")
+    return folder
+
+
+@imports
+@pytest.mark.parametrize(
+    ("cell", "size", "experts"),
+    [
+        ("tiny-llama fp8-kv-attn", 1, ""), ("tiny-llama bf16", 1, ""),
+        ("tiny-qwen3-moe fp8-kv-attn", 1, ""), ("tiny-llama fp8-kv-attn", 2, ""),
+        ("tiny-qwen3-moe fp8-linear", 2, "experts"),
+    ],
+)  # fmt: skip
+def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
+    cell, size, experts, libcuda, tmp_path
+):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "LD_LIBRARY_PATH": str(libcuda), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(OURS.parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    script = str(Path(__file__).parent / "vllm_on_a_cpu.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, *cell.split(), str(rank), str(size), str(port), experts],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    for rank in ranks:
+        out, error = rank.communicate(timeout=400)
+        assert rank.returncode == 0, error[-3000:]
+        found = json.loads(out.strip().splitlines()[-1])
+        assert len(found["landed"]) == 8
+        if "bf16" not in cell:
+            assert all(count > 0 for count in found["landed"].values())
+        assert len(found["refused"]) == 2 + ("kv" in cell)
+        for name, message in found["refused"].items():
+            assert f"{name}: never arrived" in message

@@ -186,6 +186,16 @@ def test_an_engine_that_lies_otherwise_is_refused_by_name(change, message):
         Ledger(wire_specs(named_shapes(DENSE), FP8, 2), parts)
 
 
+def test_a_second_name_for_a_scale_is_no_weight_and_a_copy_of_it_is():
+    wire = dict(of_stream(DENSE, FP8)[1:-1])
+    parameters = engine(wire, DENSE, Rank(), "")
+    stem = "model.layers.0.self_attn.qkv_proj.weight_scale"
+    parameters[stem] = parameters[f"{stem}_inv"]  # as NeMo RL v0.7.0 registers it
+    assert engine_parts(parameters, DENSE, FP8, Rank()).keys() == wire.keys()
+    parameters[stem] = parameters[stem].clone()
+    assert engine_parts(parameters, DENSE, FP8, Rank()).keys() == {*wire, stem}
+
+
 def test_vllms_own_kv_scales_are_no_weights():
     wire = dict(of_stream(DENSE, BF16)[1:-1])
     parameters = engine(wire, DENSE, Rank(), "")

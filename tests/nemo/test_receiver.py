@@ -118,11 +118,23 @@ class Engine(nn.Module):
             held[start:stop].copy_(tensor)
 
 
+class Runner:
+    """vLLM's model runner V1, which puts 1.0 into the scales when the cache wakes up."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def post_kv_cache_wake_up(self):
+        for attention in self.model.attention:
+            for name in ("_k_scale", "_v_scale", "k_scale", "v_scale"):
+                getattr(attention, name).data.fill_(1.0)
+
+
 class Worker:
     """NeMo RL's extension in a vLLM worker: receives what it is given, one batch at a time."""
 
     def __init__(self, precision):
-        self.model_runner = type("Runner", (), {"model": Engine(precision)})()
+        self.model_runner = Runner(Engine(precision))
         self.wire, self.processes, self.as_stock, self.ended = [], True, [], 0
 
     def update_weights_via_ipc_zmq(self):
@@ -214,6 +226,62 @@ def test_kv_scales_reach_the_kernels_buffers_and_host_copies_in_fp32():
     assert attention._k_scale == wanted and attention._k_scale_float == wanted.item()
 
 
+@pytest.mark.parametrize("glue", [Glue(), Glue("x", "stock", "bf16", "off")], ids=["all", "ranges"])
+def test_kv_scales_survive_the_waking_of_the_cache_refit_after_refit(glue):
+    run = recipe(glue)
+    worker = worker_of(run)
+    for factor in (1.0, 2.0):
+        scales = {name: factor * scale for name, scale in KV.items()}
+        stream = refit_stream(
+            weights_of().items(), settings.wire_precision(run), scales, num_layers=2
+        )
+        ours = settings.has_receiver(glue)
+        worker.wire = [pair for pair in stream if ours or pair[0] not in (SENTINEL, MANIFEST)]
+        assert worker.update_weights_via_ipc_zmq()
+        worker.model_runner.post_kv_cache_wake_up()
+        for layer, attention in enumerate(worker.model_runner.model.attention):
+            q, k, v = (scales[name] for name in kv_scale_names(layer))
+            held = (attention._q_scale, attention._k_scale, attention._v_scale)
+            rough = 0.0 if ours else 2**-8  # NeMo RL's own loader keeps them in BF16
+            for scale, sent in zip(held, (q, k, v), strict=True):
+                assert scale.item() == pytest.approx(torch.tensor(sent).item(), rel=rough)
+
+
+def test_scales_that_are_lost_are_named_even_if_they_have_not_changed():
+    run = recipe()
+    worker = worker_of(run)
+    worker.wire = wire_of(run)
+    worker.update_weights_via_ipc_zmq()
+    engine = worker.model_runner.model
+    load = engine.load_weights
+    engine.load_weights = lambda weights: load([p for p in weights if p[0] not in KV])
+    with pytest.raises(RefitError, match=r"q_scale: the engine holds \[-1\.0\], sent"):
+        worker.update_weights_via_ipc_zmq()
+
+
+def test_a_failure_is_kept_for_the_driver_to_ask_and_gone_after_the_next_refit():
+    run = recipe()
+    worker = worker_of(run)
+    wire = wire_of(run)
+    worker.wire = without(Q)(wire)
+    with pytest.raises(RefitError):
+        worker.update_weights_via_ipc_zmq()
+    assert worker.fp8_nemo_failure.startswith(f"refit failed: {Q}: never arrived")
+    worker.wire = wire
+    worker.update_weights_via_ipc_zmq()
+    assert worker.fp8_nemo_failure is None
+
+
+def test_whatever_fails_before_the_stream_is_raised_after_it(monkeypatch):
+    run = recipe()
+    worker = worker_of(run)
+    worker.wire = wire_of(run)
+    monkeypatch.setattr(receiver, "_engine", lambda *_: 1 / 0)
+    with pytest.raises(RefitError, match="division by zero"):
+        worker.update_weights_via_ipc_zmq()
+    assert worker.ended == 1
+
+
 def without(name):
     return lambda wire: [pair for pair in wire if pair[0] != name]
 
@@ -266,7 +334,7 @@ def test_a_loader_that_skips_a_weight_or_breaks_is_named_after_the_stream_has_en
         raise RuntimeError("no room")
 
     engine.load_weights = breaks
-    with pytest.raises(RefitError, match="vLLM could not load a weight: no room"):
+    with pytest.raises(RefitError, match="vLLM could not load the weights: RuntimeError no room"):
         worker.update_weights_via_ipc_zmq()
     assert worker.ended == 2
 
@@ -303,12 +371,25 @@ def test_an_engine_that_holds_other_weights_in_fp8_is_refused_and_nothing_is_loa
     assert engine.loaded == [] and worker.ended == 1
 
 
+def test_an_error_of_nemo_rls_own_is_told_with_what_was_lost():
+    class Failing(Worker):
+        def update_weights_via_ipc_zmq(self):
+            super().update_weights_via_ipc_zmq()
+            assert self.model_runner.model.attention[0].k_scale > 0  # as fp8.py:1332 does
+
+    run = recipe()
+    worker = receiver.receiver(Failing, run)(run.precision)
+    worker.wire = without(K_SCALE)(wire_of(run))
+    with pytest.raises(RefitError, match=rf"(?s)AssertionError.*{K_SCALE}: never arrived"):
+        worker.update_weights_via_ipc_zmq()
+
+
 def test_nemo_rls_own_failure_is_not_taken_for_a_landing():
     class Failing(Worker):
         def update_weights_via_ipc_zmq(self):
             return False  # as v0.7.0 does after it has printed why
 
-    with pytest.raises(RefitError, match="NeMo RL's own message"):
+    with pytest.raises(RefitError, match="its message is in the log"):
         receiver.receiver(Failing, recipe())(E2E).update_weights_via_ipc_zmq()
 
 
