@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +38,7 @@ from fp8_nemo.host import root_of
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.nemo import driver, session
 from fp8_nemo.nemo.checkout import host_of
-from fp8_nemo.nemo.engine import refit_reports
+from fp8_nemo.nemo.engine import refit_failures, refit_reports
 from fp8_nemo.nemo.settings import VARIABLE, has_receiver
 from fp8_nemo.run_dir import environment
 from fp8_nemo.schema import Glue, Recalibrate, Recipe
@@ -146,8 +147,8 @@ class Bench:
 
 
 def ask(actor: Any, work: Callable[..., Any], arguments: tuple) -> list[Any]:
-    """In a generation actor."""
-    return actor.llm.collective_rpc(work, args=arguments)
+    """In a generation actor; those of other tensor-parallel ranks own no engine."""
+    return actor.llm.collective_rpc(work, args=arguments) if actor.llm is not None else []
 
 
 def set_recipe_of_policy(worker: Any, content: str) -> None:
@@ -167,6 +168,10 @@ def set_recipe_of_vllm(worker: Any, content: str) -> None:
 
     os.environ[VARIABLE] = content
     type(worker).fp8_nemo_recipe = from_environment()
+    if '"quantize": "stock", "transfer": "bf16"' in content:  # its KV scales are BF16, ours FP32
+        for name, parameter in worker.model_runner.model.named_parameters():
+            if name.endswith((".attn.q_scale", ".attn.k_scale", ".attn.v_scale")):
+                parameter.data = parameter.data.bfloat16()
 
 
 def time_export(worker: Any, stock: bool) -> float:
@@ -224,6 +229,8 @@ def ranges(bench: Bench, tokens: int, sequences: int, repetitions: int) -> dict[
     import torch
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
+    if bench.recipe.precision.rollout_kv != "fp8":
+        return {}
     vocabulary = bench.recipe.model.shape.vocab
     ids = torch.randint(0, vocabulary, (sequences, tokens))
     lengths = torch.randint(tokens // 2, tokens + 1, (sequences,))
@@ -277,12 +284,12 @@ def drop_on_the_wire(worker: Any, name: str) -> None:
 
 def loader(worker: Any, change: Callable[[str, Any], Any]) -> None:
     """In a vLLM worker: its loader changes or skips (None) what it is given."""
-    model = worker.model_runner.model
-    load = type(model).load_weights
+    model = getattr(worker, "worker", worker).model_runner.model
+    load = model.load_weights
 
     def changed(weights: Any) -> Any:
         pairs = [(name, change(name, tensor)) for name, tensor in weights]
-        return load(model, [pair for pair in pairs if pair[1] is not None])
+        return load([pair for pair in pairs if pair[1] is not None])
 
     model.load_weights = changed
 
@@ -308,6 +315,16 @@ def stock_receiver(worker: Any, name: str) -> None:
     stock = next(each for each in type(worker).__mro__ if each.__module__.endswith("vllm_backend"))
     for method in ("_load_weights", "update_weights_via_ipc_zmq", "update_weights_from_collective"):
         setattr(worker, method, getattr(stock, method).__get__(worker))
+
+
+def four_times(worker: Any, factor: float) -> None:
+    """In a policy worker: an update that changes weights, so that what is lost is missed."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in worker.model.named_parameters():
+            if "layers.1.mlp" in name and parameter.ndim >= 2 and "router" not in name:
+                parameter.mul_(factor)
 
 
 def nan_in_the_trainer(worker: Any, name: str) -> None:
@@ -349,35 +366,57 @@ FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
 }
 
 
-def faults(bench: Bench) -> list[dict[str, Any]]:
-    """Each fault with stock, ledger and full: the error, or the mismatch of a refit that passed."""
-    name, found, prompts = "model.layers.1.mlp.gate_proj.weight", [], bench.prompts()
+def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
+    """Each fault with stock, ledger and full: the error, or the mismatch of a refit that passed.
+
+    Every faulty refit follows a clean one and an update (weights times 4, exactly undone after), so
+    that what is lost leaves something old. Rows are kept as they come.
+    """
+    experts, found, prompts = bench.recipe.model.shape.experts, [], bench.prompts()
+    name = f"model.layers.1.mlp.{'experts.0.' if experts else ''}gate_proj.weight"
+    usual = dict(bench.parts.policy.kv_scales)
     for fault, (side, inject) in FAULTS.items():
         if fault == "KV scales lost" and bench.recipe.precision.rollout_kv != "fp8":
             continue
-        for glue in ("stock", "ledger", "full"):
+        for glue in ("ledger", "full", "stock"):
             if fault == "plugin missing" and not has_receiver(GLUES[glue]):
                 continue
+            _clean(bench, "stock" if glue == "stock" else "ledger")
             bench.switch(GLUES[glue])
+            bench.in_policy(four_times, 4.0)
+            bench.parts.policy.kv_scales = {n: 1.5 * scale for n, scale in usual.items()}
             (bench.in_vllm if side == "vllm" else bench.in_policy)(inject, name)
             row: dict[str, Any] = {"fault": fault, "glue": glue, "error": None}
             start = time.perf_counter()
             try:
                 bench.refit()
-                row["mismatch"] = _finite(bench.sampled(prompts))
+                if fault == "NaN in a trainer weight":  # sampling from it may end the engine
+                    row["passed"] = "the engine holds NaN"
+                    bench.rest()
+                else:
+                    row["mismatch"] = _finite(bench.sampled(prompts))
             except Exception as error:  # what a run would stop with
-                row["error"] = driver._reason(error)[:400]
+                reasons = refit_failures(bench.parts.generation) or [driver._reason(error)]
+                row["error"] = reasons[0][:400]
                 bench.rest()
             row["seconds"] = time.perf_counter() - start
             bench.in_vllm(mend_vllm)
             bench.in_policy(mend_policy)
+            bench.in_policy(four_times, 0.25)
+            bench.parts.policy.kv_scales = dict(usual)
             found.append(row)
+            keep(found)
             print(row, flush=True)
-    bench.switch(GLUES["ledger"])
-    bench.refit()
+    _clean(bench, "ledger")
     found.append({"fault": "none, after all", "mismatch": bench.sampled(prompts)})
     print(found[-1], flush=True)
     return found
+
+
+def _clean(bench: Bench, glue: str) -> None:
+    bench.switch(GLUES[glue])
+    bench.refit()
+    bench.rest()
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, Any]:
@@ -425,11 +464,15 @@ def main() -> None:
             "refit": lambda: refits(bench, options.repetitions),
             "mismatch": lambda: mismatches(bench),
             "ranges": lambda: ranges(bench, options.tokens, options.sequences, options.repetitions),
-            "faults": lambda: faults(bench),
+            "faults": lambda: faults(bench, partial(_keep, options.out, content, "faults")),
         }
         for name in options.parts.split(","):
-            content[name] = work[name]()
-            options.out.write_text(json.dumps(content, indent=1) + "\n")
+            _keep(options.out, content, name, work[name]())
+
+
+def _keep(file: Path, content: dict[str, Any], name: str, found: Any) -> None:
+    content[name] = found
+    file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
