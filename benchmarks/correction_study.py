@@ -1,0 +1,76 @@
+"""Whether a precision and a correction change what is learned: means over seeds, 95% intervals.
+
+for lr in 2e-4 3e-4; do for cell in "precision=bf16,fp8-e2e correction=none" \
+    "precision=fp8-linear correction=none,tis,mis" "precision=fp8-kv-attn correction=none,tis"; do
+  python -m recipes.grpo -m $cell seed=1,2,3,4,5 grpo.steps=60 grpo.learning_rate=$lr \
+      grpo.validate_every=20 outputs=study/$lr
+done; done
+python benchmarks/correction_study.py study/2e-4 study/3e-4 --out FILE.json
+
+Of every finished run: the last validation accuracy, the reward of the last ten steps, the mean KL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from fp8_nemo.report import find_runs, read_run
+from fp8_nemo.run_dir import environment
+
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
+"""97.5% quantile of Student's t, by the number of seeds."""
+LAST = 10  # steps
+
+
+def outcome(rows: list[dict[str, float]]) -> dict[str, float]:
+    """What one run came to."""
+    accuracy = [row["val/accuracy"] for row in rows if "val/accuracy" in row]
+    reward = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    kl = [row["mismatch/kl"] for row in rows if "mismatch/kl" in row]
+    return {"accuracy": accuracy[-1], "reward": fmean(reward[-LAST:]), "kl": fmean(kl)}
+
+
+def with_interval(values: list[float]) -> dict[str, float]:
+    """Mean and half of the 95% interval."""
+    half = STUDENT[len(values)] * stdev(values) / math.sqrt(len(values))
+    return {"mean": fmean(values), "half": half}
+
+
+def main() -> None:
+    """Read, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    cells: dict[tuple[str, str], dict[int, dict[str, float]]] = defaultdict(dict)
+    for folder in options.folders:
+        for path in find_runs(folder):
+            run = read_run(path)
+            if run.state == "finished":
+                key = (str(run.recipe.grpo.learning_rate), run.plan.cell)
+                cells[key][run.recipe.seed] = outcome(run.rows)
+    rows: list[dict[str, Any]] = []
+    for (rate, cell), seeds in sorted(cells.items()):
+        row: dict[str, Any] = {"learning_rate": float(rate), "cell": cell, "seeds": seeds}
+        for key in ("accuracy", "reward", "kl"):
+            row[key] = with_interval([found[key] for found in seeds.values()])
+        rows.append(row)
+        shown = " ".join(
+            f"{key} {row[key]['mean']:.4g} +- {row[key]['half']:.2g}"
+            for key in ("accuracy", "reward", "kl")
+        )
+        print(rate, cell, len(seeds), shown)
+    command = " ".join(["python", *sys.argv])
+    content = {"command": command, "environment": environment(), "rows": rows}
+    options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
