@@ -131,10 +131,10 @@ def test_every_combination_of_modifiers_agrees_with_the_restatement(level, mask,
 
 
 @pytest.mark.parametrize("mask", DIVERGENCES)
-@pytest.mark.parametrize("level", ["none", "token", "sequence"])
+@pytest.mark.parametrize("level", ["none", "token"])
 def test_every_distance_agrees_with_the_restatement(level, mask, batches):
-    for pair, high, veto in product(batches, (1e-3, 0.02, 1.02, 1.5), (None, 0.6)):
-        assert_agrees(pair, Correction(level=level, mask=mask, high=high, veto=veto))
+    for pair, high in product(batches, (0.02, 1.02)):
+        assert_agrees(pair, Correction(level=level, mask=mask, high=high, veto=0.6))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
