@@ -170,15 +170,14 @@ def slime_rows(file: Path) -> Iterator[tuple[str, Correction, Peer]]:
         def found(pair: LogprobPair) -> Found:
             lengths = pair.mask_BT.sum(1).tolist()
             rows = [
-                [x_T[:n] for x_T, n in zip(side_BT.float(), lengths, strict=True) if n]
+                [x_T[:n] for x_T, n in zip(side_BT.float(), lengths, strict=True)]
                 for side_BT in (pair.train_BT, pair.rollout_BT, pair.mask_BT)
-            ]  # it takes no empty sequence
+            ]
             weights, masks, _ = mis.compute_mis_weights(
                 settings, train_log_probs=rows[0], rollout_log_probs=rows[1], loss_masks=rows[2]
             )
             value_BT, kept_BT = torch.zeros(pair.mask_BT.shape), torch.zeros(pair.mask_BT.shape)
-            real = [b for b, n in enumerate(lengths) if n]
-            for b, value_T, kept_T in zip(real, weights, masks, strict=True):
+            for b, (value_T, kept_T) in enumerate(zip(weights, masks, strict=True)):
                 value_BT[b, : len(value_T)] = value_T * kept_T
                 kept_BT[b, : len(kept_T)] = kept_T
             return value_BT, kept_BT.bool()

@@ -38,7 +38,7 @@ from fp8_nemo.host import root_of
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.nemo import driver, session
 from fp8_nemo.nemo.checkout import host_of
-from fp8_nemo.nemo.engine import refit_failures, refit_reports
+from fp8_nemo.nemo.engine import refit_problems, refit_reports
 from fp8_nemo.nemo.settings import VARIABLE, has_receiver
 from fp8_nemo.run_dir import environment
 from fp8_nemo.schema import Glue, Recalibrate, Recipe
@@ -396,7 +396,7 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
                 else:
                     row["mismatch"] = _finite(bench.sampled(prompts))
             except Exception as error:  # what a run would stop with
-                reasons = refit_failures(bench.parts.generation) or [driver._reason(error)]
+                reasons = refit_problems(bench.parts.generation) or [driver._reason(error)]
                 row["error"] = reasons[0][:400]
                 bench.rest()
             row["seconds"] = time.perf_counter() - start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rich.table import Table
@@ -11,27 +11,44 @@ from rich.table import Table
 from fp8_nemo.compose import compose, option_folder, option_names
 from fp8_nemo.measure import MeasureError, by_length, by_position, effect
 from fp8_nemo.measurement import Measurement
-from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.mismatch import LogprobPair
 from fp8_nemo.schema import DIVERGENCES, RATIOS, Correction
 
 OWN = re.compile(r"my[\w.-]*")
 """Names that git ignores in conf/correction, as a site's own in conf/cluster."""
 
 
-def distribution(pairs: Collection[LogprobPair], measurement: Measurement, _: float) -> Table:
+def tables(
+    pairs: Collection[LogprobPair], measurement: Measurement, reject: float
+) -> Iterator[Table]:
+    """The mismatch, what every option would do to it, and bounds for every statistic.
+
+    Args:
+        pairs: every batch.
+        measurement: of them.
+        reject: the wanted share of tokens, above 0 and below 1.
+    """
+    yield _distribution(pairs, measurement)
+    yield _effects(pairs)
+    yield _proposals(measurement, reject)
+
+
+def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> Table:
     """KL and 99th percentile of `|log_ratio|`, over all tokens, by position and by length."""
     title = f"mismatch of {measurement.tokens:,} tokens in {measurement.sequences:,} sequences"
     table = _table(title, "tokens", "KL (k3)", "p99 |log ratio|")
-    every = [mismatch_metrics(pair) for pair in pairs]
-    worst = max(row["mismatch/abs_log_ratio_p99"] for row in every)
-    table.add_row("all", f"{measurement.kl:.2e}", f"{worst:.3f} at most in one batch")
-    for what, rows in (("position", by_position(pairs)), ("length", by_length(pairs))):
+    parts = {
+        "all at": by_position(pairs, parts=1),
+        "position": by_position(pairs),
+        "length": by_length(pairs),
+    }
+    for what, rows in parts.items():
         for name, kl, p99 in rows:
             table.add_row(f"{what} {name}", f"{kl:.2e}", f"{p99:.3f}")
     return table
 
 
-def effects(pairs: Collection[LogprobPair], _: Measurement, __: float) -> Table:
+def _effects(pairs: Collection[LogprobPair]) -> Table:
     """What every option of conf/correction would do to these batches."""
     table = _table(
         "what each correction would do", "correction", "clips", "rejects", "ESS", "mean multiplier"
@@ -49,7 +66,7 @@ def effects(pairs: Collection[LogprobPair], _: Measurement, __: float) -> Table:
     return table
 
 
-def proposals(_: Collection[LogprobPair], measurement: Measurement, reject: float) -> Table:
+def _proposals(measurement: Measurement, reject: float) -> Table:
     """For every statistic the bounds that reject the wanted share."""
     title = f"bounds that reject {reject:.2%} of these tokens"
     table = _table(title, "correction.mask", "low", "high", "rejects")
@@ -58,9 +75,6 @@ def proposals(_: Collection[LogprobPair], measurement: Measurement, reject: floa
         share = measurement.rejected(Correction(mask=name, low=low, high=high))
         table.add_row(name, "" if low is None else f"{low:.6g}", f"{high:.6g}", f"{share:.2%}")
     return table
-
-
-TABLES = (distribution, effects, proposals)
 
 
 def write_option(name: str, mask: str, reject: float, measurement: Measurement, file: Path) -> Path:

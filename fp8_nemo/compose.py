@@ -32,6 +32,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from fp8_nemo.host import MAIN, Host, HostError
+from fp8_nemo.measurement import measurement_mistakes
 from fp8_nemo.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
 
@@ -86,11 +87,11 @@ def compose_plans(
     cells, plans, found = [], [], []
     for cell, recipe in _composed(arguments):
         cells.append(cell)
-        found.append([])
+        found.append([str(each) for each in measurement_mistakes(recipe.correction)])
         try:
             plans.append(plan_recipe(recipe, host_of(recipe)))
         except (PlanError, HostError) as error:
-            found[-1] = str(error).splitlines()
+            found[-1] += str(error).splitlines()
     _raise_if_any(cells, found)
     _refuse_twins(cells, plans)
     return plans

@@ -79,7 +79,7 @@ def _k3(x: Tensor) -> Tensor:
 
 
 def _error(x: Tensor) -> Tensor:
-    return _clamped(x).abs().exp()
+    return ratio(x.abs())
 
 
 def _clamped(x: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 The same rows give the same verdict in the terminal, in the report and when a run asks whether
 to go on. A step is `unstable` if one signal is, else `watch` if one asks for it.
 
-Where the bounds come from: NeMo RL's guide calls a `token_mult_prob_error` of up to 1.03-1.05
-acceptable (docs/guides/grpo.md; papers on FP8 use the band); verl warns at an effective sample
-share of 0.3 and a KL of 0.1 (docs/algo/rollout_corr.md, b178a3c). A rejected share of 0.1 is this
-package's `max_reject`. The other bounds are this package's own: 0.02 nats is several times what
-FP8 KV showed inside NeMo RL (docs/nemo.md), 1.5 and half of the batch are far beyond any run that
-learned. Growth is over a window against the run's first steps: in NeMo RL #1801 the mismatch grew
-for many steps before the reward fell.
+Where the bounds come from: papers on FP8 rollouts call a `token_mult_prob_error` of up to 1.03-1.05
+usual; NeMo RL's guide looks for trouble where it climbs past 1.01-1.02, and at a KL of 1e-3
+(docs/guides/grpo.md, main 7ea279a), which FP8 KV exceeds in a healthy run; verl warns at an
+effective sample share of 0.3 and a KL of 0.1 (docs/algo/rollout_corr.md, b178a3c). A rejected share
+of 0.1 is this package's `max_reject`. The other bounds are this package's own: 0.02 nats is several
+times what FP8 KV showed inside NeMo RL (docs/nemo.md), 1.5 and half of the batch are far beyond any
+run that learned. Growth is over a window against the run's first steps: in NeMo RL #1801
+`token_mult_prob_error` grew until the run crashed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from fp8_nemo.run_dir import append_metrics, read_metrics
 
 STATES = ("healthy", "watch", "unstable")
+STATE = "health/state"
 KL = "mismatch/kl"
 WINDOW = 10  # steps
 SMALLEST_KL = 1e-4  # below it, growth is noise: BF16 in NeMo RL has 5e-5
@@ -89,35 +91,44 @@ def judge(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def append_judged(run_dir: Path, row: dict[str, Any], stop: bool) -> Verdict:
-    """Append a step's metrics and its `health/state`, 0 to 2; the verdict.
+def append_judged(run_dir: Path, row: dict[str, Any], stop: bool) -> str:
+    """Append a step's metrics and its `health/state`, 0 to 2.
 
     Args:
         run_dir: of the run.
         row: the step's metrics.
         stop: whether an unstable step ends the run.
 
+    Returns:
+        What a terminal says where the state changed: `step 7: watch: REASONS`; else nothing.
+
     Raises:
         UnstableError: with the reasons; the row is written.
     """
-    verdict = judge([*read_metrics(run_dir), row])
-    append_metrics(run_dir, row | {"health/state": STATES.index(verdict.state)})
+    before = read_metrics(run_dir)
+    verdict = judge([*before, row])
+    state, why = STATES.index(verdict.state), "; ".join(verdict.reasons)
+    append_metrics(run_dir, row | {STATE: state})
     if stop and verdict.state == STATES[-1]:
         raise UnstableError(
-            f"step {row['step']} is unstable: {'; '.join(verdict.reasons)} "
-            "(grpo.stop_when_unstable=false goes on)"
+            f"step {row['step']} is unstable: {why} (grpo.stop_when_unstable=false goes on)"
         )
-    return verdict
+    if state == (before[-1].get(STATE, 0) if before else 0):
+        return ""
+    return ": ".join(filter(None, (f"step {row['step']}", verdict.state, why)))
 
 
-def worst(rows: Sequence[Row]) -> tuple[int, Verdict]:
-    """The first step of the worst state that a run went through, and its verdict."""
-    verdicts = [judge(rows[: n + 1]) for n in range(len(rows))]
-    steps = [int(row.get("step", n)) for n, row in enumerate(rows)]
-    ranked = sorted(
-        zip(steps, verdicts, strict=True), key=lambda each: -STATES.index(each[1].state)
-    )
-    return ranked[0] if ranked else (0, Verdict(STATES[0], []))
+def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:
+    """The first step of the worst state that a run went through, and why; None if always healthy.
+
+    Args:
+        rows: as `append_judged` wrote them.
+    """
+    states = [row.get(STATE, 0) for row in rows]
+    if not any(states):
+        return None
+    at = states.index(max(states))
+    return int(rows[at]["step"]), judge(rows[: at + 1])
 
 
 def _growth(rows: Sequence[Row]) -> float | None:

@@ -29,7 +29,7 @@ from torch import Tensor
 BLOCK = tl.constexpr(128)
 FP8_MAX = tl.constexpr(448.0)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
-WARPS = 4  # of 4, 8, 16 the fastest on an H200 (benchmarks/results/quantize-h200.json)
+WARPS = 4  # within 3 points of the fastest of 4, 8, 16 (benchmarks/results/quantize-h200.json)
 COLUMNS = tl.constexpr(8)  # of the table of weights: three addresses, first block, O, I, P, Q
 ROWS_AT_ONCE = 16
 HEADS_AT_ONCE = tl.constexpr(1024)  # values of a row that one turn reads

@@ -94,7 +94,7 @@ def measure(pairs: dict[str, LogprobPair]) -> Measurement:
         source=list(pairs),
         tokens=log_ratio_N.numel(),
         sequences=sum(int(pair.mask_BT.any(dim=1).sum()) for pair in pairs.values()),
-        kl=(torch.expm1(log_ratio_N) - log_ratio_N).mean().item(),
+        kl=_spread(log_ratio_N)[0],
         quantiles={name: _quantiles(x.double(), share) for name, x in values.items()},
     )
 

@@ -1,9 +1,9 @@
 """A measured mismatch, as far as bounds need it: what a correction would reject.
 
 `recipes.measure_mismatch` writes it, a plan whose correction names it (`correction.measurement`) is
-held against it: pure, and free of torch. For every statistic of `correction.py` it holds quantiles
-over tokens, a sequence's number counted once for each of its tokens, since that is what leaves the
-loss.
+held against it, on a login node without torch. For every statistic of `correction.py` it holds
+quantiles over tokens, a sequence's number counted once for each of its tokens, since that is what
+leaves the loss.
 """
 
 from __future__ import annotations
@@ -41,22 +41,12 @@ class Measurement:
     def share_above(self, statistic: str, bound: float) -> float:
         """Share of tokens whose statistic is above a bound."""
         points = self.quantiles[statistic]
-        below = bisect.bisect_right(points, bound)
-        if below in (0, len(points)):
-            return float(below == 0)
-        left, right = points[below - 1], points[below]
-        between = (bound - left) / (right - left) if right > left else 0.0
-        return 1 - (below - 1 + between) / (len(points) - 1)
+        return 1 - _share(points, bisect.bisect_right(points, bound), bound)
 
     def share_below(self, statistic: str, bound: float) -> float:
         """Share of tokens whose statistic is below a bound."""
         points = self.quantiles[statistic]
-        below = bisect.bisect_left(points, bound)
-        if below in (0, len(points)):
-            return float(below == len(points))
-        left, right = points[below - 1], points[below]
-        between = (bound - left) / (right - left) if right > left else 0.0
-        return (below - 1 + between) / (len(points) - 1)
+        return _share(points, bisect.bisect_left(points, bound), bound)
 
     def rejected(self, correction: Correction) -> float:
         """Share of tokens that a correction would take out of the loss, mask and veto together.
@@ -124,6 +114,15 @@ def measurement_mistakes(correction: Correction) -> Iterator[Mistake]:
             f"correction.max_reject={correction.max_reject}",
             "take the bounds that recipes.measure_mismatch proposes, or raise max_reject",
         )
+
+
+def _share(points: list[float], below: int, bound: float) -> float:
+    """Share of values under a bound that stands behind the first `below` quantiles."""
+    if below in (0, len(points)):
+        return float(below > 0)
+    left, right = points[below - 1], points[below]
+    between = (bound - left) / (right - left) if right > left else 0.0
+    return (below - 1 + between) / (len(points) - 1)
 
 
 def _quantile(points: list[float], share: float) -> float:

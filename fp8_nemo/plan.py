@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 from fp8_nemo.estimate import HEADROOM, memory_per_gpu
 from fp8_nemo.host import MAIN, Host, gpus, host_mistakes
 from fp8_nemo.keys import VLLM, leaves
-from fp8_nemo.measurement import measurement_mistakes
 from fp8_nemo.overrides import (
     environment_variables,
     micro_batch_tokens,
@@ -146,7 +145,7 @@ def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
         HostError: the host has no such base YAML.
     """
     backend = recipe.model.backend if recipe.backend == "auto" else recipe.backend
-    if found := [*mistakes(recipe), *measurement_mistakes(recipe.correction)]:
+    if found := list(mistakes(recipe)):
         raise PlanError(found)
     cell = f"{recipe.model.name}/{recipe.precision.name}-{recipe.correction.name}"
     if backend == "nemo":

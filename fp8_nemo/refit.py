@@ -19,11 +19,9 @@ from torch import Tensor
 
 from fp8_nemo import weights
 from fp8_nemo.ledger import (
-    KV_SUFFIXES,
     MANIFEST,
     SENTINEL,
     Ledger,
-    Part,
     RefitError,
     RefitProof,
     checksum,
@@ -33,19 +31,7 @@ from fp8_nemo.ledger import (
 from fp8_nemo.quantize import Formula, quantize_list
 from fp8_nemo.schema import Precision
 
-__all__ = [
-    "KV_SUFFIXES",
-    "MANIFEST",
-    "SENTINEL",
-    "Ledger",
-    "Part",
-    "RefitError",
-    "RefitProof",
-    "checksum",
-    "encode",
-    "in_groups",
-    "refit_stream",
-]
+__all__ = ["Ledger", "RefitError", "RefitProof", "encode", "in_groups", "refit_stream"]
 
 GROUP_BYTES = 2**28
 """Trainer weights that wait for one launch: 256 MiB, 0.2% of a GPU, a layer of 8B or of experts."""

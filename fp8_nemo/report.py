@@ -1,4 +1,4 @@
-"""Run directories -> one comparison: numbers per cell, and tables. Nothing here judges.
+"""Run directories -> one comparison: numbers per cell, and tables; `health` alone judges.
 
 A cell is the runs that differ in nothing but seed, outputs, logging and cluster; its seeds are
 averaged. Runs whose other settings differ never are, also where MODEL/PRECISION-CORRECTION is the
@@ -27,6 +27,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from fp8_nemo.health import worst
 from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import (
     ENVIRONMENT,
@@ -416,7 +417,19 @@ def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], c
     blocks[-1] += " left out where it rounds to zero. A dash: the run has no such number (yet)."
     runs = [(run.path, run.steps, run.recipe.grpo.steps, run.state) for run in comparison.runs]
     blocks += ["## Runs", _markdown_table([("run", "steps", "of", "state"), *runs])]
+    blocks += [
+        "## Health",
+        "\n".join(_health(comparison.runs)) or "No step was other than healthy.",
+    ]
     return "\n\n".join([*blocks, "## Environment", _common_environment(comparison)]) + "\n"
+
+
+def _health(runs: Iterable[Run]) -> Iterator[str]:
+    """The first of the worst steps of each run that was not always healthy, and why."""
+    for run in runs:
+        if found := worst(run.rows):
+            step, verdict = found
+            yield f"- {run.path}, step {step}: {verdict.state}: {'; '.join(verdict.reasons)}"
 
 
 def _markdown_table(rows: Sequence[Sequence[Any]]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fp8_nemo.bounds import TABLES, write_option
+from fp8_nemo.bounds import tables, write_option
 from fp8_nemo.measure import MeasureError, measure, read_pairs
 from fp8_nemo.run_dir import report_dir
 from fp8_nemo.schema import DIVERGENCES, RATIOS
@@ -32,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
         file = report_dir(first if first.is_dir() else first.parent) / "mismatch.json"
         measurement.write(file)
         console = Console(width=100)
-        for table in TABLES:
-            console.print(table(pairs.values(), measurement, options.reject))
+        for table in tables(pairs.values(), measurement, options.reject):
+            console.print(table)
         print(file)
         if options.write:
             print(write_option(options.write, options.mask, options.reject, measurement, file))

@@ -65,20 +65,32 @@ def test_growth_from_nothing_is_measured_against_what_bf16_shows():
     assert judge([{KL: 0.0}] * WINDOW + [{KL: 3.1e-4}] * WINDOW).state == "watch"
 
 
-def test_the_worst_step_of_a_run_is_its_first_in_the_worst_state():
-    rows = [FINE | {"step": step} for step in range(1, 6)]
-    rows[2] |= {"correction/ess": 0.4}
-    rows[3] |= {"correction/ess": 0.1}
-    rows[4] |= {"correction/ess": 0.1}
-    step, verdict = worst(rows)
-    assert (step, verdict.state) == (4, "unstable")
-    assert worst([]) == (0, ("healthy", []))
+def test_the_worst_step_of_a_run_is_its_first_in_the_worst_state(tmp_path):
+    for step, share in enumerate((0.9, 0.9, 0.4, 0.1, 0.2), start=1):
+        append_judged(tmp_path, FINE | {"step": step, "correction/ess": share}, stop=False)
+    rows = read_metrics(tmp_path)
+    found = worst(rows)
+    assert found and found[0] == 4 and found[1].state == "unstable"
+    assert found[1].reasons[0].startswith("correction/ess 0.1 below 0.3")
+    assert worst(rows[:2]) is None and worst([]) is None and worst([{"step": 0}]) is None
+
+
+def test_a_terminal_is_told_where_the_state_changes_and_why(tmp_path):
+    shares = (0.9, 0.4, 0.4, 0.1, 0.4, 0.9, 0.9)
+    told = [
+        append_judged(tmp_path, FINE | {"step": step, "correction/ess": share}, stop=False)
+        for step, share in enumerate(shares)
+    ]
+    assert [line.partition(": corr")[0] for line in told] == [
+        "", "step 1: watch", "", "step 3: unstable", "step 4: watch", "step 5: healthy", "",
+    ]  # fmt: skip
+    assert told[1].startswith("step 1: watch: correction/ess 0.4 below 0.5: few tokens")
 
 
 def test_every_row_is_written_with_its_state_and_an_unstable_one_can_end_the_run(tmp_path):
-    assert append_judged(tmp_path, FINE | {"step": 1}, stop=True).state == "healthy"
+    assert append_judged(tmp_path, FINE | {"step": 1}, stop=True) == ""
     bad = FINE | {"step": 2, "correction/ess": 0.1}
-    assert append_judged(tmp_path, bad, stop=False).state == "unstable"
+    assert append_judged(tmp_path, bad, stop=False).startswith("step 2: unstable: ")
     with pytest.raises(UnstableError, match=r"step 3 is unstable: correction/ess 0\.1 below 0\.3"):
         append_judged(tmp_path, bad | {"step": 3}, stop=True)
     assert [row["health/state"] for row in read_metrics(tmp_path)] == [0, 2, 2]

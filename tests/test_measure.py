@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from fp8_nemo.bounds import TABLES, write_option
-from fp8_nemo.compose import compose
+from fp8_nemo.bounds import tables, write_option
+from fp8_nemo.compose import ComposeError, compose_plans
 from fp8_nemo.correction import STATISTICS, correct
 from fp8_nemo.measure import (
     MeasureError,
@@ -20,13 +20,7 @@ from fp8_nemo.measure import (
 )
 from fp8_nemo.measurement import Measurement, MeasurementError, read_measurement
 from fp8_nemo.mismatch import LogprobPair
-from fp8_nemo.plan import PlanError, plan_recipe
 from fp8_nemo.schema import DIVERGENCES, RATIOS, Correction
-
-
-@pytest.fixture
-def make_recipe():
-    return lambda *arguments: compose(arguments)[0]
 
 
 def batch(seed=0, sequences=400, longest=60, spread=0.05):
@@ -178,35 +172,42 @@ def test_a_measurement_reads_back_and_anything_else_is_one_line(tmp_path, measur
         read_measurement(tmp_path / "gone.json")
 
 
-def test_a_plan_that_would_reject_more_than_allowed_is_refused_with_the_share(
-    tmp_path, measured, make_recipe
-):
+def test_a_plan_that_would_reject_more_than_allowed_is_refused_with_the_share(tmp_path, measured):
     file = tmp_path / "mismatch.json"
     measured.write(file)
     named = f"correction.measurement={file}"
-    assert plan_recipe(make_recipe("correction=tis", named))
-    with pytest.raises(PlanError, match=r"geo-rs: would reject \d+\.\d% of the tokens"):
-        plan_recipe(make_recipe("correction=geo-rs", named))
-    assert plan_recipe(make_recipe("correction=geo-rs", named, "correction.max_reject=1"))
-    with pytest.raises(PlanError, match=r"correction\.measurement=.*no such file"):
-        plan_recipe(make_recipe("correction=tis", f"{named}.gone"))
+    assert compose_plans(["correction=tis", named])
+    with pytest.raises(ComposeError, match=r"geo-rs: would reject \d+\.\d% of the tokens"):
+        compose_plans(["correction=geo-rs", named])
+    assert compose_plans(["correction=geo-rs", named, "correction.max_reject=1"])
+    with pytest.raises(ComposeError, match=r"correction\.measurement=.*no such file"):
+        compose_plans(["correction=tis", f"{named}.gone"])
 
 
-def test_a_measurement_changes_no_run_directory(tmp_path, measured, make_recipe):
+def test_all_mistakes_of_a_line_are_named_at_once_that_of_its_measurement_among_them(tmp_path):
+    with pytest.raises(ComposeError) as error:
+        compose_plans([f"correction.measurement={tmp_path}/gone.json", "data=openmath-2"])
+    assert [line.partition("=")[0] for line in error.value.lines] == [
+        "correction.measurement", "data",
+    ]  # fmt: skip
+
+
+def test_a_measurement_changes_no_run_directory(tmp_path, measured):
     file = tmp_path / "mismatch.json"
     measured.write(file)
-    with_it = plan_recipe(make_recipe("correction=tis", f"correction.measurement={file}"))
-    assert with_it.run_name == plan_recipe(make_recipe("correction=tis")).run_name
+    [with_it] = compose_plans(["correction=tis", f"correction.measurement={file}"])
+    [without] = compose_plans(["correction=tis"])
+    assert with_it.run_name == without.run_name
 
 
 def test_tables_are_drawn_for_every_option_and_statistic(measured):
     pairs = [batch(0), batch(1)]
-    rows = [table(pairs, measured, 0.01).row_count for table in TABLES]
+    rows = [table.row_count for table in tables(pairs, measured, 0.01)]
     assert rows[0] == 1 + 10 + 4 and rows[1] >= 15 and rows[2] == len(RATIOS) + len(DIVERGENCES)
 
 
 def test_an_option_with_measured_bounds_composes_and_is_held_to_them(
-    tmp_path, measured, monkeypatch, make_recipe
+    tmp_path, measured, monkeypatch
 ):
     from fp8_nemo import bounds
 
@@ -221,9 +222,8 @@ def test_an_option_with_measured_bounds_composes_and_is_held_to_them(
         for line in text.splitlines()
         if line.split(":")[0] in ("mask", "low", "high", "measurement", "name")
     ]
-    found = make_recipe("correction=tis", *settings).correction
-    assert plan_recipe(make_recipe("correction=tis", *settings))
-    kept_BT = correct(batch(0), found).kept_BT
+    [plan] = compose_plans(["correction=tis", *settings])
+    kept_BT = correct(batch(0), plan.recipe.correction).kept_BT
     assert kept_BT.sum() / batch(0).mask_BT.sum() == pytest.approx(0.98, abs=0.015)
     with pytest.raises(MeasureError, match="must begin with my"):
         write_option("k3", "mean-k3", 0.02, measured, file)

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from fp8_nemo import refit, weights
+from fp8_nemo.ledger import MANIFEST, SENTINEL, checksum
 from fp8_nemo.quantize import quantize_blocks
 from fp8_nemo.recalibrate import kv_scales
-from fp8_nemo.refit import MANIFEST, SENTINEL, Ledger, RefitError, checksum, refit_stream
+from fp8_nemo.refit import Ledger, RefitError, refit_stream
 from fp8_nemo.schema import Precision
 
 L = 2
@@ -273,8 +274,9 @@ def test_a_refused_tensor_is_not_handed_to_the_engine():
 def test_a_sender_with_other_weights_than_the_engine_is_found_by_the_manifest():
     other = {**DENSE, EMBED: (16, 200), "model.norm.weight": (200,)}
     pairs = without("model.norm.weight")(stream_of(made(other)))
-    with fails(MANIFEST):
+    with fails(MANIFEST) as error:
         deliver(pairs, *engine_for(DENSE))
+    assert "lists other tensors than this engine expects" in str(error.value)
 
 
 @pytest.mark.parametrize("name", list(MOE))
@@ -292,10 +294,12 @@ def test_a_kv_scale_that_is_missing_or_not_positive_and_finite_in_fp32_is_refuse
     scales = {**KV, K1: scale}
     if scale is None:
         del scales[K1]
-    with fails(K1):
+    with fails(K1) as error:
         list(stream_of(made(DENSE), scales=scales))
-    with fails(*KV):
+    assert f"KV scale {scale} must be finite and above 0 in FP32" in str(error.value)
+    with fails(*KV) as error:
         list(stream_of(made(DENSE), scales=None))
+    assert str(error.value).count("KV scale None") == len(KV)
 
 
 def test_opening_the_ledger_poisons_block_scales_whole_and_one_element_of_the_rest():
@@ -400,11 +404,13 @@ def test_a_manifest_that_cannot_be_read_or_lacks_checksums_is_named():
     for name, tensor in stream_of(made(DENSE)):
         if ledger.receive(name, tensor):
             engine[name].copy_(tensor)
-    with fails(MANIFEST):
+    with fails(MANIFEST) as error:
         ledger.close()
+    assert "lacks checksums, which verify=full needs" in str(error.value)
     ledger.receive(MANIFEST, torch.zeros(3, dtype=torch.uint8))
-    with fails(MANIFEST):
+    with fails(MANIFEST) as error:
         ledger.close()
+    assert "never arrived whole" in str(error.value)
 
 
 def test_tensors_that_loading_put_in_place_of_others_are_seen_when_looked_up_again():
@@ -414,8 +420,9 @@ def test_tensors_that_loading_put_in_place_of_others_are_seen_when_looked_up_aga
         if ledger.receive(name, tensor):
             engine[name].copy_(tensor)
     name = "model.embed_tokens.weight"
-    with fails(name):
+    with fails(name) as error:
         ledger.close(engine | {name: engine[name].clone()})
+    assert "its storage moved" in str(error.value)
 
 
 def test_an_error_crosses_processes_with_its_names():

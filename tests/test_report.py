@@ -374,6 +374,16 @@ def test_the_page_names_its_command_and_has_every_column_cell_and_run(make):
     assert "](reward.png)" in page and "](mismatch.png)" not in page
 
 
+def test_the_page_says_which_step_was_worst_and_why(make):
+    rows = finished(mismatch__kl=0.01)
+    rows[2] |= {"health/state": 1, "mismatch/kl": 0.03}
+    well, ill = make(finished(), precision=BF16), make(rows)
+    page = to_markdown(compare(map(read_run, (well, ill))), {}, "x")
+    assert f"- {ill}, step 3: watch: mismatch/kl 0.03 above 0.02: " in page
+    assert f"- {well}, step" not in page and "other than healthy" not in page
+    assert "No step was other than healthy." in to_markdown(compare([read_run(well)]), {}, "x")
+
+
 def test_a_pipe_in_a_setting_does_not_break_the_page(make):
     nemo = {"backend": "nemo", "precision": BF16}
     own = [{"policy": {"generation": {"vllm_kwargs": {"a": text}}}} for text in ("x|y", "z")]
@@ -435,8 +445,9 @@ def test_a_cell_that_a_log_axis_cannot_show_says_so_in_the_legend(make, tmp_path
 
 
 def test_reading_and_comparing_needs_neither_torch_nor_matplotlib():
-    code = "import sys, fp8_nemo.report; assert not {'torch', 'matplotlib'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys, fp8_nemo.report; print({'torch', 'matplotlib'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("set()\n", "")
 
 
 def test_the_recipe_prints_the_table_writes_the_page_and_ends_with_its_path(make, capsys, tmp_path):

@@ -100,11 +100,11 @@ class Run:
             self._resume_or_start(report)
             for step in range(self.progress.step + 1, self.recipe.grpo.steps + 1):
                 row = self._step(step)
-                verdict = append_judged(self.path, row, self.recipe.grpo.stop_when_unstable)
+                health = append_judged(self.path, row, self.recipe.grpo.stop_when_unstable)
                 last = step == self.recipe.grpo.steps or stop()
                 if step % self.recipe.grpo.checkpoint_every == 0 or last:
                     checkpoint.save(self.path, self.policy, self.progress)
-                report(row | {"health": verdict})
+                report(row | {"health": health})
                 if last:
                     break
         return self.progress.step
@@ -206,6 +206,7 @@ class Run:
         for start in range(0, len(batch.tokens_BT), size):
 
             def loss_of(current_BR: Tensor, part: slice, start: int = start) -> Tensor:
+                """Of the rows `part` of this update, divided by all of its tokens."""
                 rows = slice(start + part.start, start + part.stop)
                 loss_BR = multiplier.value_BT[rows] * clipped_loss(
                     current_BR, train_BR[rows], advantages_B1[rows]

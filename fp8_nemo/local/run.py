@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fp8_nemo import run_dir
-from fp8_nemo.health import STATES, UnstableError, Verdict
+from fp8_nemo.health import UnstableError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import Report, Run
 from fp8_nemo.mismatch import LogprobError
@@ -93,18 +93,14 @@ def progress(plan: Plan) -> Iterator[Report]:
         disable=not console.is_terminal,
     )
     latest: dict[str, str] = {}
-    state = STATES[0]
     with bar:
         task = bar.add_task("", total=steps, shown="")
 
         def report(row: dict[str, Any]) -> None:
-            nonlocal state
+            """Show one step."""
             logging.info("%s", row)
-            verdict = row.get("health", Verdict(state, []))
-            if verdict.state != state:
-                state, why = verdict.state, "; ".join(verdict.reasons)
-                text = f"{plan.cell}  step {row['step']}: {state}{': ' if why else ''}{why}"
-                console.print(text, soft_wrap=True)
+            if row.get("health"):
+                console.print(f"{plan.cell}  {row['health']}", soft_wrap=True)
             latest.update({word: f"{row[key]:.3g}" for word, key in SHOWN.items() if key in row})
             shown = "  ".join(f"{word} {value}" for word, value in latest.items())
             bar.update(task, completed=row["step"], shown=shown)

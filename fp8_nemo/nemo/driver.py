@@ -185,10 +185,9 @@ def train(plan: Plan, path: Path, root: Path) -> None:
 
 
 def _write(plan: Plan, path: Path, row: dict[str, Any]) -> None:
-    """One step's metrics, and what they say of the run's health where it is not well."""
-    verdict = append_judged(path, row, plan.recipe.grpo.stop_when_unstable)
-    if verdict.reasons:
-        print(f"{plan.cell}  step {row['step']}: {verdict.state}: {'; '.join(verdict.reasons)}")
+    """One step's metrics, and what they say of the run's health where that changes."""
+    if health := append_judged(path, row, plan.recipe.grpo.stop_when_unstable):
+        print(f"{plan.cell}  {health}")
 
 
 def job_end(limit: str) -> float | None:

@@ -46,13 +46,14 @@ def refit_reports(generation: Any) -> list[dict[str, float]]:
     return [answer for actor in _ask(generation, _reports_of_actor) for answer in actor]
 
 
-def refit_failures(generation: Any) -> list[str]:
-    """Why the last refit failed, of each of vLLM's workers in which it did.
+def refit_problems(generation: Any) -> list[str]:
+    """What failed in the last refit, each tensor once, over all of vLLM's workers.
 
     NeMo RL's generation actor prints a worker's error and answers False (vllm_worker.py:1184), so
     the loop knows only that something failed.
     """
-    return [text for actor in _ask(generation, _failures_of_actor) for text in actor if text]
+    answers = _ask(generation, _problems_of_actor)
+    return list(dict.fromkeys(text for actor in answers for each in actor for text in each))
 
 
 def check_receivers(generation: Any) -> None:
@@ -142,13 +143,13 @@ def _report_of_worker(worker: Any) -> dict[str, float]:
     return report() if report is not None else {}
 
 
-def _failures_of_actor(actor: Any) -> list[str | None]:
+def _problems_of_actor(actor: Any) -> list[list[str]]:
     llm = getattr(actor, "llm", None)
-    return llm.collective_rpc(_failure_of_worker) if llm is not None else []
+    return llm.collective_rpc(_problems_of_worker) if llm is not None else []
 
 
-def _failure_of_worker(worker: Any) -> str | None:
-    return getattr(worker, "fp8_nemo_failure", None)
+def _problems_of_worker(worker: Any) -> list[str]:
+    return list(getattr(worker, "fp8_nemo_problems", ()))
 
 
 def _stock_workers_of_actor(actor: Any) -> list[str]:

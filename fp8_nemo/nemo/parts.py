@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fp8_nemo.refit import Part
+from fp8_nemo.ledger import Part
 from fp8_nemo.schema import Precision, Shape
 from fp8_nemo.weights import BLOCK, is_fp8_weight, named_shapes, scale_name
 

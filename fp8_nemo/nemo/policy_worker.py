@@ -18,6 +18,7 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 from torch import Tensor
 
+from fp8_nemo.ledger import KV_SUFFIXES, RefitError
 from fp8_nemo.nemo.ranges import watched
 from fp8_nemo.nemo.settings import (
     formula,
@@ -27,7 +28,7 @@ from fp8_nemo.nemo.settings import (
     wire_precision,
 )
 from fp8_nemo.recalibrate import AmaxObserver
-from fp8_nemo.refit import KV_SUFFIXES, RefitError, refit_stream
+from fp8_nemo.refit import refit_stream
 from fp8_nemo.schema import Recipe
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,39 +47,10 @@ def watched(
     Raises:
         RecalibrateError: a forward took more sequences than were given, or fewer.
     """
-    on_device = lengths.to(observer.amax_SL3.device, non_blocking=True)
-    seen: dict[int, int] = defaultdict(int)
-    masks: dict[tuple[int, int], Tensor] = {}
-
-    def before_attention(layer: int, arguments: tuple, options: dict[str, Any]) -> None:
-        query, packed = arguments[0], options.get("packed_seq_params")
-        first, rows = seen[layer], query.shape[0]
-        count = query.shape[1] if packed is None else len(_starts(packed)) - 1
-        seen[layer] += count
-        if seen[layer] > len(lengths):
-            raise RecalibrateError(
-                f"layer {layer}: a forward took {seen[layer]} sequences, the batch has "
-                f"{len(lengths)}: their padding cannot be told; set glue.recalibrate.source=forward"
-            )
-        if (first, rows) not in masks:
-            masks.clear()  # a layer's micro-batch is the next layer's
-            own = on_device[first : first + count]
-            if packed is None:  # [T, S, H, D]: each sequence padded to the longest
-                within = torch.arange(rows, device=own.device)[:, None]
-                masks[first, rows] = (within < own).flatten()
-            else:
-                masks[first, rows] = real_rows(
-                    _starts(packed), own, rows, cp_rank=cp_rank, cp_size=cp_size
-                )
-        qkv = [x if x.ndim == 3 else x.flatten(0, 1) for x in arguments[:3]]
-        observer.observe_rows(layer, qkv, masks[first, rows])
-
+    watch = _Watch(observer, lengths, cp_rank, cp_size)
     hooks = [
         attention.register_forward_pre_hook(
-            lambda module, arguments, options, layer=layer: before_attention(
-                layer, arguments, options
-            ),
-            with_kwargs=True,
+            partial(watch.before_attention, layer), with_kwargs=True
         )
         for layer, attention in attentions(model)
     ]
@@ -87,11 +59,51 @@ def watched(
     finally:
         for hook in hooks:
             hook.remove()
-    for layer, count in seen.items():
-        if count != len(lengths):
+    watch.close()
+
+
+class _Watch:
+    """One batch's forwards: how many sequences each layer took, and which rows are real tokens."""
+
+    def __init__(self, observer: AmaxObserver, lengths: Tensor, cp_rank: int, cp_size: int) -> None:
+        self.observer, self.cp_rank, self.cp_size = observer, cp_rank, cp_size
+        self.lengths = lengths.to(observer.amax_SL3.device, non_blocking=True)
+        self.seen: dict[int, int] = defaultdict(int)
+        self.masks: dict[tuple[int, int], Tensor] = {}
+
+    def before_attention(
+        self, layer: int, _: nn.Module, arguments: tuple, options: dict[str, Any]
+    ) -> None:
+        """The hook: Q, K and V of one layer's micro-batch, `[R, H, D]`, or `[T, S, H, D]`."""
+        query, packed = arguments[0], options.get("packed_seq_params")
+        first, count = self.seen[layer], query.shape[1] if packed is None else _sequences(packed)
+        self.seen[layer] += count
+        if self.seen[layer] > len(self.lengths):
             raise RecalibrateError(
-                f"layer {layer}: forwards took {count} of the batch's {len(lengths)} sequences"
+                f"layer {layer}: a forward took {self.seen[layer]} sequences, the batch has "
+                f"{len(self.lengths)}: their padding cannot be told; set "
+                "glue.recalibrate.source=forward"
             )
+        if (key := (first, query.shape[0])) not in self.masks:
+            own = self.lengths[first : first + count]
+            self.masks = {key: self._real(own, query.shape[0], packed)}  # for every layer in turn
+        qkv = [x if x.ndim == 3 else x.flatten(0, 1) for x in arguments[:3]]
+        self.observer.observe_rows(layer, qkv, self.masks[key])
+
+    def close(self) -> None:
+        """See that every layer took the whole batch."""
+        for layer, count in self.seen.items():
+            if count != len(self.lengths):
+                raise RecalibrateError(
+                    f"layer {layer}: forwards took {count} of the batch's {len(self.lengths)} "
+                    "sequences"
+                )
+
+    def _real(self, lengths: Tensor, rows: int, packed: Any) -> Tensor:
+        if packed is None:  # [T, S, H, D]: each sequence padded to the longest
+            within = torch.arange(rows, device=lengths.device)[:, None]
+            return (within < lengths).flatten()
+        return real_rows(_starts(packed), lengths, rows, cp_rank=self.cp_rank, cp_size=self.cp_size)
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
@@ -99,6 +111,10 @@ def attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     for name, module in model.named_modules():
         if name.endswith("self_attention") and hasattr(module, "core_attention"):
             yield int(module.layer_number) - 1, module.core_attention  # type: ignore[arg-type]
+
+
+def _sequences(packed: Any) -> int:
+    return len(_starts(packed)) - 1
 
 
 def _starts(packed: Any) -> Tensor:

@@ -16,13 +16,14 @@ for ever in a broadcast; what fails is kept, the stream is taken to its end, and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8_nemo import weights
+from fp8_nemo.ledger import MANIFEST, SENTINEL, Ledger, Part, RefitError, RefitProof
 from fp8_nemo.nemo.parts import Rank, engine_parts, layers_with_experts
 from fp8_nemo.nemo.settings import (
     VARIABLE,
@@ -31,16 +32,7 @@ from fp8_nemo.nemo.settings import (
     has_receiver,
     wire_precision,
 )
-from fp8_nemo.refit import (
-    MANIFEST,
-    SENTINEL,
-    Ledger,
-    Part,
-    RefitError,
-    RefitProof,
-    encode,
-    in_groups,
-)
+from fp8_nemo.refit import encode, in_groups
 from fp8_nemo.schema import Recipe
 from fp8_nemo.weights import named_shapes, wire_specs
 
@@ -76,7 +68,7 @@ def receiver(stock: type, recipe: Recipe) -> type:
         fp8_nemo_recipe = recipe
         fp8_nemo_refit: Refit | None = None
         fp8_nemo_proof: RefitProof | None = None
-        fp8_nemo_failure: str | None = None
+        fp8_nemo_problems: Sequence[str] = ()
 
         def update_weights_via_ipc_zmq(self) -> bool:
             return self.fp8_nemo_proven(super().update_weights_via_ipc_zmq)
@@ -94,7 +86,8 @@ def receiver(stock: type, recipe: Recipe) -> type:
             return has_receiver(self.fp8_nemo_recipe.glue)
 
         def fp8_nemo_proven(self, update: Callable[[], bool]) -> bool:
-            self.fp8_nemo_refit = self.fp8_nemo_proof = self.fp8_nemo_failure = None
+            """NeMo RL's update, as one refit of ours; what failed in it is kept to be asked for."""
+            self.fp8_nemo_refit, self.fp8_nemo_proof, self.fp8_nemo_problems = None, None, ()
             model, recipe = self.model_runner.model, self.fp8_nemo_recipe
             if not has_receiver(recipe.glue):  # recalibration alone is ours
                 landed = update()
@@ -103,7 +96,7 @@ def receiver(stock: type, recipe: Recipe) -> type:
                 try:
                     self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
                 except RefitError as error:  # NeMo RL's actor prints it, and says False
-                    self.fp8_nemo_failure = str(error)
+                    self.fp8_nemo_problems = error.problems
                     raise
                 landed = True
             if recipe.precision.rollout_kv == "fp8":
@@ -137,7 +130,8 @@ class Refit:
             if recipe.precision.rollout_kv == "fp8":
                 _clear_kv_scales(model)
             if recipe.glue.verify != "off":
-                self.ledger = _open(model, recipe)
+                self.rank = _rank(model)
+                self.ledger = _open(model, recipe, self.rank)
                 _wait()  # the poison must be in before NCCL's receiver loads on its own streams
         except Exception as error:  # raised when the stream has ended
             self.failed = error
@@ -175,7 +169,7 @@ class Refit:
             raise RefitError([f"vLLM could not load the weights: {reason}", *problems])
         if self.ledger is None:
             return None
-        proof = self.ledger.close(_engine(self.model, self.recipe))
+        proof = self.ledger.close(_engine(self.model, self.recipe, self.rank))
         if broken := list(_stale_host_copies(self.model, self.ledger.kv_scales)):
             raise RefitError(broken)
         return proof
@@ -213,21 +207,21 @@ class Refit:
         self.model.load_weights(weights=found)
 
 
-def _open(model: Any, recipe: Recipe) -> Ledger:
+def _open(model: Any, recipe: Recipe, rank: Rank) -> Ledger:
     shapes, layers = named_shapes(recipe.model.shape), recipe.model.shape.layers
-    held, rank = wire_specs(shapes, recipe.precision, layers), _rank(model)
+    held = wire_specs(shapes, recipe.precision, layers)
     return Ledger(
         wire_specs(shapes, wire_precision(recipe), layers),
-        _engine(model, recipe),
+        _engine(model, recipe, rank),
         held={name: spec for name, spec in held.items() if rank.holds(name)},
         checksums=recipe.glue.verify == "full",
     )
 
 
-def _engine(model: Any, recipe: Recipe) -> dict[str, Part]:
+def _engine(model: Any, recipe: Recipe, rank: Rank) -> dict[str, Part]:
     """Everything that a refit fills in this worker, by wire name, looked up now."""
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    parts = engine_parts(parameters, recipe.model.shape, recipe.precision, _rank(model))
+    parts = engine_parts(parameters, recipe.model.shape, recipe.precision, rank)
     if recipe.precision.rollout_kv == "fp8":
         for layer in range(recipe.model.shape.layers):
             attention = _attention(model, layer)
@@ -238,6 +232,7 @@ def _engine(model: Any, recipe: Recipe) -> dict[str, Part]:
 
 
 def _rank(model: Any) -> Rank:
+    """This worker's place; one read on the host for each layer with experts."""
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
@@ -289,6 +284,7 @@ def _keep_kv_scales(runner: Any, model: Any, layers: int) -> None:
         return
 
     def wake_and_keep() -> None:
+        """vLLM's, then the scales of the last refit."""
         wake(runner)
         for scale, value in held.items():
             scale.data.copy_(value)

@@ -18,13 +18,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp8_nemo.ledger import RefitError
 from fp8_nemo.nemo.checkout import config_of
 from fp8_nemo.nemo.engine import (
-    EngineError,
     check_engine,
     check_receivers,
     engine_dtypes,
-    refit_failures,
+    refit_problems,
     refit_reports,
 )
 from fp8_nemo.nemo.ray_nodes import own_code_first
@@ -66,6 +66,7 @@ def opened(
 
     Raises:
         EngineError: the engine holds other weights in FP8, or a worker lacks our receiver.
+        RefitError: a refit failed; with what each worker's receiver kept of it.
     """
     parts = _set_up(plan, path, root, more or {})
     try:
@@ -82,18 +83,20 @@ def opened(
             prompts = first_prompts(parts, -(-count // ranks) * ranks)  # to be shared evenly
             parts.policy.calibrate_qkv_fp8_scales(prompts, include_q=True)
         yield parts
+    except RefitError:  # the sender's own names: the engine knows only that the stream went bad
+        raise
     except Exception as error:
-        for reason in _failures(parts.generation):
-            raise EngineError(reason) from error
+        if problems := _problems(parts.generation):
+            raise RefitError(problems) from error
         raise
     finally:
         _shut_down(parts)
 
 
-def _failures(generation: Any) -> list[str]:
+def _problems(generation: Any) -> list[str]:
     """What the engine says of a refit that failed; nothing if it cannot be asked any more."""
     try:
-        return refit_failures(generation)
+        return refit_problems(generation)
     except Exception:  # Ray's, of an actor that died
         return []
 

@@ -7,6 +7,7 @@ leaves NeMo RL as it is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -45,10 +46,13 @@ def to_environment(recipe: Recipe) -> dict[str, str]:
 
 def from_environment() -> Recipe | None:
     """The recipe of the run that this process works for; None outside one, or with glue=stock."""
-    if VARIABLE not in os.environ:
-        return None
-    content = json.loads(os.environ[VARIABLE])
-    recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), content))
+    text = os.environ.get(VARIABLE)
+    return None if text is None else _recipe(text)
+
+
+@functools.cache  # a worker asks in every step and every refit
+def _recipe(text: str) -> Recipe:
+    recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), json.loads(text)))
     assert isinstance(recipe, Recipe)
     return recipe
 

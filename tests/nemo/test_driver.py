@@ -14,6 +14,7 @@ import pytest
 
 from fp8_nemo.compose import compose, compose_plans
 from fp8_nemo.host import MAIN
+from fp8_nemo.ledger import RefitError
 from fp8_nemo.model_dir import SHIPPED
 from fp8_nemo.nemo import driver, preflight, session
 from fp8_nemo.nemo.engine import EngineError, check_engine, engine_weight, planned_weights
@@ -21,6 +22,42 @@ from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.run_dir import checkpoint_step, checkpoints, conversion_dir
 
 NEMO = ("backend=nemo", "glue=stock")
+
+
+def fallen(monkeypatch, tmp_path, kept, raised):
+    """What `opened` raises, with workers that kept `kept`, where `raised` comes out of the loop."""
+    monkeypatch.setattr(session, "_set_up", lambda *_: SimpleNamespace(generation=None))
+    monkeypatch.setattr(session, "engine_dtypes", lambda _: {})
+    monkeypatch.setattr(session, "check_engine", lambda *_: None)
+    monkeypatch.setattr(session, "refit_problems", kept)
+    monkeypatch.setattr(session, "_shut_down", lambda _: None)
+    [plan] = compose_plans([*NEMO, "precision=bf16"])
+    (tmp_path / "log").mkdir()
+    with (
+        pytest.raises(Exception) as error,
+        session.opened(plan, tmp_path, tmp_path),
+    ):
+        raise raised
+    return error.value
+
+
+def test_what_the_receivers_kept_of_a_refit_is_the_reason_of_a_run_that_fell(monkeypatch, tmp_path):
+    reason = fallen(monkeypatch, tmp_path, lambda _: ["k_proj: never arrived"], ValueError("false"))
+    assert isinstance(reason, RefitError) and reason.problems == ["k_proj: never arrived"]
+    assert isinstance(reason.__cause__, ValueError)
+
+
+def test_the_senders_own_reason_is_kept(monkeypatch, tmp_path):
+    own = RefitError(["q_proj: holds NaN in the trainer"])
+    assert fallen(monkeypatch, tmp_path, lambda _: ["the manifest never arrived"], own) is own
+
+
+def test_an_engine_that_cannot_be_asked_hides_nothing(monkeypatch, tmp_path):
+    def dead(_):
+        raise ConnectionError("the actor died")
+
+    own = ValueError("out of memory")
+    assert fallen(monkeypatch, tmp_path, dead, own) is own
 
 
 def overheard():

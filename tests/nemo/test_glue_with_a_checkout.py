@@ -22,6 +22,7 @@ imports = pytest.mark.skipif(
 )
 BACKEND = "nemo_rl/models/generation/vllm/vllm_backend.py"
 WORKER = "nemo_rl/models/policy/workers/megatron_policy_worker.py"
+MICROBATCHES = "nemo_rl/models/megatron/data.py"
 POLICY = "nemo_rl/models/policy/lm_policy.py"
 OURS = Path(__file__).parents[2] / "fp8_nemo" / "nemo"
 HOST_ALONE = {"_weight_update_errors_are_fatal"}
@@ -72,12 +73,14 @@ def test_every_method_that_we_override_is_there_and_takes_what_ours_takes(
 
 
 def test_what_our_worker_reads_of_nemo_rls_is_there():
-    text = (Path(ROOT) / WORKER).read_text()
-    for seam in ("_iter_params_with_optional_kv_scales(", "self.model.eval()", "input_lengths"):
-        assert seam in text or seam == "input_lengths"
-    backend = (Path(ROOT) / BACKEND).read_text()
-    for seam in ("self._load_weights", "self.state_dict_info", "self.model_runner.model"):
-        assert seam in backend
+    seams = {
+        WORKER: ("_iter_params_with_optional_kv_scales(", "self.model.eval()"),
+        MICROBATCHES: ('"input_lengths"',),
+        BACKEND: ("self._load_weights", "self.state_dict_info", "self.model_runner.model"),
+    }
+    for file, names in seams.items():
+        text = (Path(ROOT) / file).read_text()
+        assert [name for name in names if name not in text] == []
 
 
 @pytest.fixture
@@ -105,8 +108,8 @@ def test_the_policy_worker_is_nemo_rls_with_our_methods(nemo_path, monkeypatch):
 def test_a_refused_stream_goes_on_to_its_known_end_and_is_raised_after_it(nemo_path, monkeypatch):
     import torch
 
+    from fp8_nemo.ledger import MANIFEST, RefitError
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
-    from fp8_nemo.refit import MANIFEST, RefitError
 
     monkeypatch.setattr(
         torch, "zeros", lambda shape, dtype, device: torch.empty(shape, dtype=dtype)
@@ -180,7 +183,7 @@ def test_vllms_own_loader_stops_at_our_sentinel():
     from torch import nn
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    from fp8_nemo.refit import SENTINEL
+    from fp8_nemo.ledger import SENTINEL
 
     model = nn.Module()
     model.model = nn.Linear(2, 2)

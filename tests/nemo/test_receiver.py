@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from fp8_nemo.ledger import MANIFEST, SENTINEL, RefitError
 from fp8_nemo.nemo import receiver, settings
 from fp8_nemo.nemo.parts import Rank
 from fp8_nemo.quantize import FP8, quantize_blocks
-from fp8_nemo.refit import MANIFEST, SENTINEL, RefitError, refit_stream
+from fp8_nemo.refit import refit_stream
 from fp8_nemo.schema import Glue, Model, Precision, Recalibrate, Recipe, Shape
 from fp8_nemo.weights import is_fp8_weight, kv_scale_names, named_shapes
 
@@ -266,10 +267,10 @@ def test_a_failure_is_kept_for_the_driver_to_ask_and_gone_after_the_next_refit()
     worker.wire = without(Q)(wire)
     with pytest.raises(RefitError):
         worker.update_weights_via_ipc_zmq()
-    assert worker.fp8_nemo_failure.startswith(f"refit failed: {Q}: never arrived")
+    assert worker.fp8_nemo_problems[0] == f"{Q}: never arrived"
     worker.wire = wire
     worker.update_weights_via_ipc_zmq()
-    assert worker.fp8_nemo_failure is None
+    assert list(worker.fp8_nemo_problems) == []
 
 
 def test_whatever_fails_before_the_stream_is_raised_after_it(monkeypatch):
