@@ -35,6 +35,7 @@ from fp8_nemo import run_dir
 from fp8_nemo.compose import compose_plans
 from fp8_nemo.data import load_problems, write_problems
 from fp8_nemo.host import root_of
+from fp8_nemo.ledger import RefitError
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.nemo import driver, session
 from fp8_nemo.nemo.checkout import host_of
@@ -396,8 +397,7 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
                 else:
                     row["mismatch"] = _finite(bench.sampled(prompts))
             except Exception as error:  # what a run would stop with
-                reasons = refit_problems(bench.parts.generation) or [driver._reason(error)]
-                row["error"] = reasons[0][:400]
+                row["error"] = _first_reason(bench, error)[:400]
                 bench.rest()
             row["seconds"] = time.perf_counter() - start
             bench.in_vllm(mend_vllm)
@@ -411,6 +411,13 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
     found.append({"fault": "none, after all", "mismatch": bench.sampled(prompts)})
     print(found[-1], flush=True)
     return found
+
+
+def _first_reason(bench: Bench, error: Exception) -> str:
+    """As a run's own: the sender's names, or those of the receivers, or the error itself."""
+    if isinstance(error, RefitError):
+        return driver._reason(error)
+    return (refit_problems(bench.parts.generation) or [driver._reason(error)])[0]
 
 
 def _clean(bench: Bench, glue: str) -> None:

@@ -85,17 +85,18 @@ def quantize_list(
     return results
 
 
-def amax_rows(x_RHD: Tensor, keep_R: Tensor, amax: Tensor) -> None:
-    """Raise a running maximum by the absolute values of the rows that are kept; one launch.
+def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None:
+    """Raise running maxima by the absolute values of the rows that are kept; one launch for three.
 
     Args:
-        x_RHD: BF16 `[R, H, D]` on a CUDA device; any strides whose last is 1.
+        qkv_RHD: Q, K and V, BF16 `[R, H, D]` on a CUDA device; any strides whose last is 1.
         keep_R: booleans, false at padding.
-        amax: FP32 scalar on the device, at least 0, raised in place; NaN stays NaN.
+        amax_3: FP32 on the device, at least 0, contiguous, raised in place; NaN stays NaN.
     """
-    R, H, D = x_RHD.shape
-    _amax_rows[(triton.cdiv(R, ROWS_AT_ONCE),)](
-        x_RHD, keep_R, amax.view(torch.int32), R, H * D, D, x_RHD.stride(0), x_RHD.stride(1),
+    R = len(keep_R)
+    sizes = [s for x in qkv_RHD for s in (x.shape[1] * x.shape[2], x.shape[2], *x.stride()[:2])]
+    _amax_rows[(triton.cdiv(R, ROWS_AT_ONCE), 3)](
+        *qkv_RHD, *sizes, keep_R, amax_3.view(torch.int32), R,
         ROWS=ROWS_AT_ONCE, num_warps=WARPS,
     )  # fmt: skip
 
@@ -189,7 +190,22 @@ def _quantize_block(
 
 
 @triton.jit
-def _amax_rows(x, keep, amax, R, values, D, row_stride, head_stride, ROWS: tl.constexpr):
+def _amax_rows(
+    q, k, v,
+    q_values, q_D, q_row, q_head, k_values, k_D, k_row, k_head, v_values, v_D, v_row, v_head,
+    keep, amax, R, ROWS: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(1)
+    if which == 0:
+        _amax_of_rows(q, q_values, q_D, q_row, q_head, keep, amax, R, ROWS)
+    elif which == 1:
+        _amax_of_rows(k, k_values, k_D, k_row, k_head, keep, amax + 1, R, ROWS)
+    else:
+        _amax_of_rows(v, v_values, v_D, v_row, v_head, keep, amax + 2, R, ROWS)
+
+
+@triton.jit
+def _amax_of_rows(x, values, D, row_stride, head_stride, keep, amax, R, ROWS: tl.constexpr):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     kept = tl.load(keep + rows, mask=rows < R, other=0) != 0
     largest = tl.zeros((ROWS, HEADS_AT_ONCE), tl.int32)

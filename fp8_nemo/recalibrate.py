@@ -64,14 +64,15 @@ class AmaxObserver:
             qkv_RHD: Q, K and V, of any number of heads.
             keep_R: true at real tokens.
         """
-        for x_RHD, amax in zip(qkv_RHD, self.amax_SL3[0, layer], strict=True):
-            if x_RHD.is_cuda and x_RHD.dtype == torch.bfloat16:
-                from fp8_nemo import kernels
+        amax_3 = self.amax_SL3[0, layer]
+        if all(x_RHD.is_cuda and x_RHD.dtype == torch.bfloat16 for x_RHD in qkv_RHD):
+            from fp8_nemo import kernels
 
-                kernels.amax_rows(x_RHD.detach(), keep_R, amax)
-            else:
-                largest = x_RHD.abs().masked_fill(~keep_R[:, None, None], 0).amax()
-                torch.maximum(amax, largest.to(amax.dtype), out=amax)
+            kernels.amax_rows([x_RHD.detach() for x_RHD in qkv_RHD], keep_R, amax_3)
+            return
+        kept_R11 = keep_R[:, None, None]
+        largest = [x_RHD.abs().masked_fill(~kept_R11, 0).amax() for x_RHD in qkv_RHD]
+        torch.maximum(amax_3, torch.stack(largest).to(amax_3.dtype), out=amax_3)
 
     def next_step(self) -> None:
         """Open a new step; the oldest is forgotten."""

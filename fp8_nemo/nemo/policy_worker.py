@@ -85,12 +85,11 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     def fp8_nemo_to_the_end(
         self, stream: Iterator[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """A stream that is refused half-way goes on with zeros, and no manifest can be read.
+        """A stream that is refused half-way goes on with ones, and no manifest can be read.
 
         A sender that stopped would leave the receiver waiting: 120 seconds for an answer, or for
-        ever in a broadcast of which it knows the sizes.
+        ever in a broadcast of which it knows the sizes. Ones: vLLM stops at a KV scale of 0.
         """
-        self.fp8_nemo_refused = None
         sent: set[str] = set()
         try:
             for name, tensor in stream:
@@ -100,12 +99,13 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             self.fp8_nemo_refused = error
             for name, (shape, dtype) in (self.fp8_nemo_wire or {}).items():
                 if name not in sent:
-                    yield name, torch.zeros(shape, dtype=dtype, device="cuda")
+                    yield name, torch.ones(shape, device="cuda").to(dtype)
 
     def fp8_nemo_raise_refused(self) -> None:
-        """Once the stream has ended on both sides."""
-        if self.fp8_nemo_refused is not None:
-            raise self.fp8_nemo_refused
+        """Once the stream has ended on both sides; a refit after it starts anew."""
+        refused, self.fp8_nemo_refused = self.fp8_nemo_refused, None
+        if refused is not None:
+            raise refused
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:

@@ -232,9 +232,13 @@ def first_prompts(parts: Session, count: int) -> Any:
 
 
 def _shut_down(parts: Session) -> None:
-    """As `main` does on main 7ea279a; v0.7.0 leaves it to Ray."""
+    """As `main` does on main 7ea279a; v0.7.0 leaves it to Ray.
+
+    The policy too: its `__del__` would look for workers in a cluster that has ended, for a minute.
+    """
     from nemo_rl.algorithms import grpo
 
     if hasattr(grpo, "shutdown_environments"):
         grpo.shutdown_environments(parts.environments, parts.validation_environments)
     parts.generation.shutdown()
+    parts.policy.shutdown()
