@@ -98,8 +98,6 @@ def own_ray() -> Iterator[None]:
     if os.environ.get("RAY_ADDRESS"):
         yield
         return
-    import ray
-
     # Whoever reaches a Ray cluster runs code in it, and Ray 2.60 asks for a token by itself.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -121,12 +119,18 @@ def own_ray() -> Iterator[None]:
         yield
     finally:
         os.environ.pop("RAY_ADDRESS", None)
-        ray.shutdown()  # before the cluster ends: else Ray looks for it 60 s, then aborts
+        _leave_ray()
         # A line, not the end of the stream: forked data loaders hold that open too.
         for step in (lambda: stop.write("\n"), stop.close, said.close):
             with suppress(OSError):  # it may have ended by itself, with a message of its own
                 step()
         cluster.wait()
+
+
+def _leave_ray() -> None:
+    """Before the cluster ends: else Ray looks for it for 60 s, then aborts this process."""
+    if "ray" in sys.modules:  # imported before its token is set, it would not be let in
+        sys.modules["ray"].shutdown()
 
 
 @contextmanager
