@@ -121,7 +121,7 @@ def encode(
         name: weights.is_fp8_weight(name, tuple(weight.shape), precision, num_layers)
         for name, weight in group
     }
-    pieces = {name: _pieces(name, weight) for name, weight in group}
+    pieces = {name: pieces_of(name, weight) for name, weight in group}
     chosen = [name for name in pieces if is_fp8[name]]
     nonfinite_N = torch.zeros(len(chosen), dtype=torch.bool, device=group[0][1].device)
     quantized = quantize_list(
@@ -160,7 +160,7 @@ def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tupl
         yield group
 
 
-def _pieces(name: str, weight: Tensor) -> Tensor:
+def pieces_of(name: str, weight: Tensor) -> Tensor:
     """A weight or a slab as a stack of what travels: `[1, O, I]`, or one matrix per name.
 
     A slab `[E, 2 O, I]` holds gate above up: taken apart, so that no block spans both.

@@ -16,7 +16,8 @@ for ever in a broadcast; what fails is kept, the stream is taken to its end, and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from fp8_nemo.nemo.settings import (
 )
 from fp8_nemo.refit import encode, in_groups
 from fp8_nemo.schema import Recipe
-from fp8_nemo.weights import named_shapes, wire_specs
+from fp8_nemo.weights import WireSpec, named_shapes, wire_specs
 
 EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
 
@@ -66,6 +67,7 @@ def receiver(stock: type, recipe: Recipe) -> type:
 
     class Receiver(stock):  # type: ignore[misc]
         fp8_nemo_recipe = recipe
+        fp8_nemo_engine: Engine | None = None
         fp8_nemo_refit: Refit | None = None
         fp8_nemo_proof: RefitProof | None = None
         fp8_nemo_problems: Sequence[str] = ()
@@ -92,7 +94,9 @@ def receiver(stock: type, recipe: Recipe) -> type:
             if not has_receiver(recipe.glue):  # recalibration alone is ours
                 landed = update()
             else:
-                self.fp8_nemo_refit = Refit(model, recipe)
+                if self.fp8_nemo_engine is None:
+                    self.fp8_nemo_engine = Engine(model, recipe)
+                self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, recipe)
                 try:
                     self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
                 except RefitError as error:  # NeMo RL's actor prints it, and says False
@@ -114,24 +118,68 @@ def receiver(stock: type, recipe: Recipe) -> type:
     return Receiver
 
 
+class Engine:
+    """One worker's model, and where in its memory each tensor of the wire lies.
+
+    A mixture of experts has 37,000 of them: they are looked up when something has moved.
+
+    Args:
+        model: vLLM's.
+        recipe: of the run; its model and its precision count.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe) -> None:
+        self.model, self.shape, self.precision = model, recipe.model.shape, recipe.precision
+        self.known_at: dict[str, Any] = {}
+        self.known: dict[str, Part] = {}
+
+    @cached_property
+    def rank(self) -> Rank:
+        """This worker's place; one read on the host for each layer with experts."""
+        return _rank(self.model)
+
+    @cached_property
+    def held(self) -> dict[str, WireSpec]:
+        """What a refit fills here, whole."""
+        specs = wire_specs(named_shapes(self.shape), self.precision, self.shape.layers)
+        return {name: spec for name, spec in specs.items() if self.rank.holds(name)}
+
+    def parts(self) -> dict[str, Part]:
+        """Everything that a refit fills in this worker, by wire name, as it lies now."""
+        parameters = {name: parameter.data for name, parameter in self.model.named_parameters()}
+        scales = dict(self._kv_scales())
+        at = {n: (x.data_ptr(), x.dtype, x.shape) for n, x in (parameters | scales).items()}
+        if at != self.known_at:
+            found = engine_parts(parameters, self.shape, self.precision, self.rank)
+            found |= {name: Part(scale.view(1)) for name, scale in scales.items()}
+            self.known_at, self.known = at, found
+        return self.known
+
+    def _kv_scales(self) -> Iterator[tuple[str, Tensor]]:
+        if self.precision.rollout_kv == "fp8":
+            for layer in range(self.shape.layers):
+                attention = _attention(self.model, layer)
+                held = (attention._q_scale, attention._k_scale, attention._v_scale)
+                yield from zip(weights.kv_scale_names(layer), held, strict=True)
+
+
 class Refit:
     """One refit of one worker's model, from before the first tensor to the proof.
 
     Args:
-        model: vLLM's.
+        engine: the worker's.
         recipe: of the run.
     """
 
-    def __init__(self, model: Any, recipe: Recipe) -> None:
-        self.model, self.recipe = model, recipe
+    def __init__(self, engine: Engine, recipe: Recipe) -> None:
+        self.engine, self.model, self.recipe = engine, engine.model, recipe
         self.failed: Exception | None = None
         self.ledger: Ledger | None = None
         try:
             if recipe.precision.rollout_kv == "fp8":
-                _clear_kv_scales(model)
+                _clear_kv_scales(self.model)
             if recipe.glue.verify != "off":
-                self.rank = _rank(model)
-                self.ledger = _open(model, recipe, self.rank)
+                self.ledger = _open(engine, recipe)
                 _wait()  # the poison must be in before NCCL's receiver loads on its own streams
         except Exception as error:  # raised when the stream has ended
             self.failed = error
@@ -169,7 +217,7 @@ class Refit:
             raise RefitError([f"vLLM could not load the weights: {reason}", *problems])
         if self.ledger is None:
             return None
-        proof = self.ledger.close(_engine(self.model, self.recipe, self.rank))
+        proof = self.ledger.close(self.engine.parts())
         if broken := list(_stale_host_copies(self.model, self.ledger.kv_scales)):
             raise RefitError(broken)
         return proof
@@ -207,32 +255,17 @@ class Refit:
         self.model.load_weights(weights=found)
 
 
-def _open(model: Any, recipe: Recipe, rank: Rank) -> Ledger:
-    shapes, layers = named_shapes(recipe.model.shape), recipe.model.shape.layers
-    held = wire_specs(shapes, recipe.precision, layers)
+def _open(engine: Engine, recipe: Recipe) -> Ledger:
+    shape = recipe.model.shape
     return Ledger(
-        wire_specs(shapes, wire_precision(recipe), layers),
-        _engine(model, recipe, rank),
-        held={name: spec for name, spec in held.items() if rank.holds(name)},
+        wire_specs(named_shapes(shape), wire_precision(recipe), shape.layers),
+        engine.parts(),
+        held=engine.held,
         checksums=recipe.glue.verify == "full",
     )
 
 
-def _engine(model: Any, recipe: Recipe, rank: Rank) -> dict[str, Part]:
-    """Everything that a refit fills in this worker, by wire name, looked up now."""
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
-    parts = engine_parts(parameters, recipe.model.shape, recipe.precision, rank)
-    if recipe.precision.rollout_kv == "fp8":
-        for layer in range(recipe.model.shape.layers):
-            attention = _attention(model, layer)
-            held = (attention._q_scale, attention._k_scale, attention._v_scale)
-            names = weights.kv_scale_names(layer)
-            parts |= {n: Part(scale.view(1)) for n, scale in zip(names, held, strict=True)}
-    return parts
-
-
 def _rank(model: Any) -> Rank:
-    """This worker's place; one read on the host for each layer with experts."""
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,

@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -370,6 +371,20 @@ def libcuda(tmp_path_factory):
     return folder
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
+def on_a_cpu(libcuda):
+    """The environment of a process in which vLLM believes in a GPU."""
+    return os.environ | {
+        "LD_LIBRARY_PATH": str(libcuda), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(OURS.parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+
+
 @imports
 @pytest.mark.parametrize(
     ("cell", "size", "experts"),
@@ -382,15 +397,7 @@ def libcuda(tmp_path_factory):
 def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
     cell, size, experts, libcuda, tmp_path
 ):
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
-        "LD_LIBRARY_PATH": str(libcuda), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(OURS.parents[1]), os.environ.get("PYTHONPATH", "")]),
-    }  # fmt: skip
+    port, environment = free_port(), on_a_cpu(libcuda)
     script = str(Path(__file__).parent / "vllm_on_a_cpu.py")
     ranks = [
         subprocess.Popen(
@@ -409,3 +416,34 @@ def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
         assert len(found["refused"]) == 2 + ("kv" in cell)
         for name, message in found["refused"].items():
             assert f"{name}: never arrived" in message
+
+
+@imports
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("tiny-llama", "precision=fp8-linear"),
+        ("tiny-llama", "precision=fp8-kv-attn"),
+        ("tiny-qwen3-moe", "precision=fp8-kv-attn"),
+    ],
+)
+def test_vllms_own_loader_takes_a_quantized_checkpoint_as_it_is(name, precision, libcuda, tmp_path):
+    from fp8_nemo.recipes import quantize_checkpoint
+
+    from fp8_nemo.model_dir import SHIPPED
+
+    texts = tmp_path / "texts"
+    texts.write_text("12+30=")
+    calibrate = ["--calibrate", str(texts)] if "kv" in precision else []
+    folder = tmp_path / "fp8"
+    line = [str(SHIPPED / name), str(folder), precision, *calibrate]
+    assert quantize_checkpoint.main(line) == 0
+    script = Path(__file__).parent / "vllm_loads_a_checkpoint.py"
+    done = subprocess.run(
+        [sys.executable, script, folder, name, precision.partition("=")[2], str(free_port())],
+        capture_output=True, text=True, timeout=400, env=on_a_cpu(libcuda),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    written = json.loads((folder / "quantization.json").read_text())["shards"]
+    assert found == {"same": sum(len(each["tensors"]) for each in written.values()), "other": []}

@@ -273,11 +273,27 @@ def test_a_failure_is_kept_for_the_driver_to_ask_and_gone_after_the_next_refit()
     assert list(worker.fp8_nemo_problems) == []
 
 
+def test_the_engine_is_looked_up_again_only_where_a_parameter_has_moved():
+    run = recipe()
+    worker = worker_of(run)
+    worker.wire = wire_of(run)
+    worker.update_weights_via_ipc_zmq()
+    engine = worker.fp8_nemo_engine
+    first = engine.parts()
+    worker.update_weights_via_ipc_zmq()
+    assert engine.parts() is first
+    tensors = worker.model_runner.model.tensors
+    tensors[NORM] = tensors[NORM].clone()
+    assert engine.parts()[NORM].tensor.data_ptr() == tensors[NORM].data_ptr()
+    worker.update_weights_via_ipc_zmq()
+    assert worker.fp8_nemo_proof.verified_weights == 14
+
+
 def test_whatever_fails_before_the_stream_is_raised_after_it(monkeypatch):
     run = recipe()
     worker = worker_of(run)
     worker.wire = wire_of(run)
-    monkeypatch.setattr(receiver, "_engine", lambda *_: 1 / 0)
+    monkeypatch.setattr(receiver, "_open", lambda *_: 1 / 0)
     with pytest.raises(RefitError, match="division by zero"):
         worker.update_weights_via_ipc_zmq()
     assert worker.ended == 1
@@ -292,6 +308,7 @@ def changed(name, change):
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+NORM = "model.norm.weight"
 K_SCALE = "model.layers.0.self_attn.k_scale"
 
 
