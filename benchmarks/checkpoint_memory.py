@@ -39,7 +39,7 @@ def shards(shape: Shape, most: int) -> Iterator[dict[str, Tensor]]:
         if some and sum(t.nbytes for t in some.values()) + 2 * count > most:
             yield some
             some = {}
-        some[name] = values_N.repeat(-(-count // DRAWN))[:count].reshape(size)
+        some[name] = values_N.repeat(-(-count // DRAWN))[:count].clone().reshape(size)
     yield some
 
 
@@ -49,8 +49,9 @@ def write(shape: Shape, folder: Path, most: int) -> list[int]:
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(shards(shape, most)):
         name = f"model-{number:05}.safetensors"
-        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / name)
+        save_file(tensors, folder / name)
         weight_map |= dict.fromkeys(tensors, name)
+        tensors.clear()  # one shard at a time here too
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config = {"model_type": "llama", "num_hidden_layers": shape.layers}
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,31 +1,35 @@
-"""A Hugging Face checkpoint as a blockwise FP8 one, which vLLM serves as it is.
+"""A Hugging Face checkpoint as a blockwise FP8 one, in the format that vLLM loads as it is.
 
 What it guarantees
     The bytes and scales are those of a refit: the same `encode`, so that a policy which was trained
     here is served as it was rolled out. Shards keep their names; one is held at a time.
 
 What it takes care of
-    The result cannot be loaded before it is whole: `config.json` is written last. A conversion that
-    was killed goes on after its last shard, if the source and the settings are the same.
+    The result cannot be loaded before it is whole: `config.json` is written last, and taken away
+    before a shard is made again. A conversion that was killed goes on after its last shard, if the
+    source and the settings are the same; its KV scales are not measured again.
 
 What it refuses
     A checkpoint that is FP8 already, of another family than Llama, Qwen3 and Qwen3-MoE, or that
-    holds a weight which is not finite.
+    holds a weight which is not finite; and a folder with anything else in it.
 
 Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from rich.table import Table
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,10 +40,15 @@ from fp8_nemo.refit import encode, pieces_of
 from fp8_nemo.schema import Precision
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
+DTYPES = ("BF16", "F32")
 INDEX = "model.safetensors.index.json"
 BOOK = "quantization.json"
-"""Beside the shards: source, settings, and per shard every FP8 weight's error."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+"""Beside the shards: source, settings, KV scales, and per shard every FP8 weight's error."""
+LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+LFS_POINTER = b"version https://git-lfs"
+
+Progress = Callable[[str, int, int], None]
+"""Told a shard's name, and how many of how many tensors are done."""
 
 
 class CheckpointError(ValueError):
@@ -56,46 +65,96 @@ class WeightError(NamedTuple):
     """Share of values that became 0."""
 
 
+class Calibration(NamedTuple):
+    """How the scales of an FP8 cache are found, once a conversion needs them."""
+
+    settings: dict[str, Any]
+    """What they follow from; a conversion goes on only with the same."""
+    scales: Callable[[], dict[str, float]]
+    """KV scales by vLLM's names."""
+
+
 def quantize_checkpoint(
     source: Path,
     target: Path,
     precision: Precision,
     *,
-    kv_scales: Mapping[str, float] | None = None,
-    progress: Callable[[str, int, int], None] = lambda shard, done, total: None,
+    calibration: Calibration | None = None,
+    progress: Progress = lambda shard, done, total: None,
 ) -> list[WeightError]:
     """Convert; errors of every FP8 weight, in the order of the shards.
 
     Args:
-        source: a folder in Hugging Face format, BF16 or FP32 safetensors.
+        source: a folder in Hugging Face format, BF16 or FP32 safetensors; subfolders are left out.
         target: a folder that does not exist, is empty, or holds a part of the same conversion.
         precision: which layers stay in BF16, and the format of the scales.
-        kv_scales: by vLLM's names, to go into the first shard; None for a cache in BF16.
-        progress: told each shard's name, and how many of how many tensors are done.
+        calibration: of an FP8 cache, whose scales go into the first shard; None for BF16.
+        progress: told what is done.
 
     Raises:
         CheckpointError: see the module.
     """
-    config = _config(source)
-    shards = _shards(source)
-    settings = {"precision": asdict(precision), "kv_scales": dict(kv_scales or {})}
-    book = _opened_book(target, settings)
-    layers = config["num_hidden_layers"]
+    config, shards = read_config(source), _shards(source)
+    settings = asdict(precision) | (calibration.settings if calibration else {})
+    book = _opened_book(source, target, [shard.name for shard in shards], settings)
+    if calibration and book["kv_scales"] is None:
+        book["kv_scales"] = calibration.scales()
+        _write_json(target / BOOK, book)
     for number, shard in enumerate(shards):
-        if not _is_done(book["shards"].get(shard.name), shard, target):
-            extra = _kv_tensors(kv_scales or {}) if number == 0 else {}
-            found = _convert(shard, target / shard.name, precision, layers, extra, progress)
-            book["shards"][shard.name] = found
-            _write_json(target / BOOK, book)
-    tensors = {name: shard for shard, done in book["shards"].items() for name in done["tensors"]}
+        if _is_done(book["shards"].get(shard.name), shard, target):
+            continue
+        (target / "config.json").unlink(missing_ok=True)
+        scales = book["kv_scales"] if number == 0 else None
+        extra = {name: torch.tensor([scale]) for name, scale in (scales or {}).items()}
+        layers = config["num_hidden_layers"]
+        found = _convert(shard, target / shard.name, precision, layers, extra, progress)
+        book["shards"][shard.name] = found
+        _write_json(target / BOOK, book)
+    done = book["shards"]
+    tensors = {name: shard for shard in done for name in done[shard]["tensors"]}
     _copy_rest(source, target)
     if (source / INDEX).is_file():
-        total = sum(done["bytes"] for done in book["shards"].values())
+        total = sum(each["bytes"] for each in done.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(tensors.items()))}
         _write_json(target / INDEX, index)
     _write_json(target / "config.json", config | {"quantization_config": _quantization(tensors)})
-    errors = (each for done in book["shards"].values() for each in done["errors"])
-    return [WeightError(*each) for each in errors]
+    return [WeightError(*each) for shard in shards for each in done[shard.name]["errors"]]
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """The configuration of a checkpoint that can be converted.
+
+    Raises:
+        CheckpointError: there is none, it is quantized already, or of an unknown family.
+    """
+    file = source / "config.json"
+    config = _json(file)
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise CheckpointError(f"{source}: is quantized already ({method})")
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        families = ", ".join(FAMILIES)
+        raise CheckpointError(f"{file}: model_type={family}, must be one of {families}")
+    if not isinstance(config.get("num_hidden_layers"), int):
+        raise CheckpointError(f"{file}: has no num_hidden_layers")
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def error_table(errors: list[WeightError]) -> Table:
+    """One row a layer: mean and largest relative error, and which weight has it."""
+    rows = Table(title="relative error of FP8 weights", title_justify="left")
+    for name in ("layer", "weights", "mean", "largest", "in", "became 0"):
+        rows.add_column(name, justify="left" if name == "in" else "right")
+    for layer, found in by_layer(errors).items():
+        worst = found[0]
+        rows.add_row(
+            str(layer), str(len(found)), f"{fmean(error.relative for error in found):.4f}",
+            f"{worst.relative:.4f}",
+            worst.name.partition(f".{layer}.")[2].removesuffix(".weight"),
+            f"{max(error.zeroed for error in found):.2%}",
+        )  # fmt: skip
+    return rows
 
 
 def by_layer(errors: list[WeightError]) -> dict[int, list[WeightError]]:
@@ -106,47 +165,69 @@ def by_layer(errors: list[WeightError]) -> dict[int, list[WeightError]]:
     return {n: sorted(found[n], key=lambda each: -each.relative) for n in sorted(found)}
 
 
-def _config(source: Path) -> dict[str, Any]:
+def _json(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads((source / "config.json").read_text())
+        found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source}/config.json: {error}; SRC is no checkpoint") from None
-    if "quantization_config" in config:
-        raise CheckpointError(
-            f"{source}: is quantized already ({config['quantization_config'].get('quant_method')})"
-        )
-    if config.get("model_type") not in FAMILIES:
-        raise CheckpointError(
-            f"{source}: model_type={config.get('model_type')}, must be one of {', '.join(FAMILIES)}"
-        )
-    return config
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{file}: {reason}; a checkpoint in Hugging Face format?") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: is not an object")
+    return found
 
 
 def _shards(source: Path) -> list[Path]:
-    index = source / INDEX
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+    names = ["model.safetensors"]
+    if (source / INDEX).is_file():
+        weight_map = _json(source / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{source / INDEX}: has no weight_map")
+        names = sorted(set(weight_map.values()))
     for name in names:
-        if not (source / name).is_file():
-            raise CheckpointError(f"{source}: lacks {name}; its weights must be safetensors")
-        if missing := missing_bytes(source / name):
-            raise CheckpointError(f"{source / name}: is cut short by {missing} bytes")
+        _check_shard(source / name)
     return [source / name for name in names]
 
 
-def _opened_book(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What a conversion into this folder has done so far."""
-    target.mkdir(parents=True, exist_ok=True)
+def _check_shard(file: Path) -> None:
+    """Whether it is whole, and of numbers that can be quantized; by its header alone."""
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent}: lacks {file.name}; its weights must be safetensors")
+    with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise CheckpointError(f"{file}: is a pointer of git-lfs, not weights; git lfs pull")
+    try:
+        if missing := missing_bytes(file):
+            raise CheckpointError(f"{file}: is cut short by {missing} bytes")
+        with safe_open(file, framework="pt") as opened:
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError, MemoryError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file}: is no safetensors file ({error})") from None
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES or name.endswith(weights.SCALE_SUFFIX):
+            raise CheckpointError(f"{name}: is {dtype}, must be BF16 or F32 ({file})")
+
+
+def _opened_book(
+    source: Path, target: Path, shards: list[str], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """What a conversion into this folder has done so far; written at once, so that it goes on."""
+    config = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
+    begun = {"source": {"config.json": config, "shards": shards}, "settings": settings}
     if (target / BOOK).is_file():
-        book = json.loads((target / BOOK).read_text())
-        if book["settings"] != settings:
-            raise CheckpointError(f"{target}: holds a conversion with other settings; delete it")
+        book = _json(target / BOOK)
+        for what, value in begun.items():
+            if book.get(what) != value:
+                other = "of another source" if what == "source" else "with other settings"
+                raise CheckpointError(f"{target}: holds a conversion {other}; delete it")
         return book
-    if any(target.iterdir()):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target}: is not empty, and holds no conversion of ours")
-    return {"settings": settings, "shards": {}}
+    target.mkdir(parents=True, exist_ok=True)
+    book = begun | {"kv_scales": None, "shards": {}}
+    _write_json(target / BOOK, book)
+    return book
 
 
 def _is_done(done: dict[str, Any] | None, shard: Path, target: Path) -> bool:
@@ -169,7 +250,7 @@ def _convert(
     precision: Precision,
     layers: int,
     extra: dict[str, Tensor],
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
 ) -> dict[str, Any]:
     """One shard; what the book keeps of it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -211,12 +292,8 @@ def _error(name: str, weight: Tensor, made: Mapping[str, Tensor]) -> WeightError
     return WeightError(name, (difference / norm) ** 0.5 if norm else 0.0, zeroed / weight.numel())
 
 
-def _kv_tensors(kv_scales: Mapping[str, float]) -> dict[str, Tensor]:
-    return {name: torch.tensor([scale]) for name, scale in kv_scales.items()}
-
-
 def _quantization(tensors: Mapping[str, str]) -> dict[str, Any]:
-    """The block of `config.json` by which vLLM and transformers know the format."""
+    """The block of `config.json` by which vLLM knows the format."""
     plain = (name for name in tensors if f"{name}{weights.SCALE_SUFFIX}" not in tensors)
     modules = [name.removesuffix(".weight") for name in plain if name.endswith("proj.weight")]
     routers = [name.removesuffix(".weight") for name in tensors if name.endswith(".gate.weight")]
@@ -237,8 +314,8 @@ def _copy_rest(source: Path, target: Path) -> None:
 def _rest(source: Path) -> Iterator[Path]:
     """Tokenizer, templates, generation settings: everything but weights and what names them."""
     for file in sorted(source.iterdir()):
-        written = file.name in (BOOK, INDEX, "config.json")
-        if file.is_file() and not written and file.suffix not in WEIGHTS:
+        written = file.name in (BOOK, "config.json") or file.name.endswith(".index.json")
+        if file.is_file() and not written and file.suffix not in LEFT_OUT:
             yield file
 
 

@@ -23,6 +23,7 @@ ORDER = (
         "recalibrate",
         "ledger",
         "refit",
+        "fp8_checkpoint",
         "mismatch",
     ),
     *("correction", "measure", "bounds", "health", "report", "figures"),

@@ -1,39 +1,115 @@
-"""Ranges of Q, K and V over texts, for a checkpoint that is served with an FP8 cache."""
+"""What a conversion to FP8 is asked for, and the ranges of Q, K and V over texts.
+
+An FP8 cache needs a scale each for Q, K and V per layer; served from a checkpoint, they come from
+texts that the whole model reads in BF16.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from fp8_nemo.compose import compose
+from fp8_nemo.fp8_checkpoint import Calibration, CheckpointError, Progress, read_config
 from fp8_nemo.local import layers
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import load_model
 from fp8_nemo.local.rollout import causal_mask, positions
 from fp8_nemo.recalibrate import AmaxObserver, kv_scales
-from fp8_nemo.schema import Precision
+from fp8_nemo.schema import Precision, Recipe
+
+LONGEST = 4096
+"""Tokens of a text that are read: attention here takes memory with their square."""
+
+
+def conversion_recipe(source: Path, settings: list[str]) -> Recipe:
+    """The recipe whose precision a checkpoint is to have, held against its number of layers.
+
+    Raises:
+        CheckpointError: the source cannot be converted, or the settings ask for no FP8 weights.
+        ComposeError: an option does not exist, or is impossible.
+    """
+    strange = [word for word in settings if not word.startswith(("precision=", "precision."))]
+    if strange:
+        raise CheckpointError(f"{strange[0]}: recipes.quantize_checkpoint takes precision alone")
+    count = read_config(source)["num_hidden_layers"]
+    [recipe] = compose(["precision=fp8-linear", *settings, f"model.shape.layers={count}"])
+    if recipe.precision.rollout_linear != "fp8":
+        name = recipe.precision.name
+        raise CheckpointError(f"precision={name}: its weights are BF16; choose fp8-linear")
+    return recipe
+
+
+def calibration_of(
+    recipe: Recipe, source: Path, file: Path | None, progress: Progress
+) -> Calibration | None:
+    """How the scales of the recipe's FP8 cache are found; None where the cache is BF16.
+
+    Args:
+        recipe: of the conversion.
+        source: the checkpoint, BF16 or FP32.
+        file: texts, one on each line.
+        progress: told how many texts are read.
+
+    Raises:
+        CheckpointError: texts are missing, or not wanted.
+    """
+    name = recipe.precision.name
+    if recipe.precision.rollout_kv != "fp8":
+        if file is not None:
+            raise CheckpointError(
+                f"--calibrate {file}: precision={name} has a cache in BF16; choose fp8-kv-attn"
+            )
+        return None
+    if file is None:
+        raise CheckpointError(
+            f"precision={name}: its FP8 cache needs scales; add --calibrate TEXTS, a file with a "
+            "text on each line"
+        )
+    try:
+        texts = [line for line in file.read_text().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"--calibrate {file}: is not UTF-8 ({error.reason})") from None
+    if not texts:
+        raise CheckpointError(f"--calibrate {file}: holds no text")
+    margin = recipe.glue.recalibrate.margin
+    digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+    report = partial(progress, "calibrating")
+    return Calibration(
+        {"texts": digest, "margin": margin},
+        lambda: scales_of_texts(source, texts, margin, report),
+    )
 
 
 @torch.no_grad()
-def scales_of_texts(path: Path, texts: Iterable[str], margin: float) -> dict[str, float]:
-    """KV scales by vLLM's names, from the whole model in BF16 in memory.
+def scales_of_texts(
+    source: Path,
+    texts: list[str],
+    margin: float,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, float]:
+    """KV scales by vLLM's names, with the whole model in memory in BF16.
 
     Args:
-        path: checkpoint in Hugging Face format.
-        texts: one forward each, cut at the model's longest sequence.
+        source: checkpoint in Hugging Face format.
+        texts: one forward each, with the tokenizer's special tokens, cut at `LONGEST` tokens: what
+            a first token does to K and V is among what serving meets.
         margin: on the largest value seen.
+        progress: told how many texts are read.
 
     Raises:
         RecalibrateError: a layer's range is zero or not finite.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, chat = load_model(path, device), Chat.load(path)
+    model, chat = load_model(source, device), Chat.load(source)
     layers.set_train_precision(model, Precision())
     observer = AmaxObserver(model.config.num_hidden_layers, 1, device)
-    for text in texts:
-        tokens = chat.encode(text)[: model.config.max_position_embeddings]
+    for done, tokens in enumerate(_tokens(chat, texts)):
+        progress(done, len(texts))
         tokens_BT = torch.tensor([tokens], device=device)
         mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
         for layer, module in enumerate(layers.attention_modules(model)):
@@ -43,3 +119,7 @@ def scales_of_texts(path: Path, texts: Iterable[str], margin: float) -> dict[str
             position_ids=positions(mask_BT), use_cache=False, logits_to_keep=1,
         )  # fmt: skip
     return kv_scales(observer.read(), margin)
+
+
+def _tokens(chat: Chat, texts: Iterable[str]) -> Iterable[list[int]]:
+    return (chat.tokenizer.encode(text)[:LONGEST] for text in texts)

@@ -148,7 +148,10 @@ class Engine:
         """Everything that a refit fills in this worker, by wire name, as it lies now."""
         parameters = {name: parameter.data for name, parameter in self.model.named_parameters()}
         scales = dict(self._kv_scales())
-        at = {n: (x.data_ptr(), x.dtype, x.shape) for n, x in (parameters | scales).items()}
+        at = {  # `known` keeps their storages, so that no other tensor can get an address
+            name: (x.data_ptr(), x.dtype, x.shape, x.stride())
+            for name, x in (parameters | scales).items()
+        }
         if at != self.known_at:
             found = engine_parts(parameters, self.shape, self.precision, self.rank)
             found |= {name: Part(scale.view(1)) for name, scale in scales.items()}

@@ -240,5 +240,8 @@ def _shut_down(parts: Session) -> None:
 
     if hasattr(grpo, "shutdown_environments"):
         grpo.shutdown_environments(parts.environments, parts.validation_environments)
-    parts.generation.shutdown()
-    parts.policy.shutdown()
+    for part in (parts.generation, parts.policy):
+        try:
+            part.shutdown()
+        except Exception as error:  # it must not hide why the run ended
+            print(f"shutting down: {error}")

@@ -3,8 +3,11 @@
 The source is the tiny model that ships, cut into three shards; read back with safetensors alone.
 """
 
+import gc
 import json
 import shutil
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +15,16 @@ from fp8_nemo.recipes import quantize_checkpoint as recipe
 from safetensors.torch import load_file, save_file
 
 from fp8_nemo import fp8_checkpoint
-from fp8_nemo.fp8_checkpoint import BOOK, INDEX, by_layer, quantize_checkpoint
+from fp8_nemo.fp8_checkpoint import (
+    BOOK,
+    INDEX,
+    Calibration,
+    CheckpointError,
+    by_layer,
+    quantize_checkpoint,
+)
 from fp8_nemo.ledger import MANIFEST, SENTINEL
+from fp8_nemo.local import calibrate
 from fp8_nemo.local.calibrate import scales_of_texts
 from fp8_nemo.model_dir import SHIPPED
 from fp8_nemo.refit import refit_stream
@@ -116,11 +127,10 @@ def test_zeros_that_fp8_makes_are_counted(source, tmp_path):
     tensors = load_file(source / SHARDS[0])
     name = next(each for each in tensors if each.endswith("proj.weight"))
     tensors[name][:] = 1e-6
-    tensors[name][0, 0] = 1.0
+    tensors[name][0, 0] = 1.0  # in its block of 128 by 128 all else is lost
     save_file(tensors, source / SHARDS[0])
     errors = {each.name: each for each in quantize_checkpoint(source, tmp_path / "fp8", FP8)}
-    zeroed = 1 - tensors[name][128:].numel() / tensors[name].numel()
-    assert 0 < errors[name].zeroed <= zeroed
+    assert errors[name].zeroed == (128 * 128 - 1) / tensors[name].numel()
 
 
 def killed_in(shard):
@@ -142,6 +152,42 @@ def test_a_killed_conversion_cannot_be_loaded_and_goes_on_after_its_last_shard(s
     assert len(errors) == 14 and same(tensors_of(target), stream_of(source))
 
 
+def test_a_conversion_killed_while_it_writes_its_first_shard_goes_on(
+    source, tmp_path, monkeypatch, capsys
+):
+    def killed(tensors, file, **_):
+        file.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    line = [str(source), str(tmp_path / "fp8")]
+    with monkeypatch.context() as patched:
+        patched.setattr(fp8_checkpoint, "save_file", killed)
+        assert recipe.main(line) == 130
+    assert capsys.readouterr().err == f"{line[1]}: stopped; the same line goes on\n"
+    assert recipe.main(line) == 0
+    assert same(tensors_of(tmp_path / "fp8"), stream_of(source))
+    assert not list((tmp_path / "fp8").glob("*.part"))
+
+
+def test_a_finished_conversion_whose_source_changed_cannot_be_loaded_until_it_is_whole(
+    source, tmp_path
+):
+    target = tmp_path / "fp8"
+    quantize_checkpoint(source, target, FP8)
+    save_file({n: 2 * x for n, x in load_file(source / SHARDS[1]).items()}, source / SHARDS[1])
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, target, FP8, progress=killed_in(SHARDS[1]))
+    assert not (target / "config.json").exists()
+
+
+def test_another_source_in_the_same_folder_is_refused(source, tmp_path):
+    target = tmp_path / "fp8"
+    quantize_checkpoint(SHIPPED / "tiny-llama", target, FP8)
+    for other in (source, SHIPPED / "tiny-qwen3-moe"):
+        with pytest.raises(CheckpointError, match="a conversion of another source; delete it"):
+            quantize_checkpoint(other, target, FP8)
+
+
 @pytest.mark.parametrize("damage", ["the source changed", "cut short", "gone"])
 def test_a_shard_that_is_not_what_the_book_says_is_made_again(source, tmp_path, damage):
     target = tmp_path / "fp8"
@@ -159,50 +205,94 @@ def test_a_shard_that_is_not_what_the_book_says_is_made_again(source, tmp_path, 
     assert set(seen) == {SHARDS[1]} and same(tensors_of(target), stream_of(source))
 
 
-def spoiled(source, target, fault):
-    if fault == "config.json: ":
-        (source / "config.json").write_text("{")
-    elif "quantized already" in fault or "model_type=gemma" in fault:
-        config = json.loads((source / "config.json").read_text())
-        quantized = "quantized" in fault
-        more = (
-            {"quantization_config": {"quant_method": "fp8"}}
-            if quantized
-            else {"model_type": "gemma"}
-        )
-        (source / "config.json").write_text(json.dumps(config | more))
-    elif "lacks" in fault:
-        (source / SHARDS[2]).unlink()
-    elif "cut short" in fault:
-        (source / SHARDS[2]).write_bytes((source / SHARDS[2]).read_bytes()[:-10])
-    elif "not empty" in fault:
-        target.mkdir()
-        (target / "precious.txt").write_text("mine")
-    elif "other settings" in fault:
-        quantize_checkpoint(source, target, Precision(rollout_linear="fp8", scales="pow2"))
-    else:
-        tensors = load_file(source / SHARDS[0])
-        name = sorted(tensors)[0]
-        tensors[name].view(-1)[3] = torch.inf
-        save_file(tensors, source / SHARDS[0])
+def edited(file, **changes):
+    content = json.loads(file.read_text())
+    kept = {key: value for key, value in (content | changes).items() if value is not ...}
+    file.write_text(json.dumps(kept))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "config.json: ", "is quantized already (fp8)", "model_type=gemma, must be one of llama",
-        f"lacks {SHARDS[2]}", "is cut short by 10 bytes", "is not empty, and holds no conversion",
-        "holds a conversion with other settings; delete it", "lm_head.weight: holds NaN or Inf",
-    ],
-)  # fmt: skip
+def with_tensor(file, change):
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    save_file(tensors | {name: change(tensors[name])}, file)
+
+
+def infinite(tensor):
+    tensor.view(-1)[3] = torch.inf
+    return tensor
+
+
+FAULTS = {
+    "config.json: No such file or directory": lambda s, t: (s / "config.json").unlink(),
+    "config.json: Expecting": lambda s, t: (s / "config.json").write_text("{"),
+    "config.json: is not an object": lambda s, t: (s / "config.json").write_text("[]"),
+    "config.json: has no num_hidden_layers": lambda s, t: edited(
+        s / "config.json", num_hidden_layers=...
+    ),
+    "is quantized already (fp8)": lambda s, t: edited(
+        s / "config.json", quantization_config={"quant_method": "fp8"}
+    ),
+    "model_type=gemma, must be one of llama": lambda s, t: edited(
+        s / "config.json", model_type="gemma"
+    ),
+    "index.json: has no weight_map": lambda s, t: edited(s / INDEX, weight_map=...),
+    "index.json: Expecting value": lambda s, t: (s / INDEX).write_text(""),
+    f"lacks {SHARDS[2]}": lambda s, t: (s / SHARDS[2]).unlink(),
+    "is cut short by 10 bytes": lambda s, t: (s / SHARDS[2]).write_bytes(
+        (s / SHARDS[2]).read_bytes()[:-10]
+    ),
+    "is no safetensors file": lambda s, t: (s / SHARDS[2]).write_bytes(
+        (9).to_bytes(8, "little") + b"{broken}}"
+    ),
+    "is a pointer of git-lfs, not weights": lambda s, t: (s / SHARDS[2]).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    ),
+    "is I8, must be BF16 or F32": lambda s, t: with_tensor(s / SHARDS[2], torch.Tensor.char),
+    "is F8_E4M3, must be BF16 or F32": lambda s, t: with_tensor(
+        s / SHARDS[2], lambda x: x.to(torch.float8_e4m3fn)
+    ),
+    "is not empty, and holds no conversion": lambda s, t: (
+        t.mkdir(), (t / "precious.txt").write_text("mine")
+    ),
+    "is not empty, and holds no conversion of ours": lambda s, t: t.write_text("mine"),
+    "holds a conversion with other settings; delete it": lambda s, t: quantize_checkpoint(
+        s, t, Precision(rollout_linear="fp8", scales="pow2")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_what_cannot_be_converted_is_said_in_a_line(source, tmp_path, fault, capsys):
     target = tmp_path / "fp8"
-    spoiled(source, target, fault)
-    before = sorted(target.iterdir()) if target.exists() else []
+    FAULTS[fault](source, target)
+    before = sorted(tmp_path.rglob("*"))
     assert recipe.main([str(source), str(target)]) == 2
     error = capsys.readouterr().err
     assert fault in error and error.count("\n") == 1
-    assert not (set(target.iterdir()) if target.exists() else set()) - set(before)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_weight_that_is_not_finite_is_named_and_nothing_can_be_loaded(source, tmp_path, capsys):
+    with_tensor(source / SHARDS[0], infinite)
+    assert recipe.main([str(source), str(tmp_path / "fp8")]) == 2
+    assert "lm_head.weight: holds NaN or Inf" in capsys.readouterr().err
+    assert [file.name for file in (tmp_path / "fp8").iterdir()] == [BOOK]
+
+
+def test_a_null_where_a_quantization_might_be_is_none(source, tmp_path):
+    edited(source / "config.json", quantization_config=None)
+    quantize_checkpoint(source, tmp_path / "fp8", FP8)
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "fp8"
+
+
+@pytest.mark.parametrize(("count", "code"), [(4, 0), (2, 2)])
+def test_layers_in_bf16_are_held_against_the_sources_own(source, tmp_path, count, code, capsys):
+    edited(source / "config.json", num_hidden_layers=count)
+    words = ["precision.first_layers_bf16=1", "precision.last_layers_bf16=1"]
+    assert recipe.main([str(source), str(tmp_path / "fp8"), *words]) == code
+    if code:
+        assert "leaves none of the model's 2 layers in FP8" in capsys.readouterr().err
 
 
 def test_a_cache_in_fp8_gets_scales_of_what_attention_saw_in_the_texts(source, tmp_path, capsys):
@@ -210,19 +300,57 @@ def test_a_cache_in_fp8_gets_scales_of_what_attention_saw_in_the_texts(source, t
     texts.write_text("12+30=\n\n7*8=\n")
     line = [str(source), str(target), "precision=fp8-kv-attn", "--calibrate", str(texts)]
     assert recipe.main(line) == 0
-    scales = scales_of_texts(source, ["12+30=", "7*8="], recipe.MARGIN)
-    assert len(scales) == 6 and scales != scales_of_texts(source, ["1+1="], recipe.MARGIN)
+    scales = scales_of_texts(source, ["12+30=", "7*8="], 1.05)
+    assert len(scales) == 6 and scales != scales_of_texts(source, ["1+1="], 1.05)
     found = tensors_of(target)
     assert {n: found[n].item() for n in scales} == pytest.approx(scales)
     assert json.loads((target / INDEX).read_text())["weight_map"].keys() == found.keys()
     out = capsys.readouterr().out
-    assert "relative error of FP8 weights" in out and str(target) in out
+    assert "relative error of FP8 weights" in out
+    assert out.splitlines()[-1] == f"vllm serve {target} --kv-cache-dtype fp8"
+
+
+def test_scales_are_measured_after_everything_is_checked_and_once(source, tmp_path):
+    target, measured = tmp_path / "fp8", []
+
+    def scales():
+        measured.append(1)
+        return {"model.layers.0.self_attn.k_scale": 0.5}
+
+    def go(progress=lambda *_: None, **settings):
+        quantize_checkpoint(
+            source, target, FP8, calibration=Calibration(settings, scales), progress=progress
+        )
+
+    target.mkdir()
+    (target / "precious.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not empty"):
+        go(texts="a")
+    assert not measured
+    (target / "precious.txt").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        go(killed_in(SHARDS[0]), texts="a")
+    go(texts="a")
+    assert len(measured) == 1
+    assert tensors_of(target)["model.layers.0.self_attn.k_scale"].item() == 0.5
+    with pytest.raises(CheckpointError, match="other settings"):
+        go(texts="b")
+
+
+def test_texts_are_read_with_their_first_token_and_cut(monkeypatch):
+    seen = []
+    chat = SimpleNamespace(
+        tokenizer=SimpleNamespace(encode=lambda text: seen.append(text) or [1, 3, 4, 5])
+    )
+    monkeypatch.setattr(calibrate, "LONGEST", 3)
+    assert list(calibrate._tokens(chat, ["one", "two"])) == [[1, 3, 4]] * 2
+    assert seen == ["one", "two"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["precision=bf16"], "precision=bf16: its weights are BF16; choose precision=fp8-linear"),
+        (["precision=bf16"], "precision=bf16: its weights are BF16; choose fp8-linear"),
         (["precision=fp8-kv-attn"], "its FP8 cache needs scales; add --calibrate"),
         (["--calibrate", "TEXTS"], "precision=fp8-linear has a cache in BF16"),
         (["precision=fp8-kv-attn", "--calibrate", "EMPTY"], "holds no text"),
@@ -232,33 +360,36 @@ def test_a_cache_in_fp8_gets_scales_of_what_attention_saw_in_the_texts(source, t
             "model=tiny-llama: recipes.quantize_checkpoint takes precision alone",
         ),
         (["precision=fp4"], "precision=fp4"),
+        (["precision=fp8-kv-attn", "--calibrate", "LATIN"], "LATIN: is not UTF-8"),
     ],
 )
 def test_a_line_that_makes_no_sense_creates_nothing(words, message, source, tmp_path, capsys):
     (tmp_path / "TEXTS").write_text("1+1=")
     (tmp_path / "EMPTY").write_text("\n")
+    (tmp_path / "LATIN").write_bytes(b"\xff\xfe")
     words = [str(tmp_path / word) if word.isupper() else word for word in words]
     assert recipe.main([str(source), str(tmp_path / "fp8"), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "fp8").exists()
 
 
 def test_one_shard_is_held_at_a_time(source, tmp_path, monkeypatch):
-    held, save = [], fp8_checkpoint.save_file
+    alive, save = [], fp8_checkpoint.save_file
 
     def watch(tensors, *arguments, **options):
-        held.append(len(tensors))
+        gc.collect()
+        assert not [each for each in alive if each() is not None], "an earlier shard is still held"
         save(tensors, *arguments, **options)
+        alive.extend(weakref.ref(tensor) for tensor in tensors.values())
 
     monkeypatch.setattr(fp8_checkpoint, "save_file", watch)
     quantize_checkpoint(source, tmp_path / "fp8", FP8)
-    total = len(tensors_of(tmp_path / "fp8"))
-    assert len(held) == 3 and sum(held) == total and max(held) < total / 2
+    assert len(alive) == len(tensors_of(tmp_path / "fp8"))
 
 
 def test_fp32_weights_are_rounded_to_bf16_first(source, tmp_path):
+    expected = stream_of(source)
     for shard in SHARDS:
         tensors = load_file(source / shard)
         save_file({name: t.float() * (1 + 1e-4) for name, t in tensors.items()}, source / shard)
     quantize_checkpoint(source, tmp_path / "fp8", FP8)
-    assert same(tensors_of(tmp_path / "fp8"), stream_of(source))
-    assert tensors_of(tmp_path / "fp8")["lm_head.weight"].dtype == torch.bfloat16
+    assert same(tensors_of(tmp_path / "fp8"), expected)
