@@ -9,7 +9,8 @@ weights, prompts, process and machine.
 
 `refit` times `refit_policy_generation`, and of it what `transfer_and_update_weights` takes;
 `export` is NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of
-a refit is transfer and load, and what `ledger` adds to `fp8` is the proof. `mismatch` samples the
+a refit is transfer and load, and what `ledger` adds to `fp8` is the proof. One more round, with
+clocks inside the workers, says where each side's host was (`where`). `mismatch` samples the
 same prompts and scores them. `ranges` times the logprob forward watched and not, and NeMo RL's
 calibration. `faults` breaks a refit in each way and says what stock and ours made of it.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md).
@@ -122,6 +123,7 @@ class Bench:
 
     def sampled(self, prompts: Any) -> dict[str, float]:
         """Mismatch of what the engine samples now; leaves it asleep."""
+        import torch
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
         self.parts.generation.prepare_for_generation()
@@ -135,7 +137,9 @@ class Bench:
         after_B = prompts["input_lengths"]
         mask_BT = (position_T >= after_B[:, None]) & (position_T < lengths[:, None])
         pair = LogprobPair(train_BT[:, 1:width], found["logprobs"][:, 1:width], mask_BT[:, 1:width])
-        return mismatch_metrics(pair) | {"tokens": int(mask_BT.sum())}
+        k3_N = torch.expm1(pair.log_ratio_N) - pair.log_ratio_N
+        error = k3_N.std().item() / math.sqrt(len(k3_N))
+        return mismatch_metrics(pair) | {"kl standard error": error, "tokens": len(k3_N)}
 
     def prompts(self) -> Any:
         """The first prompts of the data, each many times."""
@@ -192,6 +196,73 @@ def time_export(worker: Any, stock: bool) -> float:
         return time.perf_counter() - start
 
 
+def clocked(spent: dict[str, float], name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    """Work that adds its seconds on the host to `spent`."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return work(*arguments, **options)
+        finally:
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
+
+    return run
+
+
+def clock_policy(worker: Any) -> None:
+    """In a policy worker: the whole sending, and of it what making the stream takes."""
+    spent: dict[str, float] = {}
+    worker.fp8_nemo_spent = spent
+    make = type(worker)._iter_params_with_optional_kv_scales
+
+    def made(*arguments: Any, **options: Any) -> Iterator[Any]:
+        stream = make(worker, *arguments, **options)
+        take = clocked(spent, "sender: make the stream", lambda: next(stream, None))
+        while (pair := take()) is not None:
+            yield pair
+
+    worker._iter_params_with_optional_kv_scales = made
+    for name in ("stream_weights_via_ipc_zmq", "broadcast_weights_for_collective"):
+        setattr(worker, name, clocked(spent, "sender: all", getattr(worker, name)))
+
+
+def clock_vllm(worker: Any) -> None:
+    """In a vLLM worker: the whole receiving, and of it what loading and the proof take."""
+    from fp8_nemo.nemo import receiver
+
+    worker = getattr(worker, "worker", worker)
+    spent: dict[str, float] = {}
+    worker.fp8_nemo_spent = spent
+    model = worker.model_runner.model
+    model.load_weights = clocked(spent, "receiver: vLLM's loader", model.load_weights)
+    worker._load_weights = clocked(spent, "receiver: load", worker._load_weights)
+    for name in ("update_weights_via_ipc_zmq", "update_weights_from_collective"):
+        setattr(worker, name, clocked(spent, "receiver: all", getattr(worker, name)))
+    begin, settle = receiver.Refit.__init__, receiver.Ledger.close
+    worker.fp8_nemo_unclocked = begin, settle
+
+    def timed_begin(*arguments: Any) -> None:
+        clocked(spent, "receiver: open the ledger", begin)(*arguments)
+
+    def timed_settle(*arguments: Any) -> Any:
+        return clocked(spent, "receiver: settle the ledger", settle)(*arguments)
+
+    receiver.Refit.__init__, receiver.Ledger.close = timed_begin, timed_settle
+
+
+def take_clock(worker: Any) -> dict[str, float]:
+    """In a worker of either side: seconds by name, and the clocks are taken out."""
+    worker = getattr(worker, "worker", worker)
+    for name in ("_iter_params_with_optional_kv_scales", "stream_weights_via_ipc_zmq",
+                 "broadcast_weights_for_collective"):  # fmt: skip
+        worker.__dict__.pop(name, None)
+    if unclocked := worker.__dict__.pop("fp8_nemo_unclocked", None):
+        from fp8_nemo.nemo import receiver
+
+        receiver.Refit.__init__, receiver.Ledger.close = unclocked
+    return worker.__dict__.pop("fp8_nemo_spent")
+
+
 def refits(bench: Bench, repetitions: int) -> dict[str, Any]:
     """Every glue in turn, `repetitions` rounds, after one that is not counted."""
     names = ["stock", "fused", "fp8", "ledger", "full"]
@@ -207,10 +278,20 @@ def refits(bench: Bench, repetitions: int) -> dict[str, Any]:
                 found[name]["rounds"].append(times)
             else:
                 found[name]["bytes"] = bench.parts.policy.refit_bytes
+    for name in names:
+        bench.switch(GLUES[name])
+        bench.in_policy(clock_policy)
+        bench.in_vllm(clock_vllm)
+        bench.refit()
+        bench.rest()
+        sides = bench.in_policy(take_clock) + bench.in_vllm(take_clock)
+        found[name]["where"] = {key: spent for side in sides for key, spent in side.items()}
+        bench.in_vllm(mend_vllm)
     for each in found.values():
         keys = each["rounds"][0]
         each["median"] = {key: median(times[key] for times in each["rounds"]) for key in keys}
         print({k: round(v, 3) for k, v in each["median"].items()}, each["bytes"], flush=True)
+        print({k: round(v, 3) for k, v in each["where"].items()}, flush=True)
     return found
 
 
