@@ -6,6 +6,7 @@ python -m recipes.plan model=llama31-8b precision=fp8-kv-attn correction=tis
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 
 from rich.console import Console
@@ -59,4 +60,5 @@ def changes(found: list[Difference]) -> Table:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     raise SystemExit(main())

@@ -142,6 +142,16 @@ def test_a_plan_is_printed_fast_without_torch(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_plan_whose_reader_has_gone_ends_without_a_traceback(tmp_path):
+    command = [sys.executable, "-m", "recipes.plan", "model=qwen3-30b-a3b", f"outputs={tmp_path}"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as plan:
+        assert plan.stdout and plan.stderr
+        plan.stdout.close()  # as `| head` does once it has its lines
+        assert plan.stderr.read() == ""
+
+
 def test_a_run_is_finished_once_extended_by_more_steps_and_else_left_alone(tmp_path):
     line = [*SMALL, f"outputs={tmp_path}/outputs", "precision=fp8-linear"]
     first = verb("grpo", *line)
