@@ -1,5 +1,6 @@
 """The verbs as a user types them, in processes of their own."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -145,11 +146,15 @@ def test_a_plan_is_printed_fast_without_torch(tmp_path):
 def test_a_plan_whose_reader_has_gone_ends_without_a_traceback(tmp_path):
     command = [sys.executable, "-m", "recipes.plan", "model=qwen3-30b-a3b", f"outputs={tmp_path}"]
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as plan:
         assert plan.stdout and plan.stderr
+        pipe, seen = plan.stdout.fileno(), b""
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)  # less than the last line
+        while b"The same with NeMo RL alone" not in seen:
+            seen += os.read(pipe, 256)
         plan.stdout.close()  # as `| head` does once it has its lines
-        assert plan.stderr.read() == ""
+        assert plan.stderr.read() == b""
 
 
 def test_a_run_is_finished_once_extended_by_more_steps_and_else_left_alone(tmp_path):
