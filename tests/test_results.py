@@ -27,7 +27,7 @@ def test_a_result_names_its_command_its_machine_and_its_torch(file):
     assert content["command"].startswith(("python ", "make ", "benchmarks/"))
     line = render_results.measured_on(content)
     assert "None" not in line and "{" not in line and re.search(r"torch \d", line), line
-    assert "/work/" not in file.read_text() and "/srv/" not in file.read_text()
+    assert not re.findall(r"/(?:work|srv|root|home|tmp)/", file.read_text()), "a machine's path"
 
 
 @pytest.mark.parametrize(

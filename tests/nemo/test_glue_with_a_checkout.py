@@ -397,6 +397,8 @@ def on_a_cpu(libcuda):
 def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
     cell, size, experts, libcuda, tmp_path
 ):
+    if "_weight_update_lifecycle" not in (Path(ROOT) / BACKEND).read_text():
+        pytest.skip("drives a refit by main's own lifecycle; v0.7.0, of vLLM 0.20, has none")
     port, environment = free_port(), on_a_cpu(libcuda)
     script = str(Path(__file__).parent / "vllm_on_a_cpu.py")
     ranks = [
