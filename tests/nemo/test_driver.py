@@ -4,6 +4,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from fp8_nemo.compose import compose, compose_plans
 from fp8_nemo.host import MAIN
 from fp8_nemo.ledger import RefitError
 from fp8_nemo.model_dir import SHIPPED
-from fp8_nemo.nemo import driver, preflight, session
+from fp8_nemo.nemo import driver, engine, preflight, session
 from fp8_nemo.nemo.engine import EngineError, check_engine, engine_weight, planned_weights
 from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.run_dir import checkpoint_step, checkpoints, conversion_dir
@@ -58,6 +59,19 @@ def test_an_engine_that_cannot_be_asked_hides_nothing(monkeypatch, tmp_path):
 
     own = ValueError("out of memory")
     assert fallen(monkeypatch, tmp_path, dead, own) is own
+
+
+def test_a_worker_without_our_receiver_is_named_by_rank_and_host(monkeypatch):
+    ours = SimpleNamespace(rank=0, fp8_nemo_report=dict)
+    actor = SimpleNamespace(
+        llm=SimpleNamespace(collective_rpc=lambda ask: [ask(ours), ask(SimpleNamespace(rank=1))])
+    )
+    second = SimpleNamespace(llm=None)  # an actor of another tensor-parallel rank owns no engine
+    monkeypatch.setattr(engine, "_ask", lambda _, question: [question(actor), question(second)])
+    with pytest.raises(EngineError, match=f"vLLM worker 1 on {socket.gethostname()}: runs NeMo"):
+        engine.check_receivers(None)
+    actor.llm.collective_rpc = lambda ask: [ask(ours)]
+    engine.check_receivers(None)
 
 
 def overheard():
