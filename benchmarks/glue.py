@@ -8,11 +8,12 @@ vLLM workers are told another recipe, and NeMo RL's handshake runs again. So sto
 weights, prompts, process and machine.
 
 `refit` times `refit_policy_generation`, and of it what `transfer_and_update_weights` takes;
-`export` is NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of
-a refit is transfer and load, and what `ledger` adds to `fp8` is the proof. One more round, with
-clocks inside the workers, says where each side's host was (`where`). `mismatch` samples the
-same prompts and scores them. `ranges` times the logprob forward watched and not, and NeMo RL's
-calibration. `faults` breaks a refit in each way and says what stock and ours made of it.
+the rest of it is offloading the policy and waking the engine, each with its seconds; `export` is
+NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of a refit is
+transfer and load, and what `ledger` adds to `fp8` is the proof. One more round, with clocks inside
+the workers, says where each side's host was (`where`). `mismatch` samples the same prompts and
+scores them. `ranges` times the logprob forward watched and not, and NeMo RL's calibration. `faults`
+breaks a refit in each way and says what stock and ours made of it.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md).
 """
 
@@ -56,6 +57,9 @@ GLUES = {
     "stock bytes": Glue("stock bytes", "stock", "fp8", "ledger"),
 }
 TRANSFER = "prepare_for_generation/transfer_and_update_weights"
+AROUND = ("policy.offload_before_refit", "policy.offload_after_refit",
+          "generation.prepare_for_generation")  # fmt: skip
+"""What a colocated refit waits for beside the transfer: the two sides change places in memory."""
 SAMPLES = 16  # of each prompt
 
 
@@ -107,13 +111,22 @@ class Bench:
         """One refit as NeMo RL's loop does it; seconds, and what the receivers proved."""
         from nemo_rl.algorithms.grpo import refit_policy_generation
 
-        clock = Clock()
-        with clock.time("refit"):
-            refit_policy_generation(
-                self.parts.policy, self.parts.generation, self.colocated, timer=clock
-            )
+        clock, around = Clock(), dict.fromkeys(AROUND, 0.0)
+        sides = {"policy": self.parts.policy, "generation": self.parts.generation}
+        for name in AROUND:
+            side, method = name.split(".")
+            setattr(sides[side], method, clocked(around, name, getattr(sides[side], method)))
+        try:
+            with clock.time("refit"):
+                refit_policy_generation(
+                    self.parts.policy, self.parts.generation, self.colocated, timer=clock
+                )
+        finally:
+            for name in AROUND:
+                side, method = name.split(".")
+                delattr(sides[side], method)
         proofs = [proof for proof in refit_reports(self.parts.generation) if proof]
-        found = {"refit": clock.seconds["refit"], "transfer": clock.seconds[TRANSFER]}
+        found = {"refit": clock.seconds["refit"], "transfer": clock.seconds[TRANSFER]} | around
         return found | {f"proof_{k}": v for proof in proofs[:1] for k, v in proof.items()}
 
     def rest(self) -> None:
