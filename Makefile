@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUTPUTS ?= outputs/demo
 
-.PHONY: demo test test-slurm lint format clean
+.PHONY: demo test test-slurm notebooks lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m recipes.grpo -m sweep=demo outputs=$(OUTPUTS)
@@ -17,6 +17,11 @@ test: $(VENV)/installed
 test-slurm: $(VENV)/installed
 	sh .ci/install-slurm
 	$(BIN)/python -m pytest -q tests/slurm --slurm
+
+# Executes every notebook where it lies, so that what it stores is what the code says now.
+notebooks: $(VENV)/installed
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+		--ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from fp8_nemo.report import Cell, Comparison
 
+LEAST = 1e-7  # on a logarithmic axis; a KL below it is rounding: FP8 on both sides has 1e-16 here
 MOST_POINTS = 100  # a curve of 1000 noisy steps is legible as means of 10
 OKABE_ITO = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
 DASHES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D", "v")
@@ -36,9 +37,17 @@ CURVES = (
 )
 
 
-def draw_figures(comparison: Comparison, folder: Path) -> dict[str, list[Path]]:
+def save_figures(comparison: Comparison, folder: Path) -> dict[str, list[Path]]:
     """One PNG for each of `CURVES` that has a point, by section of the report."""
-    drawn: dict[str, list[Path]] = {}
+    saved: dict[str, list[Path]] = {}
+    for curve, figure in draw_figures(comparison):
+        saved.setdefault(curve.section, []).append(folder / f"{curve.name}.png")
+        figure.savefig(saved[curve.section][-1])
+    return saved
+
+
+def draw_figures(comparison: Comparison) -> Iterator[tuple[Curve, Figure]]:
+    """Each of `CURVES` that has a point."""
     for curve in CURVES:
         longest = max(len(run.series(curve.key)) for run in comparison.runs)
         if longest == 0:
@@ -51,11 +60,11 @@ def draw_figures(comparison: Comparison, folder: Path) -> dict[str, list[Path]]:
             _draw(axes, cell, index, curve, width)
         step = "step" if width == 1 else f"step (a point is the mean of {width})"
         axes.set(xlabel=step, ylabel=curve.axis, yscale=curve.scale, title=comparison.title)
+        if curve.scale == "log":
+            axes.set_ylim(bottom=max(axes.get_ylim()[0], LEAST))
         axes.grid(alpha=0.3)
         figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=4)
-        drawn.setdefault(curve.section, []).append(folder / f"{curve.name}.png")
-        figure.savefig(drawn[curve.section][-1])
-    return drawn
+        yield curve, figure
 
 
 def _draw(axes: Axes, cell: Cell, index: int, curve: Curve, width: int) -> None:
@@ -69,7 +78,7 @@ def _draw(axes: Axes, cell: Cell, index: int, curve: Curve, width: int) -> None:
     shared = sorted(set.intersection(*map(set, seeds)))
     steps, means = _points({step: fmean(each[step] for each in seeds) for step in shared}, width)
     every = max(1, len(steps) // 8)
-    unseen = " (0: not on a log axis)" if curve.scale == "log" and max(means) <= 0 else ""
+    unseen = " (0: not on a log axis)" if curve.scale == "log" and max(means) < LEAST else ""
     axes.plot(
         steps, means, color=color, linestyle=dashes, marker=marker, linewidth=2, markersize=5,
         markevery=(index % every, every), label=textwrap.fill(cell.label + unseen, 45),

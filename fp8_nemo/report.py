@@ -1,4 +1,4 @@
-"""Run directories -> one comparison: numbers per cell, and tables; `health` alone judges.
+"""Run directories -> one comparison: numbers per cell; `twin` compares, `health` alone judges.
 
 A cell is the runs that differ in nothing but seed, outputs, logging and cluster; its seeds are
 averaged. Runs whose other settings differ never are, also where MODEL/PRECISION-CORRECTION is the
@@ -14,7 +14,6 @@ import dataclasses
 import json
 import math
 import os
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
-from fp8_nemo.health import worst
 from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import (
     ENVIRONMENT,
@@ -43,7 +37,14 @@ from fp8_nemo.run_dir import (
 from fp8_nemo.schema import Recipe, as_typed
 
 BESIDE_THE_CELL = ("seed", "outputs", "logging", "cluster")
+OF_THE_CELL = ("precision.", "correction.")
 LAST_STEPS = 5
+STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
+"""97.5% quantiles of Student's t, from 1 degree of freedom (2 seeds) to 20; those beyond take the
+last, which is at most 7% too wide."""
 EMULATION = "Local runs are an emulation: they show learning and mismatch, not speed."
 
 
@@ -89,11 +90,11 @@ class Run:
 
 
 class Estimate(NamedTuple):
-    """A number over the seeds that have it: `Estimate(mean=31.6, spread=2.1, seeds=3)`."""
+    """A number over the seeds that have it: `Estimate(mean=31.6, half=5.2, seeds=3)`."""
 
     mean: float
-    spread: float | None
-    """Sample standard deviation over seeds; None for one seed, NaN if one diverged."""
+    half: float | None
+    """Half of the 95% interval (Student's t over seeds); None for one seed, NaN if one diverged."""
     seeds: int
 
 
@@ -126,8 +127,8 @@ class Cell:
         if number is None:
             return "-"
         texts, unsigned = [format(number.mean, column.format)], column.format.lstrip("+")
-        if (spread := format(number.spread or 0.0, unsigned)) != format(0.0, unsigned):
-            texts.append("±" + spread)
+        if (half := format(number.half or 0.0, unsigned)) != format(0.0, unsigned):
+            texts.append("±" + half)
         if number.seeds < len(self.runs):
             texts.append(f"({number.seeds}/{len(self.runs)})")
         return joint.join(texts)
@@ -169,13 +170,14 @@ def _first_accuracy(run: Run) -> float | None:
     return run.series("val/accuracy").get(0)
 
 
-def _last_accuracy(run: Run) -> float | None:
+def last_accuracy(run: Run) -> float | None:
+    """The last validation of a run that is finished."""
     validated = [value for step, value in run.series("val/accuracy").items() if step > 0]
     return validated[-1] if validated and run.state == "finished" else None
 
 
 def _gain(run: Run) -> float | None:
-    first, last = _first_accuracy(run), _last_accuracy(run)
+    first, last = _first_accuracy(run), last_accuracy(run)
     return None if first is None or last is None else 100 * (last - first)
 
 
@@ -205,7 +207,7 @@ class Column(NamedTuple):
 SECTIONS: dict[str, tuple[Column, ...]] = {
     "Learning": (
         Column("first acc.", ".1%", _first_accuracy, "validation accuracy at step 0"),
-        Column("last acc.", ".1%", _last_accuracy, "last validation of a finished run"),
+        Column("last acc.", ".1%", last_accuracy, "last validation of a finished run"),
         Column("gain", "+.1f", _gain, "last less first accuracy, in points"),
         Column("reward", ".3f", _last_reward, f"mean over the last {LAST_STEPS} steps done"),
     ),
@@ -307,7 +309,7 @@ def _numbers(group: Sequence[Run], runs: Sequence[Run]) -> dict[str, Estimate | 
         if column.relative:
             base = _measured(column, bf16)
             values = [value / fmean(base) for value in values if base]
-        numbers[column.name] = _estimate(values)
+        numbers[column.name] = estimate(values)
     return numbers
 
 
@@ -315,11 +317,14 @@ def _measured(column: Column, runs: Iterable[Run]) -> list[float]:
     return [value for run in runs if (value := column.measure(run)) is not None]
 
 
-def _estimate(values: Sequence[float]) -> Estimate | None:
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Mean and 95% interval of a number that each seed has; None of nothing."""
     if len(values) < 2:
         return Estimate(values[0], None, 1) if values else None
-    diverged = not all(map(math.isfinite, values))
-    return Estimate(fmean(values), math.nan if diverged else stdev(values), len(values))
+    if not all(map(math.isfinite, values)):
+        return Estimate(fmean(values), math.nan, len(values))
+    quantile = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
+    return Estimate(fmean(values), quantile * stdev(values) / math.sqrt(len(values)), len(values))
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
@@ -329,8 +334,8 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         namesakes = [("", other.settings) for other in runs if other.plan.cell == run.plan.cell]
         name = run.plan.cell.rpartition("/")[2] if one_model else run.plan.cell
-        differing = [f"{key}={run.settings.get(key, 'not set')}" for key in _differing(namesakes)]
-        labels.append(" ".join([name, *differing]))
+        own = [f"{key}={run.settings.get(key, 'not set')}" for key in differing(namesakes)]
+        labels.append(" ".join([name, *own]))
     return labels
 
 
@@ -339,8 +344,7 @@ def _unmatched(cells: Iterable[Cell]) -> Iterator[str]:
     models = defaultdict(list)
     for cell in cells:
         settings = cell.runs[0].settings | {"seed": cell.seeds}
-        of_the_cell = ("precision.", "correction.")
-        matched = {key: settings[key] for key in settings if not key.startswith(of_the_cell)}
+        matched = {key: settings[key] for key in settings if not key.startswith(OF_THE_CELL)}
         models[settings["model.name"]].append((cell.label, matched))
     for named in models.values():
         yield from _sentences("not matched", named)
@@ -355,21 +359,21 @@ def _environments(cells: Iterable[Cell]) -> Iterator[str]:
 
 
 def _sentences(start: str, named: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
-    for key, holders in _differing(named).items():
+    for key, holders in differing(named).items():
         parts = [f"{text} in {', '.join(dict.fromkeys(names))}" for text, names in holders.items()]
         yield f"{start}: {key} is {'; '.join(parts)}"
 
 
-def _differing(named: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
+def differing(named: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
     """Key -> value -> names that have it, for the keys whose value is not the same everywhere."""
-    differing = {}
+    found = {}
     for key in dict.fromkeys(key for _, values in named for key in values):
         holders = defaultdict(list)
         for name, values in named:
             holders[values.get(key, "not set")].append(name)
         if len(holders) > 1:
-            differing[key] = holders
-    return differing
+            found[key] = holders
+    return found
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -381,65 +385,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return leaves
 
 
-def table(comparison: Comparison) -> Table:
-    """The comparison for a terminal of 100 columns; the Markdown page has all columns."""
-    columns = [column for column in COLUMNS if column.terminal]
-    grid = Table(
-        title=comparison.title, title_justify="left", caption=Text("\n".join(comparison.notes)),
-        caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
-    )  # fmt: skip
-    grid.add_column("cell\nsteps", no_wrap=True)
-    for column in columns:
-        grid.add_column(column.name.replace(" ", "\n"), justify="right", no_wrap=True)
-    for cell in comparison.cells:
-        name = f"{textwrap.fill(cell.label, 16)}\n{cell.steps}"
-        grid.add_row(Text(name), *(Text(cell.show(each, joint="\n")) for each in columns))
-    return grid
-
-
-def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], command: str) -> str:
-    """The whole comparison as one page.
-
-    Args:
-        comparison: what `compare` returned.
-        figures: section -> what `figures.draw_figures` drew for it, beside the page.
-        command: the line that makes this page again.
-    """
-    blocks = [f"# {comparison.title}", f"Made by `{command}`."]
-    blocks += [f"> {note}" for note in comparison.notes]
-    for section, columns in SECTIONS.items():
-        heading = ("cell", "seeds", "steps", *(column.name for column in columns))
-        rows = [(c.label, c.seeds, c.steps, *map(c.show, columns)) for c in comparison.cells]
-        blocks += [f"## {section}", _markdown_table([heading, *rows])]
-        blocks += [f"![{path.stem}]({path.name})" for path in figures.get(section, ())]
-        blocks.append("\n".join(f"- **{column.name}**: {column.meaning}" for column in columns))
-    blocks.append("Means over steps, then over seeds; ± is the standard deviation over seeds,")
-    blocks[-1] += " left out where it rounds to zero. A dash: the run has no such number (yet)."
-    runs = [(run.path, run.steps, run.recipe.grpo.steps, run.state) for run in comparison.runs]
-    blocks += ["## Runs", _markdown_table([("run", "steps", "of", "state"), *runs])]
-    blocks += [
-        "## Health",
-        "\n".join(_health(comparison.runs)) or "No step was other than healthy.",
-    ]
-    return "\n\n".join([*blocks, "## Environment", _common_environment(comparison)]) + "\n"
-
-
-def _health(runs: Iterable[Run]) -> Iterator[str]:
-    """The first of the worst steps of each run that was not always healthy, and why."""
-    for run in runs:
-        if found := worst(run.rows):
-            step, verdict = found
-            yield f"- {run.path}, step {step}: {verdict.state}: {'; '.join(verdict.reasons)}"
-
-
-def _markdown_table(rows: Sequence[Sequence[Any]]) -> str:
+def markdown_table(rows: Sequence[Sequence[Any]]) -> str:
+    """Rows, the first of which is the heading; a pipe in a text does not break it."""
     texts = [[str(text).replace("|", "\\|") for text in row] for row in rows]
     lines = [" | ".join(row) for row in (texts[0], ["---"] * len(rows[0]), *texts[1:])]
     return "\n".join(f"| {line} |" for line in lines)
-
-
-def _common_environment(comparison: Comparison) -> str:
-    """What all runs ran on that recorded it; what differs is in the notes."""
-    recorded = [run.environment.items() for run in comparison.runs if run.environment]
-    common = [pair for pair in (recorded or [()])[0] if all(pair in other for other in recorded)]
-    return "\n".join(f"- {key}: {value}" for key, value in common) or "Not recorded."

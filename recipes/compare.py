@@ -1,6 +1,8 @@
 """Compare runs: a table here, and a page with figures in the folder `report` above the runs.
 
-python -m recipes.compare outputs/tiny-llama
+python -m recipes.compare outputs/tiny-llama [--html]
+
+`--html` adds the executed notebook, and one self-contained HTML page of it.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fp8_nemo.report import compare, find_runs, read_runs, table, to_markdown
+from fp8_nemo.page import execute_notebook, table, to_html, to_markdown
+from fp8_nemo.report import compare, find_runs, read_runs
 from fp8_nemo.run_dir import report_dir
+from fp8_nemo.twin import against_twins
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the page; 2 if there is no run, or nowhere to write."""
     words = sys.argv[1:] if arguments is None else arguments
-    found = {path: [_short(run) for run in find_runs(path)] for path in _paths(words)}
+    options = _options(words)
+    found = {path: [_short(run) for run in find_runs(path)] for path in options.paths}
     runs, lines = read_runs(dict.fromkeys(run for each in found.values() for run in each))
     lines += [f"{path}: no run directory here" for path in found if not found[path]]
     sys.stderr.writelines(f"{line}\n" for line in lines)
@@ -28,26 +33,34 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     comparison = compare(runs, lines)
     Console(width=100).print(table(comparison))
+    for verdict in against_twins(comparison):
+        print(verdict)
     try:
-        from fp8_nemo.figures import draw_figures  # matplotlib is an extra, the table needs none
+        from fp8_nemo.figures import save_figures  # matplotlib is an extra, the table needs none
 
         folder = report_dir(_short(Path(os.path.commonpath([each.resolve() for each in found]))))
-        figures = draw_figures(comparison, folder)
+        figures = save_figures(comparison, folder)
         page = to_markdown(comparison, figures, f"python -m recipes.compare {shlex.join(words)}")
         (folder / "report.md").write_text(page)
+        print(folder / "report.md")
+        if options.html:
+            execute_notebook([_short(path) for path in found], folder / "report.ipynb")
+            html = to_html(folder / "report.ipynb", comparison.title)
+            (folder / "report.html").write_text(html, encoding="utf-8")
+            print(folder / "report.html")
     except (OSError, ModuleNotFoundError) as error:
         remedy = "" if isinstance(error, OSError) else "; pip install 'fp8-nemo[report]'"
         print(f"the report cannot be written: {error}{remedy}", file=sys.stderr)
         return 2
-    print(folder / "report.md")
     return 0
 
 
-def _paths(words: list[str]) -> list[Path]:
+def _options(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("recipes.compare", description=__doc__)
     parser.usage = argparse.SUPPRESS  # a mistake is one line
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path)
-    return parser.parse_args(words).paths
+    parser.add_argument("--html", action="store_true", help="add a notebook and an HTML page")
+    return parser.parse_args(words)
 
 
 def _short(path: Path) -> Path:

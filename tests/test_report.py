@@ -16,7 +16,8 @@ from fp8_nemo.recipes.compare import main
 from rich.console import Console
 
 from fp8_nemo import run_dir
-from fp8_nemo.figures import CURVES, draw_figures
+from fp8_nemo.figures import CURVES, save_figures
+from fp8_nemo.page import table, to_markdown
 from fp8_nemo.plan import plan_recipe
 from fp8_nemo.report import (
     EMULATION,
@@ -25,8 +26,6 @@ from fp8_nemo.report import (
     find_runs,
     read_run,
     read_runs,
-    table,
-    to_markdown,
 )
 from fp8_nemo.schema import (
     Cluster,
@@ -159,14 +158,15 @@ def test_numbers_of_one_run_equal_those_computed_by_hand(make):
     }  # fmt: skip
 
 
-def test_seeds_are_averaged_and_their_sample_deviation_is_shown(make):
+def test_seeds_are_averaged_with_a_95_percent_interval(make):
     paths = [make(finished(last), seed=seed) for seed, last in ((7, 0.6), (8, 0.7), (9, 0.5))]
     cell = only_cell(*paths)
     assert (cell.seeds, cell.steps) == ("7, 8, 9", "4/4")
     gain = cell.numbers["gain"]
-    assert gain.mean == pytest.approx(20) and gain.spread == pytest.approx(10) and gain.seeds == 3
-    assert shown(cell)["last acc."] == "60.0% ±10.0%"
-    assert shown(cell)["gain"] == "+20.0 ±10.0"
+    half = 4.303 * 10 / math.sqrt(3)  # Student's t at 2 degrees of freedom, deviation 10 points
+    assert gain.mean == pytest.approx(20) and gain.half == pytest.approx(half) and gain.seeds == 3
+    assert shown(cell)["last acc."] == "60.0% ±24.8%"
+    assert shown(cell)["gain"] == "+20.0 ±24.8"
     assert shown(cell)["KL"] == "6.0e-03"  # equal in all seeds
 
 
@@ -272,7 +272,7 @@ def test_a_number_that_some_seeds_lack_says_how_many_have_it(make):
 def test_a_run_that_has_not_started_is_a_row_of_dashes(make, tmp_path):
     comparison = compare([read_run(make(first=None, environment=False))])
     assert set(shown(comparison.cells[0]).values()) == {"-"}
-    assert draw_figures(comparison, tmp_path) == {}
+    assert save_figures(comparison, tmp_path) == {}
     assert "0/4" in to_markdown(comparison, {}, "x")
 
 
@@ -280,7 +280,7 @@ def test_the_nan_of_a_diverged_run_stays_visible(make, tmp_path):
     paths = [make(finished(), seed=1), make(finished(mismatch__kl=math.nan), seed=2)]
     comparison = compare(map(read_run, paths))
     assert shown(comparison.cells[0])["KL"] == "nan ±nan"
-    assert len(list(chain(*draw_figures(comparison, tmp_path).values()))) == len(CURVES)
+    assert len(list(chain(*save_figures(comparison, tmp_path).values()))) == len(CURVES)
 
 
 def damage_plan(path: Path) -> str:
@@ -411,7 +411,7 @@ def test_the_terminal_table_keeps_every_number_whole_in_100_columns(make):
             runs += map(read_run, paths)
     text = as_text(compare(runs))
     assert "…" not in text and max(map(len, text.splitlines())) <= 100
-    for number in ("46.67%", "±35.12%", "4.7e-03", "±3.5e-03", "+6.7", "±35.1", "(3/4)", "0-4/4"):
+    for number in ("46.67%", "±87.25%", "4.7e-03", "±8.8e-03", "+6.7", "±87.2", "(3/4)", "0-4/4"):
         assert number in text
     assert "\nfp8-e2e-kv-attn- " in text and "\nseq-mis " in text
 
@@ -422,7 +422,7 @@ def test_figures_are_pngs_drawn_without_a_warning_also_where_kl_is_zero(make, tm
     paths += [make(finished(), precision=BF16), make(first=None, precision=E2E_KV)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drawn = draw_figures(compare(map(read_run, paths)), tmp_path)
+        drawn = save_figures(compare(map(read_run, paths)), tmp_path)
     figures = list(chain(*drawn.values()))
     assert [figure.name for figure in figures] == ["reward.png", "validation.png", "mismatch.png"]
     for figure in figures:
@@ -439,7 +439,7 @@ def test_a_cell_that_a_log_axis_cannot_show_says_so_in_the_legend(make, tmp_path
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", remember)
     paths = [make(finished(mismatch__kl=0.0), precision=BF16), make(finished())]
-    draw_figures(compare(map(read_run, paths)), tmp_path)
+    save_figures(compare(map(read_run, paths)), tmp_path)
     assert legends["mismatch"] == ["bf16-tis (0: not on a log axis)", "fp8-kv-attn-tis"]
     assert legends["reward"] == ["bf16-tis", "fp8-kv-attn-tis"]
 

@@ -1,0 +1,179 @@
+"""A comparison for people: a table in the terminal, a Markdown page, a notebook, an HTML page.
+
+The notebook is `notebooks/04-compare-your-runs.ipynb`, executed for the runs; the HTML page is that
+notebook with all figures inside, so that one file can be sent and opened anywhere.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fp8_nemo import twin
+from fp8_nemo.health import worst
+from fp8_nemo.report import COLUMNS, SECTIONS, Comparison, Run, markdown_table
+from fp8_nemo.twin import AgainstTwin, against_twins
+
+NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "04-compare-your-runs.ipynb"
+ABOUT_NUMBERS = (
+    "Means over steps, then over seeds; ± is half of the 95% interval over seeds (Student's t), "
+    "left out where it rounds to zero. A dash: the run has no such number (yet)."
+)
+ABOUT_TWINS = (
+    "Differences seed by seed, over the seeds that both cells have, with 95% intervals. `equal`: "
+    f"the interval of accuracy lies within {twin.EQUAL:g} points of zero. `open`: neither equal "
+    "nor different, more seeds would tell. Speed is that of the median step inside NeMo RL, on the "
+    "same hardware and versions. One seed has no interval and gets no word."
+)
+
+
+def table(comparison: Comparison) -> Table:
+    """The comparison for a terminal of 100 columns; the Markdown page has all columns."""
+    columns = [column for column in COLUMNS if column.terminal]
+    grid = Table(
+        title=comparison.title, title_justify="left", caption=Text("\n".join(comparison.notes)),
+        caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
+    )  # fmt: skip
+    grid.add_column("cell\nsteps", no_wrap=True)
+    for column in columns:
+        grid.add_column(column.name.replace(" ", "\n"), justify="right", no_wrap=True)
+    for cell in comparison.cells:
+        name = f"{textwrap.fill(cell.label, 16)}\n{cell.steps}"
+        grid.add_row(Text(name), *(Text(cell.show(each, joint="\n")) for each in columns))
+    return grid
+
+
+def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], command: str) -> str:
+    """The whole comparison as one page.
+
+    Args:
+        comparison: what `compare` returned.
+        figures: section -> what `figures.draw_figures` drew for it, beside the page.
+        command: the line that makes this page again.
+    """
+    blocks = [f"# {comparison.title}", f"Made by `{command}`."]
+    blocks += [notes(comparison), "## Against BF16", verdicts(comparison)]
+    for section in SECTIONS:
+        blocks += [f"## {section}", numbers(comparison, section)]
+        blocks += [f"![{path.stem}]({path.name})" for path in figures.get(section, ())]
+        blocks.append(meanings(section))
+    blocks += [ABOUT_NUMBERS, "## Runs", run_table(comparison), "## Health", health(comparison)]
+    blocks += ["## Environment", common_environment(comparison)]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def execute_notebook(paths: Iterable[Path], target: Path) -> None:
+    """Write the notebook that compares these runs, executed here.
+
+    Args:
+        paths: of run directories, or folders of them.
+        target: the notebook to write.
+
+    Raises:
+        FileNotFoundError: this is no clone, so the notebook to execute is not here.
+        papermill.PapermillExecutionError: a cell failed.
+    """
+    import papermill
+
+    if not NOTEBOOK.is_file():
+        raise FileNotFoundError(f"{NOTEBOOK}: is in a clone of the repository, not in a package")
+    papermill.execute_notebook(
+        NOTEBOOK, target, {"runs": [str(path) for path in paths]},
+        kernel_name="python3", progress_bar=False, log_output=False,
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],  # its sockets are of no use to a reader
+    )  # fmt: skip
+
+
+def to_html(notebook: Path, title: str) -> str:
+    """An executed notebook as one page without its code, and without a link to anything outside."""
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    content = nbformat.read(notebook, as_version=4)
+    content.metadata["title"] = title
+    exporter = HTMLExporter(
+        template_name="html", extra_template_basedirs=[str(Path(__file__).parent)],
+        exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True,
+    )  # fmt: skip
+    return exporter.from_notebook_node(content)[0]
+
+
+def notes(comparison: Comparison) -> str:
+    """What a reader must know first, as quotes in Markdown."""
+    return "\n\n".join(f"> {note}" for note in comparison.notes)
+
+
+def verdicts(comparison: Comparison) -> str:
+    """Every cell against its BF16 twin, the rule, and what is not matched."""
+    found = against_twins(comparison)
+    if not found:
+        return "No FP8 cell here has a BF16 run of the same model beside it."
+    heading = ("cell", "twin", "seeds", "accuracy, points", "accuracy is", "KL", "twin's KL",
+               "health", "step, times as fast", "rollout", "speed is")  # fmt: skip
+    blocks = [markdown_table([heading, *map(_against_row, found)]), ABOUT_TWINS]
+    blocks += [
+        f"- **{each.cell}** is not matched: {key}" for each in found for key in each.unmatched
+    ]
+    return "\n\n".join(blocks)
+
+
+def _against_row(found: AgainstTwin) -> tuple[Any, ...]:
+    styles = {
+        "accuracy": "+.1f",
+        "kl": twin.KL,
+        "twin_kl": twin.KL,
+        "step": ".2f",
+        "rollout": ".2f",
+    }
+    texts = {
+        name: "-" if getattr(found, name) is None else twin.shown(getattr(found, name), style)
+        for name, style in styles.items()
+    }
+    return (
+        found.cell, found.twin, found.seeds, texts["accuracy"], found.accuracy_word, texts["kl"],
+        texts["twin_kl"], found.health, texts["step"], texts["rollout"], found.speed_word,
+    )  # fmt: skip
+
+
+def numbers(comparison: Comparison, section: str) -> str:
+    """A section's columns of every cell, as a table in Markdown."""
+    columns = SECTIONS[section]
+    heading = ("cell", "seeds", "steps", *(column.name for column in columns))
+    rows = [(c.label, c.seeds, c.steps, *map(c.show, columns)) for c in comparison.cells]
+    return markdown_table([heading, *rows])
+
+
+def meanings(section: str) -> str:
+    """What a section's columns are."""
+    return "\n".join(f"- **{column.name}**: {column.meaning}" for column in SECTIONS[section])
+
+
+def run_table(comparison: Comparison) -> str:
+    """Every run and how far it came."""
+    runs = [(run.path, run.steps, run.recipe.grpo.steps, run.state) for run in comparison.runs]
+    return markdown_table([("run", "steps", "of", "state"), *runs])
+
+
+def health(comparison: Comparison) -> str:
+    """The first of the worst steps of each run that was not always healthy, and why."""
+    return "\n".join(_health(comparison.runs)) or "No step was other than healthy."
+
+
+def _health(runs: Iterable[Run]) -> Iterator[str]:
+    for run in runs:
+        if found := worst(run.rows):
+            step, verdict = found
+            yield f"- {run.path}, step {step}: {verdict.state}: {'; '.join(verdict.reasons)}"
+
+
+def common_environment(comparison: Comparison) -> str:
+    """What all runs ran on that recorded it; what differs is in the notes."""
+    recorded = [run.environment.items() for run in comparison.runs if run.environment]
+    common = [pair for pair in (recorded or [()])[0] if all(pair in other for other in recorded)]
+    return "\n".join(f"- {key}: {value}" for key, value in common) or "Not recorded."

@@ -1,0 +1,203 @@
+"""Each FP8 cell against its BF16 twin: accuracy, mismatch and speed, in words that a rule decides.
+
+The twin is the BF16 cell of the same model that differs in the fewest settings beside precision and
+correction. Settings that differ all the same are named, and no word is said: runs that are not
+matched must not look matched.
+
+Differences are taken seed by seed, over the seeds that both cells have, with a 95% interval.
+
+    accuracy  of the last validation. `higher`, `lower`: the interval leaves out zero. `equal`: it
+              lies within `EQUAL` points of zero. `open`: neither; more seeds would tell.
+    mismatch  mean KL of both, and the health of the cell: the worst state of any step.
+    speed     of the median step and of its rollout, the first `WARM_UP` left out. `faster`,
+              `slower`: the interval leaves out one. `open`: it does not. Only inside NeMo RL, on
+              the same hardware and versions: the local backend emulates FP8, slowly.
+
+One seed has no interval, and gets no word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from fp8_nemo.health import STATES
+from fp8_nemo.report import (
+    OF_THE_CELL,
+    Cell,
+    Comparison,
+    Estimate,
+    Run,
+    differing,
+    estimate,
+    last_accuracy,
+)
+
+EQUAL = 2.0  # points of accuracy
+WARM_UP = 1  # steps: kernels are compiled in the first
+KL = ".1e"
+MACHINE = ("hardware.", "versions.", "python")
+BF16 = dict.fromkeys(
+    ("precision.rollout_linear", "precision.rollout_kv", "precision.train_linear"), "bf16"
+)
+
+
+@dataclass(frozen=True)
+class AgainstTwin:
+    """A cell's differences from its twin.
+
+    Example: `AgainstTwin("fp8-kv-attn-tis", "bf16-none", (), 3, accuracy=Estimate(-0.3, 1.1, 3),
+    kl=Estimate(5e-3, 4e-4, 3), twin_kl=Estimate(5e-5, 2e-6, 3), health="healthy", step=None,
+    rollout=None)`.
+    """
+
+    cell: str
+    twin: str
+    unmatched: tuple[str, ...]
+    """What differs beside precision and correction: `grpo.steps is 60, the twin's 40`."""
+    seeds: int
+    """That both have."""
+    accuracy: Estimate | None
+    """Points, the cell's less the twin's."""
+    kl: Estimate | None
+    """Nats per token."""
+    twin_kl: Estimate | None
+    health: str
+    step: Estimate | None
+    """Times as fast as the twin's."""
+    rollout: Estimate | None
+
+    @property
+    def accuracy_word(self) -> str:
+        """`higher`, `lower`, `equal`, `open`, or why there is none."""
+        return self._word(self.accuracy, 0.0, "higher", "lower", EQUAL)
+
+    @property
+    def speed_word(self) -> str:
+        """`faster`, `slower`, `open`, or why there is none."""
+        return self._word(self.step, 1.0, "faster", "slower", 0.0)
+
+    def _word(
+        self, found: Estimate | None, none: float, above: str, below: str, equal: float
+    ) -> str:
+        if self.unmatched:
+            return "not matched"
+        if found is None:
+            return "-"
+        if found.half is None:
+            return "one seed"
+        if found.mean - found.half > none:
+            return above
+        if found.mean + found.half < none:
+            return below
+        return "equal" if abs(found.mean - none) + found.half <= equal else "open"
+
+    def _beside_twin(self) -> str:
+        return f", the twin's {self.twin_kl.mean:{KL}}" if self.twin_kl else ""
+
+    def __str__(self) -> str:
+        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        said = [f"{self.cell} against {self.twin}, {seeds} of both"]
+        if self.accuracy:
+            said.append(f"accuracy {shown(self.accuracy, '+.1f')} points ({self.accuracy_word})")
+        if self.kl:
+            said.append(f"KL {shown(self.kl, KL)}{self._beside_twin()} ({self.health})")
+        if self.step:
+            said.append(f"step {shown(self.step, '.2f')} times as fast ({self.speed_word})")
+        if self.rollout:
+            said.append(f"rollout {shown(self.rollout, '.2f')}")
+        return "; ".join([*said, *(f"NOT MATCHED: {each}" for each in self.unmatched)])
+
+
+def against_twins(comparison: Comparison) -> list[AgainstTwin]:
+    """Every cell that is not BF16, where its model has a BF16 cell."""
+    found = []
+    for cell in comparison.cells:
+        twin = twin_of(cell, comparison.cells)
+        if twin is not None and not _is_bf16(cell):
+            found.append(_against(cell, twin))
+    return found
+
+
+def twin_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
+    """The BF16 cell of the same model that differs least; of equals that without correction."""
+    model = cell.runs[0].recipe.model.name
+    bf16 = [each for each in cells if _is_bf16(each) and each.runs[0].recipe.model.name == model]
+
+    def distance(other: Cell) -> tuple[int, bool]:
+        corrected = other.runs[0].recipe.correction.name != "none"
+        return len(list(_unmatched(cell, other))), corrected
+
+    return min(bf16, key=distance, default=None)
+
+
+def shown(found: Estimate, style: str) -> str:
+    """`-0.3 ±1.1`; one seed has no interval, and one that rounds to zero is left out."""
+    half, none = (format(value, style.lstrip("+")) for value in (found.half or 0.0, 0.0))
+    return format(found.mean, style) + ("" if half == none else f" ±{half}")
+
+
+def _is_bf16(cell: Cell) -> bool:
+    settings = cell.runs[0].settings
+    return all(settings[key] == value for key, value in BF16.items())
+
+
+def _against(cell: Cell, twin: Cell) -> AgainstTwin:
+    ours, theirs = _by_seed(cell), _by_seed(twin)
+    pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    timed = pairs if all(_same_machine(*pair) for pair in pairs) else []
+    states = [state for run in cell.runs for state in run.series("health/state").values()]
+    return AgainstTwin(
+        cell.label,
+        twin.label,
+        tuple(_unmatched(cell, twin)),
+        len(pairs),
+        accuracy=_paired(pairs, last_accuracy, lambda mine, its: 100 * (mine - its)),
+        kl=cell.numbers["KL"],
+        twin_kl=twin.numbers["KL"],
+        health=STATES[int(max(states, default=0))],
+        step=_paired(timed, _seconds("time/step"), lambda mine, its: its / mine),
+        rollout=_paired(timed, _seconds("time/rollout"), lambda mine, its: its / mine),
+    )
+
+
+def _by_seed(cell: Cell) -> dict[int, Run]:
+    return {run.recipe.seed: run for run in cell.runs}
+
+
+def _paired(
+    pairs: Iterable[tuple[Run, Run]],
+    measure: Callable[[Run], float | None],
+    differ: Callable[[float, float], float],
+) -> Estimate | None:
+    measured = [(measure(mine), measure(its)) for mine, its in pairs]
+    return estimate([differ(mine, its) for mine, its in measured if mine is not None and its])
+
+
+def _unmatched(cell: Cell, twin: Cell) -> Iterator[str]:
+    named = [(name, _beside(each.runs[0].settings)) for name, each in (("", cell), ("t", twin))]
+    for key in differing(named):
+        mine, its = (values.get(key, "not set") for _, values in named)
+        yield f"{key} is {mine}, the twin's {its}"
+
+
+def _beside(settings: Mapping[str, str]) -> dict[str, str]:
+    return {key: text for key, text in settings.items() if not key.startswith(OF_THE_CELL)}
+
+
+def _seconds(key: str) -> Callable[[Run], float | None]:
+    def of_a_step(run: Run) -> float | None:
+        seconds = [value for step, value in run.series(key).items() if step > WARM_UP]
+        return median(seconds) if seconds else None
+
+    return of_a_step
+
+
+def _same_machine(mine: Run, its: Run) -> bool:
+    """Whether seconds of the two can be compared: both inside NeMo RL, on the same machine."""
+    both = [
+        {key: text for key, text in run.environment.items() if key.startswith(MACHINE)}
+        for run in (mine, its)
+    ]
+    return mine.plan.backend == its.plan.backend == "nemo" and both[0] == both[1] != {}

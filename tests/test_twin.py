@@ -1,0 +1,171 @@
+"""Verdicts against the BF16 twin: words by the rule, numbers as by hand."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo.page import verdicts
+from fp8_nemo.plan import plan_recipe
+from fp8_nemo.report import Run, compare
+from fp8_nemo.schema import Cluster, Correction, Glue, Grpo, Model, Precision, Recalibrate, Recipe
+from fp8_nemo.twin import EQUAL, against_twins
+
+BF16 = Precision("bf16")
+FP8 = Precision("fp8-linear", rollout_linear="fp8")
+E2E = Precision("fp8-e2e", rollout_linear="fp8", train_linear="fp8")
+NONE, TIS = Correction("none"), Correction("tis", level="token", truncate=2.0)
+MACHINE = {"hardware.gpus": "H200", "versions.torch": "2.11.0", "python": "3.12"}
+
+
+def run(precision, correction=NONE, seed=1, *, last=0.5, kl=0.01, step=1.0, environment=MACHINE,
+        state=0, steps=3, **recipe) -> Run:  # fmt: skip
+    """A finished run; its first step takes ten times as long, and its rollout half of a step."""
+    plan = plan_recipe(
+        Recipe(precision=precision, correction=correction, seed=seed, grpo=Grpo(steps=steps),
+               **recipe)
+    )  # fmt: skip
+    rows = [
+        {"step": n, "mismatch/kl": kl, "health/state": state * (n == 2),
+         "time/step": step * (10 if n == 1 else 1), "time/rollout": step / 2}
+        for n in range(1, steps + 1)
+    ]  # fmt: skip
+    rows[-1]["val/accuracy"] = last
+    return Run(Path(f"runs/{plan.run_name}"), plan, rows, environment)
+
+
+def nemo(*arguments, **changes) -> Run:
+    base = "examples/configs/grpo_math_1B_megatron.yaml"
+    stock = Glue("stock", "stock", "bf16", "off", Recalibrate("forward"))
+    settings = {
+        "backend": "nemo", "model": Model(base_config=base), "cluster": Cluster(gpus_per_node=1),
+        "glue": stock,
+    }  # fmt: skip
+    return run(*arguments, **(settings | changes))
+
+
+def only(*runs):
+    [found] = against_twins(compare(runs))
+    return found
+
+
+def pairs(differences, **changes):
+    """Seeds of an FP8 cell and its twin whose accuracies differ by so many points."""
+    twins = [run(BF16, seed=seed, last=0.5) for seed in range(len(differences))]
+    cells = [
+        run(FP8, seed=seed, last=0.5 + points / 100, **changes)
+        for seed, points in enumerate(differences)
+    ]
+    return [*twins, *cells]
+
+
+@pytest.mark.parametrize(
+    ("differences", "word"),
+    [
+        ([5.0, 5.5, 6.0], "higher"),
+        ([-5.0, -5.5, -6.0], "lower"),
+        ([0.2, -0.2, 0.0], "equal"),
+        ([4.0, -4.0, 0.0], "open"),
+        ([-4.0], "one seed"),
+    ],
+)
+def test_the_word_on_accuracy_follows_the_interval(differences, word):
+    found = only(*pairs(differences))
+    assert found.accuracy_word == word and found.seeds == len(differences)
+    assert found.accuracy.mean == pytest.approx(sum(differences) / len(differences))
+
+
+def test_equal_needs_the_whole_interval_within_the_bound():
+    deviation = EQUAL / 4.303 * math.sqrt(3)  # the interval of three seeds is then EQUAL wide
+    inside, outside = deviation * 0.9, deviation * 1.1
+    assert only(*pairs([-inside, 0.0, inside])).accuracy_word == "equal"
+    assert only(*pairs([-outside, 0.0, outside])).accuracy_word == "open"
+
+
+def test_seeds_are_paired_before_they_are_averaged():
+    twins = [run(BF16, seed=seed, last=0.2 * seed) for seed in (1, 2, 3)]
+    cells = [run(FP8, seed=seed, last=0.2 * seed + 0.05) for seed in (2, 3, 4)]
+    found = only(*twins, *cells)
+    assert found.seeds == 2 and found.accuracy.mean == pytest.approx(5.0)
+    assert found.accuracy.half == pytest.approx(0, abs=1e-9) and found.accuracy_word == "higher"
+
+
+def test_mismatch_stands_beside_the_twins_and_health_is_the_worst_of_any_seed():
+    runs = [run(BF16, seed=1, kl=1e-3), run(BF16, seed=2, kl=2e-3)]
+    runs += [run(FP8, seed=1, kl=1e-2), run(FP8, seed=2, kl=4e-2, state=1)]
+    found = only(*runs)
+    assert found.kl.mean == pytest.approx(0.025) and found.twin_kl.mean == pytest.approx(1.5e-3)
+    assert "KL 2.5e-02 ±1.9e-01, the twin's 1.5e-03 (watch)" in str(found)
+
+
+def test_a_twin_without_mismatch_is_zero_and_no_division():
+    assert "the twin's 0.0e+00" in str(only(run(BF16, kl=0.0), run(FP8)))
+
+
+def test_speed_is_that_of_the_median_step_after_the_first_inside_nemo_rl():
+    runs = [nemo(BF16, seed=seed, step=2.0) for seed in (1, 2)]
+    runs += [nemo(FP8, seed=1, step=1.0), nemo(FP8, seed=2, step=1.25)]
+    found = only(*runs)
+    assert found.step.mean == pytest.approx((2.0 + 1.6) / 2) == pytest.approx(found.rollout.mean)
+    assert found.speed_word == "open"
+    slow = [nemo(BF16, seed=seed, step=2.0) for seed in (1, 2)]
+    slow += [nemo(FP8, seed=1, step=2.5), nemo(FP8, seed=2, step=2.51)]
+    assert only(*slow).speed_word == "slower"
+
+
+@pytest.mark.parametrize("key", ["hardware.gpus", "versions.torch"])
+def test_seconds_of_other_hardware_or_versions_are_not_compared(key):
+    found = only(nemo(BF16), nemo(FP8, environment=MACHINE | {key: "other"}))
+    assert found.step is None and found.rollout is None and found.speed_word == "-"
+    assert only(nemo(BF16), nemo(FP8, environment=MACHINE | {"commit": "other"})).step
+
+
+def test_the_local_backend_has_no_speed_and_nor_has_a_run_without_environment():
+    assert only(run(BF16), run(FP8)).step is None
+    assert only(nemo(BF16, environment={}), nemo(FP8, environment={})).step is None
+
+
+def test_what_differs_beside_precision_and_correction_is_named_and_no_word_is_said():
+    runs = pairs([5.0, 5.5, 6.0], steps=4)
+    found = only(*runs)
+    assert found.unmatched == ("grpo.steps is 4, the twin's 3",)
+    assert found.accuracy_word == found.speed_word == "not matched"
+    assert "NOT MATCHED: grpo.steps is 4, the twin's 3" in str(found)
+    page = verdicts(compare(runs))
+    assert "- **fp8-linear-none** is not matched: grpo.steps is 4, the twin's 3" in page
+    assert "| higher |" not in page and "| not matched |" in page
+
+
+def test_the_twin_is_the_bf16_cell_that_differs_least_and_of_equals_the_uncorrected():
+    long, short = run(BF16, steps=9), run(BF16)
+    found = only(long, run(FP8), short)
+    assert found.unmatched == () and found.accuracy.seeds == 1
+    runs = [run(BF16, TIS), run(BF16), run(E2E, TIS)]
+    assert only(*runs).twin == "bf16-none"
+    assert only(run(BF16, TIS), run(FP8)).twin == "bf16-tis"
+
+
+def test_a_twin_is_of_the_same_model_and_bf16_cells_have_none():
+    other = run(FP8, model=Model("tiny-qwen3-moe"))
+    assert against_twins(compare([run(BF16), run(BF16, TIS), other])) == []
+    assert "No FP8 cell here has a BF16 run" in verdicts(compare([other]))
+
+
+def test_end_to_end_fp8_is_not_taken_for_bf16_though_a_key_is():
+    half = dataclasses.replace(BF16, name="fp8-e2e", train_linear="fp8", rollout_linear="fp8")
+    assert only(run(BF16), run(half)).cell == "fp8-e2e-none"
+
+
+def test_an_unfinished_run_has_no_accuracy_and_the_rest_is_said():
+    found = only(run(BF16), dataclasses.replace(run(FP8), rows=run(FP8).rows[:2]))
+    assert found.accuracy is None and found.accuracy_word == "-" and found.kl is not None
+
+
+def test_a_row_of_the_page_has_every_number():
+    page = verdicts(compare(pairs([0.2, -0.2, 0.0])))
+    [row] = [line for line in page.splitlines() if line.startswith("| fp8-linear-none")]
+    assert [each.strip() for each in row.split("|")[1:-1]] == [
+        "fp8-linear-none", "bf16-none", "3", "+0.0 ±0.5", "equal", "1.0e-02",
+        "1.0e-02", "healthy", "-", "-", "-",
+    ]  # fmt: skip
