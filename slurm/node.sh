@@ -36,8 +36,23 @@ leave() {
     fi
     ((rank == 0)) && touch "$attempt/ended"
     [[ -n ${driver-} ]] && kill -KILL "$driver" 2>/dev/null
-    [[ -n ${ray-} ]] && kill -TERM "$ray" 2>/dev/null && wait "$ray"
+    [[ -n ${ray-} ]] && end_ray
     exit "$code"
+}
+pause() { # a second; not `wait`: a TERM to all in it, and bash 5.2 waits for ever for the dead driver
+    sleep 1
+}
+drain=40 # seconds; after a TERM Ray lets what runs on it end for up to 30
+end_ray() { # by force, with what it started, where it does not end by itself
+    local waited
+    kill -TERM "$ray" 2>/dev/null
+    for ((waited = 0; waited < drain; waited++)); do
+        kill -0 "$ray" 2>/dev/null || return
+        pause
+    done
+    say "Ray did not end within $drain seconds, and is killed"
+    # shellcheck disable=SC2046 # its children's numbers, apart
+    kill -KILL $(<"/proc/$ray/task/$ray/children") "$ray"
 }
 over() { # the first node is done, one has failed, time is up, or a newer attempt has the directory
     [[ -e $attempt/ended || -e $attempt/kill || $(<"$run_dir/job/attempt") != "$attempt" ]] ||
@@ -72,11 +87,6 @@ start_ray() { # with the options that differ between head and others
         --min-worker-port="$worker_port" --max-worker-port=$((worker_port + 499)) \
         >"$attempt/ray-$me.log" 2>&1 &
     ray=$!
-}
-
-pause() { # a second, in which signals are heard
-    sleep 1 &
-    wait $!
 }
 
 ray_ended() {

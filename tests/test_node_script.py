@@ -1,0 +1,100 @@
+"""slurm/node.sh by hand: how a node ends when Ray does not.
+
+Ray itself is played by a script that starts a child and hears no TERM: the real one ends, so far as
+anybody could bring about here. A job with the real Ray is in tests/slurm.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+NODE = Path(__file__).parents[1] / "slurm" / "node.sh"
+PYTHON = """#!/bin/bash
+case "$*" in
+    *"scripts start"*) trap '' TERM; sleep 600 & echo $! >"$CHILD"; echo $$ >"$RAY"; wait; wait ;;
+    *get_node_ip_address*) echo 127.0.0.1 ;;
+    *recipes.run*) sleep "$RUN_SECONDS"; exit 3 ;;
+    *"import grpc"*) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def node(tmp_path):
+    """Start node.sh on a run directory; Ray gets two seconds to end."""
+    if sys.platform != "linux":
+        pytest.skip("reads /proc")
+    run_dir, attempt = tmp_path / "run", tmp_path / "attempt"
+    (run_dir / "job").mkdir(parents=True)
+    attempt.mkdir()
+    (run_dir / ".lock").touch()
+    (run_dir / "job" / "attempt").write_text(str(attempt))
+    (run_dir / "job" / "setup.sh").touch()
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    script = tmp_path / "node.sh"
+    script.write_text(NODE.read_text().replace("drain=40 ", "drain=2 "))
+    started = []
+
+    def start(run_seconds: float) -> subprocess.Popen:
+        environment = os.environ | {
+            "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": "1",
+            "SLURM_JOB_ID": "7", "FP8_NEMO_CODE": str(tmp_path), "FP8_NEMO_PYTHON": str(python),
+            "FP8_NEMO_JOIN_TIMEOUT": "5", "FP8_NEMO_PREFLIGHT": "0",
+            "CHILD": str(tmp_path / "child"), "RAY": str(tmp_path / "ray"),
+            "RUN_SECONDS": str(run_seconds),
+        }  # fmt: skip
+        command = ["bash", str(script), str(run_dir), str(attempt), "n1"]
+        started.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def ends(number: Path) -> bool:
+    """Whether a process is gone within five seconds: a killed one takes a moment to die."""
+    stat = Path(f"/proc/{number.read_text().strip()}/stat")
+    for _ in range(50):
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_run_that_fails_ends_the_node_with_its_code_though_ray_hears_no_term(node, tmp_path):
+    process = node(0)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "Ray did not end within 2 seconds, and is killed" in out
+    assert "the run failed with code 3" in (tmp_path / "attempt" / "failed-n1").read_text()
+    assert ends(tmp_path / "ray") and ends(tmp_path / "child")
+
+
+def test_a_term_to_all_as_slurm_and_timeout_send_it_ends_the_node(node, tmp_path):
+    process = node(600)
+    until = time.monotonic() + 30
+    while not (tmp_path / "ray").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert (tmp_path / "attempt" / "ended").exists()
+    assert ends(tmp_path / "ray") and ends(tmp_path / "child")
