@@ -142,12 +142,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Three digits of a number, thousands apart."""
+    """Three digits of a number, thousands apart; what is not quite 1 does not become 1."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value).replace("|", "\\|").replace("\n", " ")
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.7g}" if value != 1 and f"{value:.3g}" == "1" else f"{value:.3g}"
 
 
 if __name__ == "__main__":

@@ -47,12 +47,12 @@ def test_whatever_reads_as_a_table_becomes_one(value, expected):
 
 
 def test_numbers_have_three_digits_and_thousands_apart():
-    row = [{"a": 0.000123456, "b": 16060522880, "c": None, "d": "p|q", "e": True}, {"f": 2}]
+    row = [{"a": 0.000123456, "b": 16060522880, "c": None, "d": "p|q", "e": True}, {"f": 0.9996}]
     assert render_results.table(row).splitlines() == [
         "| a | b | c | d | e | f |",
         "| --- | --- | --- | --- | --- | --- |",
         r"| 0.000123 | 16,060,522,880 |  | p\|q | True |  |",
-        "|  |  |  |  |  | 2 |",
+        "|  |  |  |  |  | 0.9996 |",
     ]
 
 
