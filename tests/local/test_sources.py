@@ -72,8 +72,8 @@ def test_with_nothing_in_fp8_rollout_and_train_are_equal_to_the_last_bit(kl):
 
 
 def test_with_everything_in_fp8_the_model_is_the_engine_as_the_refit_left_it(models):
-    found = sources._logprobs(models.with_source(EVERYTHING), models.batch, cached=True)
-    assert torch.equal(found, sources._logprobs(models.fp8, models.batch, cached=True))
+    found = sources.answer_logprobs(models.with_source(EVERYTHING), models.batch, cached=True)
+    assert torch.equal(found, sources.answer_logprobs(models.fp8, models.batch, cached=True))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -87,7 +87,7 @@ def test_with_everything_in_fp8_logprobs_are_those_that_an_engine_samples_with(n
     engine.refit(stream, "ledger")
     prompts = [chat.prompt(each.input) for each in PROBLEMS]
     batch = engine.generate(prompts, chat, 4, torch.Generator().manual_seed(0))
-    logprobs = sources._logprobs(models.with_source(EVERYTHING), batch, cached=True)
+    logprobs = sources.answer_logprobs(models.with_source(EVERYTHING), batch, cached=True)
     forced_BR = logprobs.gather(2, batch.responses_BR[..., None])[..., 0]
     apart_N = (forced_BR - batch.rollout_BR)[batch.response_mask_BR].abs()
     trained_BR = models.policy.logprobs(batch)
