@@ -68,17 +68,39 @@ def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], c
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def execute_notebook(paths: Iterable[Path], target: Path) -> None:
-    """Write the notebook that compares these runs, executed here.
+def write_markdown(comparison: Comparison, folder: Path, command: str) -> Path:
+    """`report.md` and its figures; returns the page.
+
+    Raises:
+        ModuleNotFoundError: matplotlib, an extra that the table does not need.
+    """
+    from fp8_nemo.figures import save_figures
+
+    page = folder / "report.md"
+    page.write_text(to_markdown(comparison, save_figures(comparison, folder), command))
+    return page
+
+
+def write_html(comparison: Comparison, folder: Path, paths: Iterable[Path]) -> Path:
+    """`report.ipynb`, executed for these runs, and `report.html` of it; returns the latter.
 
     Args:
+        comparison: what `compare` returned for the runs.
+        folder: where both go.
         paths: of run directories, or folders of them.
-        target: the notebook to write.
 
     Raises:
         FileNotFoundError: this is no clone, so the notebook to execute is not here.
+        ModuleNotFoundError: papermill or nbconvert, which are extras.
         papermill.PapermillExecutionError: a cell failed.
     """
+    notebook, page = folder / "report.ipynb", folder / "report.html"
+    _execute(paths, notebook)
+    page.write_text(to_html(notebook, comparison.title), encoding="utf-8")
+    return page
+
+
+def _execute(paths: Iterable[Path], target: Path) -> None:
     import papermill
 
     if not NOTEBOOK.is_file():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fp8_nemo.page import execute_notebook, table, to_html, to_markdown
+from fp8_nemo.page import table, write_html, write_markdown
 from fp8_nemo.report import compare, find_runs, read_runs
 from fp8_nemo.run_dir import report_dir
 from fp8_nemo.twin import against_twins
@@ -36,18 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
     for verdict in against_twins(comparison):
         print(verdict)
     try:
-        from fp8_nemo.figures import save_figures  # matplotlib is an extra, the table needs none
-
         folder = report_dir(_short(Path(os.path.commonpath([each.resolve() for each in found]))))
-        figures = save_figures(comparison, folder)
-        page = to_markdown(comparison, figures, f"python -m recipes.compare {shlex.join(words)}")
-        (folder / "report.md").write_text(page)
-        print(folder / "report.md")
+        print(write_markdown(comparison, folder, f"python -m recipes.compare {shlex.join(words)}"))
         if options.html:
-            execute_notebook([_short(path) for path in found], folder / "report.ipynb")
-            html = to_html(folder / "report.ipynb", comparison.title)
-            (folder / "report.html").write_text(html, encoding="utf-8")
-            print(folder / "report.html")
+            print(write_html(comparison, folder, [_short(path) for path in found]))
     except (OSError, ModuleNotFoundError) as error:
         remedy = "" if isinstance(error, OSError) else "; pip install 'fp8-nemo[report]'"
         print(f"the report cannot be written: {error}{remedy}", file=sys.stderr)

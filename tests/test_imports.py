@@ -34,8 +34,8 @@ ORDER = (
         "health",
         "report",
         "twin",
-        "page",
         "figures",
+        "page",
     ),
 )
 WITHOUT_TORCH = (
