@@ -1,0 +1,59 @@
+"""What every benchmark does at its end: one table in the terminal, one results file.
+
+A results file has the command, the commit, versions and hardware, and each row's repetitions beside
+its median; docs/results.md and the notebooks are made of these files and of nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fp8_nemo.run_dir import environment
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """`--out` and `--commit`, which every benchmark takes."""
+    parser.add_argument("--out", type=Path, required=True, help="the results file")
+    parser.add_argument("--commit", default="", help="of the code, where it is no clone")
+
+
+def repeated(numbers: Sequence[float]) -> dict[str, Any]:
+    """`{"median": 2.0, "repetitions": [1.9, 2.0, 2.2]}`."""
+    return {"median": median(numbers), "repetitions": list(numbers)}
+
+
+def keep(out: Path, commit: str, **content: Any) -> None:
+    """Write the results so far; called after every row, so that nothing measured is lost."""
+    head = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit or None,
+        "environment": environment(),
+    }
+    out.write_text(json.dumps(head | content, indent=1) + "\n")
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows as a table, numbers with three digits, the keys of the first as its heading."""
+    grid = Table(title=title, title_justify="left")
+    for name in rows[0] if rows else ():
+        grid.add_column(name)
+    for row in rows:
+        grid.add_row(*(_text(row.get(name)) for name in rows[0]))
+    Console(width=200).print(grid)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping) and "median" in value:
+        value = value["median"]
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
