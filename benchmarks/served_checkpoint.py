@@ -44,7 +44,7 @@ def served(
     model: Path, precision: Precision, prompts: list[list[int]], end: int
 ) -> list[tuple[list[int], list[float]]]:
     """Tokens that vLLM sampled after each prompt, and their logprobs."""
-    os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # CUDA is up in this process
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # CUDA is up in this process
     from vllm import LLM, SamplingParams
 
     llm = LLM(

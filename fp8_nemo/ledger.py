@@ -144,18 +144,22 @@ class Ledger:
             if self.checksums:
                 self.arrived_sums[name] = checksum(tensor)
             if self.held.get(name) == self.expected[name]:
-                self.loading(name, tensor)
+                self.loading(name, tensor, self.arrived_sums.get(name))
             return True
         return False
 
-    def loading(self, name: str, tensor: Tensor) -> None:
+    def loading(self, name: str, tensor: Tensor, whole: Tensor | None = None) -> None:
         """Note, for `verify: full`, what the engine is about to load under a name.
 
-        `receive` calls it; whoever quantizes what arrived calls it again with the result.
+        `receive` calls it, with the checksum that it has; whoever quantizes what arrived calls it
+        again with the result.
         """
         part = self.engine.get(name)
         if self.checksums and part is not None:
-            self.part_sums[name] = checksum(tensor[part.of_wire] if part.of_wire else tensor)
+            if part.of_wire:
+                self.part_sums[name] = checksum(tensor[part.of_wire])
+            else:
+                self.part_sums[name] = checksum(tensor) if whole is None else whole
 
     def close(self, engine: Mapping[str, Tensor | Part] | None = None) -> RefitProof:
         """Settle the book.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple
 from functools import cached_property
 from typing import Any
 
@@ -34,7 +35,7 @@ from fp8_nemo.nemo.settings import (
     wire_precision,
 )
 from fp8_nemo.refit import encode, in_groups
-from fp8_nemo.schema import Recipe
+from fp8_nemo.schema import Precision, Recipe
 from fp8_nemo.weights import WireSpec, named_shapes, wire_specs
 
 EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
@@ -132,16 +133,24 @@ class Engine:
         self.model, self.shape, self.precision = model, recipe.model.shape, recipe.precision
         self.known_at: dict[str, Any] = {}
         self.known: dict[str, Part] = {}
+        self.specs: dict[tuple, dict[str, WireSpec]] = {}
 
     @cached_property
     def rank(self) -> Rank:
         """This worker's place; one read on the host for each layer with experts."""
         return _rank(self.model)
 
+    def sent(self, precision: Precision) -> dict[str, WireSpec]:
+        """What the wire brings in this precision; 0.2 s for 37,000 tensors, so once."""
+        key = astuple(precision)
+        if key not in self.specs:
+            self.specs[key] = wire_specs(named_shapes(self.shape), precision, self.shape.layers)
+        return self.specs[key]
+
     @cached_property
     def held(self) -> dict[str, WireSpec]:
         """What a refit fills here, whole."""
-        specs = wire_specs(named_shapes(self.shape), self.precision, self.shape.layers)
+        specs = self.sent(self.precision)
         return {name: spec for name, spec in specs.items() if self.rank.holds(name)}
 
     def parts(self) -> dict[str, Part]:
@@ -259,9 +268,8 @@ class Refit:
 
 
 def _open(engine: Engine, recipe: Recipe) -> Ledger:
-    shape = recipe.model.shape
     return Ledger(
-        wire_specs(named_shapes(shape), wire_precision(recipe), shape.layers),
+        engine.sent(wire_precision(recipe)),
         engine.parts(),
         held=engine.held,
         checksums=recipe.glue.verify == "full",
