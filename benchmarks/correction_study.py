@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections import defaultdict
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from fp8_nemo.report import find_runs, read_run
+from fp8_nemo.report import estimate, find_runs, read_run
 from fp8_nemo.run_dir import environment
 
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
-"""97.5% quantile of Student's t, by the number of seeds."""
 LAST = 10  # steps
 
 
@@ -39,8 +36,9 @@ def outcome(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def with_interval(values: list[float]) -> dict[str, float]:
     """Mean and half of the 95% interval."""
-    half = STUDENT[len(values)] * stdev(values) / math.sqrt(len(values))
-    return {"mean": fmean(values), "half": half}
+    found = estimate(values)
+    assert found and found.half is not None, "two seeds at least"
+    return {"mean": found.mean, "half": found.half}
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from fp8_nemo.local.policy import load_model, micro_batches
 from fp8_nemo.local.rollout import Batch, Engine, causal_mask, pad_left, positions
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.refit import refit_stream
-from fp8_nemo.run_dir import environment
 from fp8_nemo.schema import Precision, Recipe
 
 SHARES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
@@ -137,9 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--commit", default="")
+    record.add_options(parser)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     chat, rows = Chat.load(options.source), {}
@@ -169,13 +166,7 @@ def main() -> None:
             "tokens": int(mask.sum()),
         }
         print(name, json.dumps(rows[name], indent=1), flush=True)
-    content = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": options.commit or None,
-        "environment": environment(),
-        "pairs": rows,
-    }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+        record.keep(options.out, options.commit, pairs=rows)
 
 
 if __name__ == "__main__":
