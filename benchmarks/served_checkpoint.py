@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 from fp8_nemo.recipes import quantize_checkpoint
 from torch import Tensor
