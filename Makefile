@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUTPUTS ?= outputs/demo
 
-.PHONY: demo test test-slurm notebooks lint format clean
+.PHONY: demo test test-slurm test-browser notebooks lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m recipes.grpo -m sweep=demo outputs=$(OUTPUTS)
@@ -17,6 +17,11 @@ test: $(VENV)/installed
 test-slurm: $(VENV)/installed
 	sh .ci/install-slurm
 	$(BIN)/python -m pytest -q tests/slurm --slurm
+
+# Installs Chromium (Debian's, as root) and looks at the HTML report in it.
+test-browser: $(VENV)/installed
+	sh .ci/install-chromium
+	$(BIN)/python -m pytest -q tests/test_html.py
 
 # Executes every notebook where it lies, so that what it stores is what the code says now.
 notebooks: $(VENV)/installed

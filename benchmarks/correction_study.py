@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fp8_nemo.report import estimate, find_runs, read_run
+from fp8_nemo.report import find_runs, mean_of_seeds, read_run
 from fp8_nemo.run_dir import environment
 
 LAST = 10  # steps
@@ -36,7 +36,7 @@ def outcome(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def with_interval(values: list[float]) -> dict[str, float]:
     """Mean and half of the 95% interval."""
-    found = estimate(values)
+    found = mean_of_seeds(values)
     assert found and found.half is not None, "two seeds at least"
     return {"mean": found.mean, "half": found.half}
 

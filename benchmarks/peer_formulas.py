@@ -256,12 +256,12 @@ def compared(quantizer: Quantizer, values: str, x: Tensor) -> dict[str, Any]:
     ours, found = ours_of(x, quantizer), quantizer.quantize(x)
     if found[0].dtype != FP8:
         return row | {"left unquantized": True}
-    ours_scale, scale = ours[1], found[1].float()
-    assert scale.shape == ours_scale.shape, (quantizer, scale.shape, ours_scale.shape)
+    ours_scale_inv, scale_inv = ours[1], found[1].float()
+    assert scale_inv.shape == ours_scale_inv.shape, quantizer
     apart = found[0].view(torch.uint8) != ours[0].view(torch.uint8)
     return row | {
-        "scales differ": (scale != ours_scale).double().mean().item(),
-        "by at most": ((scale - ours_scale).abs() / ours_scale).max().item(),
+        "scales differ": (scale_inv != ours_scale_inv).double().mean().item(),
+        "by at most": ((scale_inv - ours_scale_inv).abs() / ours_scale_inv).max().item(),
         "bytes differ": apart.double().mean().item(),
         "error": error(found, x, quantizer.of),
         "our error": error(ours, x, quantizer.of),

@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from fp8_nemo.report import markdown_table
+
 HERE = Path(__file__).parent / "results"
 MOST = 40
 ASIDE = ("command", "commit", "environment", "versions", "hardware", "notes", "what", "colocated")
@@ -136,9 +138,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown; a number that a row lacks is empty."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[shown(row.get(column)) for column in columns] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table([columns, *([shown(row.get(key)) for key in columns] for row in rows)])
 
 
 def shown(value: Any) -> str:
@@ -146,7 +146,7 @@ def shown(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value).replace("|", "\\|").replace("\n", " ")
+        return str(value).replace("\n", " ")
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.7g}" if value != 1 and f"{value:.3g}" == "1" else f"{value:.3g}"

@@ -49,15 +49,16 @@ def save_figures(comparison: Comparison, folder: Path) -> dict[str, list[Path]]:
 def draw_figures(comparison: Comparison) -> Iterator[tuple[Curve, Figure]]:
     """Each of `CURVES` that has a point."""
     for curve in CURVES:
-        longest = max(len(run.series(curve.key)) for run in comparison.runs)
-        if longest == 0:
+        series = [run.series(curve.key) for run in comparison.runs]
+        least = LEAST if curve.scale == "log" else -math.inf
+        if not any(value >= least for each in series for value in each.values()):
             continue
-        width = math.ceil(longest / MOST_POINTS)
-        height = 4.2 + 0.22 * math.ceil(len(comparison.cells) / 2)
-        figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
+        width = math.ceil(max(map(len, series)) / MOST_POINTS)
+        labels = [_label(cell, curve) for cell in comparison.cells]
+        figure = Figure(figsize=(8, 4.2 + _legend_height(labels)), dpi=150, layout="constrained")
         axes = figure.subplots()
-        for index, cell in enumerate(comparison.cells):
-            _draw(axes, cell, index, curve, width)
+        for index, (cell, label) in enumerate(zip(comparison.cells, labels, strict=True)):
+            _draw(axes, cell, index, curve, width, label)
         step = "step" if width == 1 else f"step (a point is the mean of {width})"
         axes.set(xlabel=step, ylabel=curve.axis, yscale=curve.scale, title=comparison.title)
         if curve.scale == "log":
@@ -67,7 +68,22 @@ def draw_figures(comparison: Comparison) -> Iterator[tuple[Curve, Figure]]:
         yield curve, figure
 
 
-def _draw(axes: Axes, cell: Cell, index: int, curve: Curve, width: int) -> None:
+def _label(cell: Cell, curve: Curve) -> str:
+    values = [value for run in cell.runs for value in run.series(curve.key).values()]
+    unseen = curve.scale == "log" and values and max(values) < LEAST
+    return textwrap.fill(cell.label + (f" (below {LEAST:g})" if unseen else ""), 45)
+
+
+def _legend_height(labels: list[str]) -> float:
+    """Inches of a legend of two columns, the first half of the labels in the first."""
+    half = math.ceil(len(labels) / 2)
+    lines = [
+        sum(1 + label.count("\n") for label in side) for side in (labels[:half], labels[half:])
+    ]
+    return 0.22 * max(lines)
+
+
+def _draw(axes: Axes, cell: Cell, index: int, curve: Curve, width: int, label: str) -> None:
     """Seeds as thin lines, their mean as a thick one, as far as every seed goes."""
     seeds = [series for run in cell.runs if (series := run.series(curve.key))]
     if not seeds:
@@ -78,10 +94,9 @@ def _draw(axes: Axes, cell: Cell, index: int, curve: Curve, width: int) -> None:
     shared = sorted(set.intersection(*map(set, seeds)))
     steps, means = _points({step: fmean(each[step] for each in seeds) for step in shared}, width)
     every = max(1, len(steps) // 8)
-    unseen = " (0: not on a log axis)" if curve.scale == "log" and max(means) < LEAST else ""
     axes.plot(
         steps, means, color=color, linestyle=dashes, marker=marker, linewidth=2, markersize=5,
-        markevery=(index % every, every), label=textwrap.fill(cell.label + unseen, 45),
+        markevery=(index % every, every), label=label,
     )  # fmt: skip
 
 

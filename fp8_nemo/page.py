@@ -6,6 +6,8 @@ notebook with all figures inside, so that one file can be sent and opened anywhe
 
 from __future__ import annotations
 
+import html
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,10 +28,12 @@ ABOUT_NUMBERS = (
     "left out where it rounds to zero. A dash: the run has no such number (yet)."
 )
 ABOUT_TWINS = (
-    "Differences seed by seed, over the seeds that both cells have, with 95% intervals. `equal`: "
+    "Differences seed by seed, over the seeds that both cells have and the steps that both runs "
+    "have done, with 95% intervals. `equal`: "
     f"the interval of accuracy lies within {twin.EQUAL:g} points of zero. `open`: neither equal "
     "nor different, more seeds would tell. Speed is that of the median step inside NeMo RL, on the "
-    "same hardware and versions. One seed has no interval and gets no word."
+    "same nodes, hardware and versions. One seed has no interval and gets no word, nor does a cell "
+    "of which a seed has not finished."
 )
 
 
@@ -128,7 +132,16 @@ def to_html(notebook: Path, title: str) -> str:
 
 def notes(comparison: Comparison) -> str:
     """What a reader must know first, as quotes in Markdown."""
-    return "\n\n".join(f"> {note}" for note in comparison.notes)
+    return "\n\n".join(f"> {as_it_stands(note)}" for note in comparison.notes)
+
+
+def as_it_stands(text: object) -> str:
+    """A label, setting or path as text in Markdown, and in the HTML that is made of it.
+
+    A page is made to be sent to others: a tag in somebody's `data.path` must not run there.
+    """
+    marked = re.sub(r"([*`$\[\]~]|(?<!\w)_|_(?!\w))", r"\\\1", str(text))
+    return html.escape(marked, quote=False)
 
 
 def verdicts(comparison: Comparison) -> str:
@@ -140,7 +153,9 @@ def verdicts(comparison: Comparison) -> str:
                "health", "step, times as fast", "rollout", "speed is")  # fmt: skip
     blocks = [markdown_table([heading, *map(_against_row, found)]), ABOUT_TWINS]
     blocks += [
-        f"- **{each.cell}** is not matched: {key}" for each in found for key in each.unmatched
+        f"- **{as_it_stands(each.cell)}** is not matched: {as_it_stands(key)}"
+        for each in found
+        for key in each.unmatched
     ]
     return "\n\n".join(blocks)
 
@@ -158,8 +173,9 @@ def _against_row(found: AgainstTwin) -> tuple[Any, ...]:
         for name, style in styles.items()
     }
     return (
-        found.cell, found.twin, found.seeds, texts["accuracy"], found.accuracy_word, texts["kl"],
-        texts["twin_kl"], found.health, texts["step"], texts["rollout"], found.speed_word,
+        as_it_stands(found.cell), as_it_stands(found.twin), found.seeds, texts["accuracy"],
+        found.accuracy_word, texts["kl"], texts["twin_kl"], found.health, texts["step"],
+        texts["rollout"], found.speed_word,
     )  # fmt: skip
 
 
@@ -167,7 +183,10 @@ def numbers(comparison: Comparison, section: str) -> str:
     """A section's columns of every cell, as a table in Markdown."""
     columns = SECTIONS[section]
     heading = ("cell", "seeds", "steps", *(column.name for column in columns))
-    rows = [(c.label, c.seeds, c.steps, *map(c.show, columns)) for c in comparison.cells]
+    rows = [
+        (as_it_stands(cell.label), cell.seeds, cell.steps, *map(cell.show, columns))
+        for cell in comparison.cells
+    ]
     return markdown_table([heading, *rows])
 
 
@@ -178,7 +197,10 @@ def meanings(section: str) -> str:
 
 def run_table(comparison: Comparison) -> str:
     """Every run and how far it came."""
-    runs = [(run.path, run.steps, run.recipe.grpo.steps, run.state) for run in comparison.runs]
+    runs = [
+        (as_it_stands(run.path), run.steps, run.recipe.grpo.steps, run.state)
+        for run in comparison.runs
+    ]
     return markdown_table([("run", "steps", "of", "state"), *runs])
 
 
@@ -191,11 +213,13 @@ def _health(runs: Iterable[Run]) -> Iterator[str]:
     for run in runs:
         if found := worst(run.rows):
             step, verdict = found
-            yield f"- {run.path}, step {step}: {verdict.state}: {'; '.join(verdict.reasons)}"
+            why = as_it_stands("; ".join(verdict.reasons))
+            yield f"- {as_it_stands(run.path)}, step {step}: {verdict.state}: {why}"
 
 
 def common_environment(comparison: Comparison) -> str:
     """What all runs ran on that recorded it; what differs is in the notes."""
     recorded = [run.environment.items() for run in comparison.runs if run.environment]
     common = [pair for pair in (recorded or [()])[0] if all(pair in other for other in recorded)]
-    return "\n".join(f"- {key}: {value}" for key, value in common) or "Not recorded."
+    lines = [f"- {key}: {as_it_stands(value)}" for key, value in common]
+    return "\n".join(lines) or "Not recorded."

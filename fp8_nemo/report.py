@@ -291,13 +291,28 @@ def compare(runs: Iterable[Run], damaged: Iterable[str] = ()) -> Comparison:
     runs, groups = list(runs), defaultdict(list)
     for run in runs:
         groups[json.dumps(run.settings, sort_keys=True)].append(run)
+    repeated = [line for group in groups.values() for line in _drop_repeated(group)]
+    runs = [run for group in groups.values() for run in group]
     labels = _labels([group[0] for group in groups.values()])
     cells = tuple(
         Cell(label, tuple(group), _numbers(group, runs))
         for label, group in zip(labels, groups.values(), strict=True)
     )
     emulation = [EMULATION] if any(run.plan.backend == "local" for run in runs) else []
-    return Comparison(cells, (*damaged, *emulation, *_unmatched(cells), *_environments(cells)))
+    return Comparison(
+        cells, (*damaged, *repeated, *emulation, *_unmatched(cells), *_environments(cells))
+    )
+
+
+def _drop_repeated(group: list[Run]) -> list[str]:
+    """Keep the longest run of each seed: twice the same is not two seeds. Says what it dropped."""
+    kept = {run.recipe.seed: run for run in sorted(group, key=lambda run: run.steps)}
+    dropped = [run for run in group if kept[run.recipe.seed] is not run]
+    group[:] = [run for run in group if kept[run.recipe.seed] is run]
+    return [
+        f"{run.path}: left out, has the seed and the settings of {kept[run.recipe.seed].path}"
+        for run in dropped
+    ]
 
 
 def _numbers(group: Sequence[Run], runs: Sequence[Run]) -> dict[str, Estimate | None]:
@@ -309,7 +324,7 @@ def _numbers(group: Sequence[Run], runs: Sequence[Run]) -> dict[str, Estimate | 
         if column.relative:
             base = _measured(column, bf16)
             values = [value / fmean(base) for value in values if base]
-        numbers[column.name] = estimate(values)
+        numbers[column.name] = mean_of_seeds(values)
     return numbers
 
 
@@ -317,7 +332,7 @@ def _measured(column: Column, runs: Iterable[Run]) -> list[float]:
     return [value for run in runs if (value := column.measure(run)) is not None]
 
 
-def estimate(values: Sequence[float]) -> Estimate | None:
+def mean_of_seeds(values: Sequence[float]) -> Estimate | None:
     """Mean and 95% interval of a number that each seed has; None of nothing."""
     if len(values) < 2:
         return Estimate(values[0], None, 1) if values else None

@@ -4,23 +4,26 @@ The twin is the BF16 cell of the same model that differs in the fewest settings 
 correction. Settings that differ all the same are named, and no word is said: runs that are not
 matched must not look matched.
 
-Differences are taken seed by seed, over the seeds that both cells have, with a 95% interval.
+Differences are taken seed by seed, over the seeds that both cells have, with a 95% interval, and
+over the steps that both runs have done.
 
     accuracy  of the last validation. `higher`, `lower`: the interval leaves out zero. `equal`: it
               lies within `EQUAL` points of zero. `open`: neither; more seeds would tell.
     mismatch  mean KL of both, and the health of the cell: the worst state of any step.
     speed     of the median step and of its rollout, the first `WARM_UP` left out. `faster`,
               `slower`: the interval leaves out one. `open`: it does not. Only inside NeMo RL, on
-              the same hardware and versions: the local backend emulates FP8, slowly.
+              the same nodes, GPUs and versions: the local backend emulates FP8, slowly.
 
-One seed has no interval, and gets no word.
+One seed has no interval and gets no word, nor does a cell of which a seed has not finished: what
+died may be what would have been worse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from fp8_nemo.health import STATES
 from fp8_nemo.report import (
@@ -30,14 +33,16 @@ from fp8_nemo.report import (
     Estimate,
     Run,
     differing,
-    estimate,
     last_accuracy,
+    mean_of_seeds,
 )
+from fp8_nemo.schema import Correction
 
 EQUAL = 2.0  # points of accuracy
 WARM_UP = 1  # steps: kernels are compiled in the first
 KL = ".1e"
 MACHINE = ("hardware.", "versions.", "python")
+CLUSTER = ("nodes", "gpus_per_node", "gpu")
 BF16 = dict.fromkeys(
     ("precision.rollout_linear", "precision.rollout_kv", "precision.train_linear"), "bf16"
 )
@@ -47,7 +52,7 @@ BF16 = dict.fromkeys(
 class AgainstTwin:
     """A cell's differences from its twin.
 
-    Example: `AgainstTwin("fp8-kv-attn-tis", "bf16-none", (), 3, accuracy=Estimate(-0.3, 1.1, 3),
+    Example: `AgainstTwin("fp8-kv-attn-tis", "bf16-none", (), 3, 3, accuracy=Estimate(-0.3, 1.1, 3),
     kl=Estimate(5e-3, 4e-4, 3), twin_kl=Estimate(5e-5, 2e-6, 3), health="healthy", step=None,
     rollout=None)`.
     """
@@ -58,6 +63,8 @@ class AgainstTwin:
     """What differs beside precision and correction: `grpo.steps is 60, the twin's 40`."""
     seeds: int
     """That both have."""
+    finished: int
+    """Of these, how many have finished in both."""
     accuracy: Estimate | None
     """Points, the cell's less the twin's."""
     kl: Estimate | None
@@ -71,6 +78,8 @@ class AgainstTwin:
     @property
     def accuracy_word(self) -> str:
         """`higher`, `lower`, `equal`, `open`, or why there is none."""
+        if self.accuracy and self.finished < self.seeds and not self.unmatched:
+            return f"{self.finished} of {self.seeds} finished"
         return self._word(self.accuracy, 0.0, "higher", "lower", EQUAL)
 
     @property
@@ -85,6 +94,8 @@ class AgainstTwin:
             return "not matched"
         if found is None:
             return "-"
+        if not math.isfinite(found.mean):
+            return "diverged"
         if found.half is None:
             return "one seed"
         if found.mean - found.half > none:
@@ -148,17 +159,24 @@ def _against(cell: Cell, twin: Cell) -> AgainstTwin:
     pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
     timed = pairs if all(_same_machine(*pair) for pair in pairs) else []
     states = [state for run in cell.runs for state in run.series("health/state").values()]
+    points = [
+        100 * (mine - its)
+        for mine, its in ((last_accuracy(mine), last_accuracy(its)) for mine, its in pairs)
+        if mine is not None and its is not None
+    ]
+    kl = [_shared(*pair, "mismatch/kl") for pair in pairs]
     return AgainstTwin(
         cell.label,
         twin.label,
         tuple(_unmatched(cell, twin)),
         len(pairs),
-        accuracy=_paired(pairs, last_accuracy, lambda mine, its: 100 * (mine - its)),
-        kl=cell.numbers["KL"],
-        twin_kl=twin.numbers["KL"],
+        len(points),
+        accuracy=mean_of_seeds(points),
+        kl=mean_of_seeds([fmean(mine) for mine, _ in kl if mine]),
+        twin_kl=mean_of_seeds([fmean(its) for _, its in kl if its]),
         health=STATES[int(max(states, default=0))],
-        step=_paired(timed, _seconds("time/step"), lambda mine, its: its / mine),
-        rollout=_paired(timed, _seconds("time/rollout"), lambda mine, its: its / mine),
+        step=mean_of_seeds([*_speeds(timed, "time/step")]),
+        rollout=mean_of_seeds([*_speeds(timed, "time/rollout")]),
     )
 
 
@@ -166,38 +184,49 @@ def _by_seed(cell: Cell) -> dict[int, Run]:
     return {run.recipe.seed: run for run in cell.runs}
 
 
-def _paired(
-    pairs: Iterable[tuple[Run, Run]],
-    measure: Callable[[Run], float | None],
-    differ: Callable[[float, float], float],
-) -> Estimate | None:
-    measured = [(measure(mine), measure(its)) for mine, its in pairs]
-    return estimate([differ(mine, its) for mine, its in measured if mine is not None and its])
+def _speeds(pairs: Iterable[tuple[Run, Run]], key: str) -> Iterator[float]:
+    """How many times as fast each run is as its twin, by their median steps."""
+    for pair in pairs:
+        mine, its = _shared(*pair, key, after=WARM_UP)
+        if mine and median(mine) > 0:
+            yield median(its) / median(mine)
+
+
+def _shared(mine: Run, its: Run, key: str, after: int = 0) -> tuple[list[float], list[float]]:
+    """A metric of both at the steps that both have: one run may be further than the other."""
+    series = mine.series(key), its.series(key)
+    steps = [step for step in series[0] if step in series[1] and step > after]
+    return [series[0][step] for step in steps], [series[1][step] for step in steps]
 
 
 def _unmatched(cell: Cell, twin: Cell) -> Iterator[str]:
+    """Also a correction of the twin's that is neither none nor the cell's own."""
     named = [(name, _beside(each.runs[0].settings)) for name, each in (("", cell), ("t", twin))]
     for key in differing(named):
         mine, its = (values.get(key, "not set") for _, values in named)
         yield f"{key} is {mine}, the twin's {its}"
+    corrections = [each.runs[0].recipe.correction for each in (cell, twin)]
+    if corrections[1].name != "none" and corrections[0] != corrections[1]:
+        differ = _given(corrections[1])
+        yield f"the twin's correction is {differ}"
+
+
+def _given(correction: Correction) -> str:
+    """`tis: level=token truncate=2.0`: what is set."""
+    given = {key: value for key, value in vars(correction).items() if value not in (None, False)}
+    return f"{given.pop('name')}: " + " ".join(f"{key}={value}" for key, value in given.items())
 
 
 def _beside(settings: Mapping[str, str]) -> dict[str, str]:
     return {key: text for key, text in settings.items() if not key.startswith(OF_THE_CELL)}
 
 
-def _seconds(key: str) -> Callable[[Run], float | None]:
-    def of_a_step(run: Run) -> float | None:
-        seconds = [value for step, value in run.series(key).items() if step > WARM_UP]
-        return median(seconds) if seconds else None
-
-    return of_a_step
-
-
 def _same_machine(mine: Run, its: Run) -> bool:
-    """Whether seconds of the two can be compared: both inside NeMo RL, on the same machine."""
+    """Whether seconds of the two can be compared: both inside NeMo RL, on the same machines."""
     both = [
         {key: text for key, text in run.environment.items() if key.startswith(MACHINE)}
         for run in (mine, its)
     ]
-    return mine.plan.backend == its.plan.backend == "nemo" and both[0] == both[1] != {}
+    nodes = [[getattr(run.recipe.cluster, key) for key in CLUSTER] for run in (mine, its)]
+    inside = mine.plan.backend == its.plan.backend == "nemo"
+    return inside and nodes[0] == nodes[1] and both[0] == both[1] != {}

@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     for verdict in against_twins(comparison):
         print(verdict)
     try:
-        folder = report_dir(_short(Path(os.path.commonpath([each.resolve() for each in found]))))
+        above = Path(os.path.commonpath([each.resolve() for each in found]))
+        folder = report_dir(_short(above) if above != Path(above.anchor) else Path())
         print(write_markdown(comparison, folder, f"python -m recipes.compare {shlex.join(words)}"))
         if options.html:
             print(write_html(comparison, folder, [_short(path) for path in found]))

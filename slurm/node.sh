@@ -29,7 +29,8 @@ stage="cluster.setup"
 say() { echo "[$(date +%FT%T) $me] $*"; }
 leave() {
     local code=$?
-    trap - EXIT TERM
+    trap - EXIT
+    trap '' TERM # a second one must not leave Ray behind
     if ((code)) && ! over; then
         say "$stage failed with code $code"
         echo "$me: $stage failed with code $code" >"$attempt/failed-$me"
@@ -42,7 +43,7 @@ leave() {
 pause() { # a second; not `wait`: a TERM to all in it, and bash 5.2 waits for ever for the dead driver
     sleep 1
 }
-drain=40 # seconds; after a TERM Ray lets what runs on it end for up to 30
+drain=25 # seconds, of the 45 that grpo.sbatch leaves before a limit; nothing here is to be waited for
 end_ray() { # by force, with what it started, where it does not end by itself
     local waited
     kill -TERM "$ray" 2>/dev/null
@@ -51,8 +52,12 @@ end_ray() { # by force, with what it started, where it does not end by itself
         pause
     done
     say "Ray did not end within $drain seconds, and is killed"
-    # shellcheck disable=SC2046 # its children's numbers, apart
-    kill -KILL $(<"/proc/$ray/task/$ray/children") "$ray"
+    local stat fields
+    for stat in /proc/[0-9]*/stat; do # its children, by their parent's number behind the name
+        fields=$(cat "$stat" 2>/dev/null) && fields=${fields##*) } && set -- $fields
+        [[ ${2-} == "$ray" ]] && kill -KILL "${stat//[^0-9]/}" 2>/dev/null
+    done
+    kill -KILL "$ray"
 }
 over() { # the first node is done, one has failed, time is up, or a newer attempt has the directory
     [[ -e $attempt/ended || -e $attempt/kill || $(<"$run_dir/job/attempt") != "$attempt" ]] ||
@@ -133,6 +138,8 @@ export RAY_ADDRESS=$ip:$port
 echo "$RAY_ADDRESS" >"$attempt/head.new" && mv "$attempt/head.new" "$attempt/head"
 
 in_front() { # a command that the job's end ends too
+    # Slurm has told all that ran, and what begins now would not know: the attempt is over.
+    [[ -e $attempt/term ]] && touch "$attempt/ended" && exit 143
     "$@" &
     driver=$!
     watch "$driver"

@@ -28,7 +28,6 @@ ORDER = (
     ),
     *(
         "correction",
-        "enumerated",
         "measure",
         "bounds",
         "health",

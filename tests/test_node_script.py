@@ -18,7 +18,8 @@ PYTHON = """#!/bin/bash
 case "$*" in
     *"scripts start"*) trap '' TERM; sleep 600 & echo $! >"$CHILD"; echo $$ >"$RAY"; wait; wait ;;
     *get_node_ip_address*) echo 127.0.0.1 ;;
-    *recipes.run*) sleep "$RUN_SECONDS"; exit 3 ;;
+    *ray_nodes*) sleep "$NODES_SECONDS" ;;
+    *recipes.run*) touch "$STARTED"; sleep "$RUN_SECONDS"; exit 3 ;;
     *"import grpc"*) exit 1 ;;
 esac
 """
@@ -39,16 +40,17 @@ def node(tmp_path):
     python.write_text(PYTHON)
     python.chmod(0o755)
     script = tmp_path / "node.sh"
-    script.write_text(NODE.read_text().replace("drain=40 ", "drain=2 "))
+    script.write_text(NODE.read_text().replace("drain=25 ", "drain=2 "))
     started = []
 
-    def start(run_seconds: float) -> subprocess.Popen:
+    def start(run_seconds: float, nodes_seconds: float = 0) -> subprocess.Popen:
         environment = os.environ | {
             "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0", "SLURM_CPUS_ON_NODE": "1",
             "SLURM_JOB_ID": "7", "FP8_NEMO_CODE": str(tmp_path), "FP8_NEMO_PYTHON": str(python),
             "FP8_NEMO_JOIN_TIMEOUT": "5", "FP8_NEMO_PREFLIGHT": "0",
             "CHILD": str(tmp_path / "child"), "RAY": str(tmp_path / "ray"),
-            "RUN_SECONDS": str(run_seconds),
+            "RUN_SECONDS": str(run_seconds), "NODES_SECONDS": str(nodes_seconds),
+            "STARTED": str(tmp_path / "started"),
         }  # fmt: skip
         command = ["bash", str(script), str(run_dir), str(attempt), "n1"]
         started.append(
@@ -64,6 +66,13 @@ def node(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+def appears(file: Path) -> None:
+    until = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < until, f"{file.name} never came"
+        time.sleep(0.1)
 
 
 def ends(number: Path) -> bool:
@@ -90,11 +99,27 @@ def test_a_run_that_fails_ends_the_node_with_its_code_though_ray_hears_no_term(n
 
 def test_a_term_to_all_as_slurm_and_timeout_send_it_ends_the_node(node, tmp_path):
     process = node(600)
-    until = time.monotonic() + 30
-    while not (tmp_path / "ray").exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    time.sleep(1)
+    appears(tmp_path / "started")
     os.killpg(process.pid, signal.SIGTERM)
     process.communicate(timeout=60)
     assert (tmp_path / "attempt" / "ended").exists()
+    assert ends(tmp_path / "ray") and ends(tmp_path / "child")
+
+
+def test_a_run_does_not_begin_after_slurm_has_ended_the_step(node, tmp_path):
+    process = node(600, nodes_seconds=3)
+    appears(tmp_path / "ray")
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143 and not (tmp_path / "started").exists()
+    assert not list((tmp_path / "attempt").glob("failed-*"))  # so that the job may go on
+
+
+def test_a_second_term_while_ray_ends_leaves_nothing_behind(node, tmp_path):
+    process = node(0)
+    appears(tmp_path / "attempt" / "failed-n1")
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 3
     assert ends(tmp_path / "ray") and ends(tmp_path / "child")

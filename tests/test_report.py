@@ -16,7 +16,7 @@ from fp8_nemo.recipes.compare import main
 from rich.console import Console
 
 from fp8_nemo import run_dir
-from fp8_nemo.figures import CURVES, save_figures
+from fp8_nemo.figures import CURVES, draw_figures, save_figures
 from fp8_nemo.page import table, to_markdown
 from fp8_nemo.plan import plan_recipe
 from fp8_nemo.report import (
@@ -440,7 +440,7 @@ def test_a_cell_that_a_log_axis_cannot_show_says_so_in_the_legend(make, tmp_path
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", remember)
     paths = [make(finished(mismatch__kl=0.0), precision=BF16), make(finished())]
     save_figures(compare(map(read_run, paths)), tmp_path)
-    assert legends["mismatch"] == ["bf16-tis (0: not on a log axis)", "fp8-kv-attn-tis"]
+    assert legends["mismatch"] == ["bf16-tis (below 1e-07)", "fp8-kv-attn-tis"]
     assert legends["reward"] == ["bf16-tis", "fp8-kv-attn-tis"]
 
 
@@ -524,3 +524,36 @@ def test_30_runs_of_1000_steps_compare_in_under_5_seconds(make, capsys, tmp_path
     assert main([str(tmp_path / "outputs")]) == 0
     assert time.process_time() - start < 5
     assert capsys.readouterr().err == ""
+
+
+def test_a_legend_of_many_long_labels_leaves_room_for_the_curves(make, tmp_path):
+    paths = [
+        make(finished(), precision=precision, correction=dataclasses.replace(TIS, truncate=bound))
+        for precision in (BF16, KV, E2E_KV)
+        for bound in (1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "axes sizes collapsed to zero"
+        for _, figure in draw_figures(compare(map(read_run, paths))):
+            figure.savefig(tmp_path / "x.png")
+            axes = figure.axes[0].get_window_extent()
+            legend = figure.legends[0].get_window_extent()
+            assert legend.y1 <= axes.y0 and axes.height > 2 * figure.dpi
+            assert legend.x0 >= 0 and legend.x1 <= figure.bbox.x1
+
+
+def test_a_mismatch_of_rounding_alone_has_no_curve(make, tmp_path):
+    paths = [make(finished(mismatch__kl=kl), precision=p) for kl, p in ((0.0, BF16), (1e-16, KV))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = [curve.name for curve, _ in draw_figures(compare(map(read_run, paths)))]
+    assert drawn == ["reward", "validation"] and not list(draw_figures(compare([])))
+
+
+def test_a_setting_with_a_tag_or_a_star_stays_text_in_the_page(make):
+    evil = ["<img src=x onerror=alert(1)> *c*", "</answer>"]
+    own = [{"policy": {"generation": {"vllm_kwargs": {"a": text}}}} for text in evil]
+    paths = [make(finished(), nemo=each, backend="nemo", precision=BF16) for each in own]
+    page = to_markdown(compare(map(read_run, paths)), {}, "x")
+    assert "<img" not in page and "</answer>" not in page
+    assert r"vllm_kwargs.a=&lt;img src=x onerror=alert(1)&gt; \*c\*" in page

@@ -169,3 +169,59 @@ def test_a_row_of_the_page_has_every_number():
         "fp8-linear-none", "bf16-none", "3", "+0.0 ±0.5", "equal", "1.0e-02",
         "1.0e-02", "healthy", "-", "-", "-",
     ]  # fmt: skip
+
+
+def test_a_twin_that_learned_nothing_still_counts():
+    twins = [run(BF16, seed=seed, last=last) for seed, last in ((1, 0.0), (2, 0.5), (3, 0.5))]
+    cells = [run(FP8, seed=seed, last=last) for seed, last in ((1, 0.9), (2, 0.5), (3, 0.5))]
+    found = only(*twins, *cells)
+    assert found.accuracy.mean == pytest.approx(30) and found.accuracy_word == "open"
+
+
+def test_a_cell_of_which_a_seed_died_gets_no_word_on_accuracy():
+    whole = pairs([0.1, 0.1, 0.2, 0.1])
+    whole[-1] = dataclasses.replace(whole[-1], rows=whole[-1].rows[:2])
+    found = only(*whole)
+    assert (found.seeds, found.finished) == (4, 3) and found.accuracy_word == "3 of 4 finished"
+    assert "accuracy +0.1 ±0.1 points (3 of 4 finished)" in str(found)
+
+
+def test_a_run_that_is_not_as_far_is_compared_over_the_steps_of_both():
+    def grows(made):
+        rows = [row | {"time/step": row["step"], "mismatch/kl": row["step"]} for row in made.rows]
+        return dataclasses.replace(made, rows=rows)
+
+    twins = [grows(nemo(BF16, seed=seed, steps=100)) for seed in (1, 2)]
+    cells = [grows(nemo(FP8, seed=seed, steps=100)) for seed in (1, 2)]
+    cells = [dataclasses.replace(each, rows=each.rows[:20]) for each in cells]
+    found = only(*twins, *cells)
+    assert found.step.mean == 1 and found.speed_word == "equal"
+    assert found.kl.mean == found.twin_kl.mean == pytest.approx(10.5)
+
+
+@pytest.mark.parametrize("change", [{"nodes": 2}, {"gpus_per_node": 8}, {"gpu": "h200"}])
+def test_speed_on_other_nodes_is_not_compared(change):
+    cluster = Cluster(**({"gpus_per_node": 1} | change))
+    found = only(nemo(BF16), nemo(FP8, cluster=cluster))
+    assert found.step is None and found.speed_word == "-"
+
+
+def test_another_correction_of_the_twins_is_named_and_its_own_or_none_is_not():
+    tight = dataclasses.replace(TIS, truncate=0.01)
+    [said] = only(run(BF16, tight), run(FP8, TIS)).unmatched
+    assert said.startswith("the twin's correction is tis: level=token truncate=0.01 ")
+    assert only(run(BF16, TIS), run(FP8, TIS)).unmatched == ()
+    assert only(run(BF16), run(FP8, TIS)).unmatched == ()
+
+
+def test_the_same_seed_twice_is_one_seed_and_the_longer_run_counts():
+    twice = [run(FP8, last=0.7), run(FP8, last=0.9, outputs="elsewhere")]
+    half = dataclasses.replace(twice[0], rows=twice[0].rows[:1], path=Path("copy"))
+    comparison = compare([run(BF16), half, *twice])
+    assert [len(cell.runs) for cell in comparison.cells] == [1, 1]
+    assert comparison.cells[1].runs[0].rows[-1]["val/accuracy"] == 0.9
+    assert any(note.startswith("copy: left out") for note in comparison.notes)
+
+
+def test_what_diverged_is_called_so_and_not_open():
+    assert only(*pairs([math.nan, 1.0])).accuracy_word == "diverged"

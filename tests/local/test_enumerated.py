@@ -10,7 +10,7 @@ import torch
 
 from fp8_nemo.compose import compose, option_names
 from fp8_nemo.correction import STATISTICS
-from fp8_nemo.enumerated import (
+from fp8_nemo.local.enumerated import (
     GradientError,
     enumerate_answers,
     expected_multiplier,

@@ -123,8 +123,8 @@ def expected_multiplier(pair: LogprobPair, share_B: Tensor, correction: Correcti
 
 def true_gradient(problem: Enumeration) -> Tensor:
     """Gradient `[C, V]` of the mean reward under `train` with respect to its logits."""
-    weight_B = problem.pair.train_BT.sum(1).exp() * problem.reward_B
-    return _gradient(problem, weight_B[:, None].expand_as(problem.token_BT))
+    coefficient_B = problem.pair.train_BT.sum(1).exp() * problem.reward_B
+    return _gradient(problem, coefficient_B[:, None].expand_as(problem.token_BT))
 
 
 def mean_gradient(problem: Enumeration, value_BT: Tensor) -> Tensor:
@@ -159,8 +159,8 @@ def pooled(errors: Sequence[GradientError]) -> GradientError:
     return GradientError(*root_means.tolist(), *means.tolist())
 
 
-def _gradient(problem: Enumeration, weight_BT: Tensor) -> Tensor:
+def _gradient(problem: Enumeration, coefficient_BT: Tensor) -> Tensor:
     """Sum over all tokens of their weight times `grad log p`."""
     at = problem.context_BT, problem.token_BT
-    said_CV = torch.zeros_like(problem.train_CV).index_put(at, weight_BT, accumulate=True)
+    said_CV = torch.zeros_like(problem.train_CV).index_put(at, coefficient_BT, accumulate=True)
     return said_CV - said_CV.sum(1, keepdim=True) * problem.train_CV.exp()
