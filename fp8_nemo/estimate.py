@@ -3,21 +3,56 @@
 `estimate` counts bytes exactly, from the model's numbers. `memory_per_gpu` adds up what trainer and
 engine hold in each phase of a NeMo RL step on one GPU: exact for weights, gradients and optimizer,
 by formula for activations, and with a fixed allowance for what no formula knows. It has not been
-held against a measurement yet. Speeds are measured (benchmarks/), not estimated.
+held against a measurement yet.
+
+`decode_seconds` and `refit_seconds` are bytes over bandwidth and operations over arithmetic rate,
+plus one fixed cost per model, which benchmarks/fit_estimate.py fits on half of what was measured
+and tests on the other half. `recipes.plan` does not print them: no fixed cost is known yet.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8_nemo.schema import Precision, Recipe, Shape
-from fp8_nemo.weights import SCALE_SUFFIX, is_fp8_weight, named_shapes, wire_specs
+from fp8_nemo.weights import BLOCK, SCALE_SUFFIX, is_fp8_weight, named_shapes, wire_specs
 
 DTYPE_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}
 GIB = 2**30
 GPU_GIB = {"h100": 79.6, "h200": 140.4, "b200": 179.1}
 """Memory of one GPU as nvidia-smi reports it: 81559, 143771, 183359 MiB."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Rates of one GPU: `Speed(4.8e12, 989e12, 1979e12)`."""
+
+    bandwidth: float
+    """Bytes a second, of its own memory."""
+    bf16: float
+    """FLOP/s of dense products on the tensor cores."""
+    fp8: float
+
+    def reached(self) -> Speed:
+        """What real kernels get of it."""
+        bandwidth = self.bandwidth * MEMORY_REACHED
+        return Speed(bandwidth, self.bf16 * PRODUCTS_REACHED, self.fp8 * PRODUCTS_REACHED)
+
+
+GPU_SPEED = {
+    "h100": Speed(3.35e12, 989e12, 1979e12),
+    "h200": Speed(4.8e12, 989e12, 1979e12),
+    "b200": Speed(8.0e12, 2250e12, 4500e12),
+}
+"""NVIDIA's datasheets of the SXM parts (H100, H200; HGX B200 by eight): the rates printed there are
+with sparsity, these are half of them."""
+MEMORY_REACHED = 0.88
+"""A large copy on an H200: 4.22 of 4.8 TB/s (benchmarks/results/quantize-h200.json)."""
+PRODUCTS_REACHED = 0.8
+"""8192^3 BF16 product of random numbers on an H200: 788 of 989 TFLOP/s."""
+CACHE_BLOCK = 16
+"""Tokens of one block of vLLM's KV cache."""
 ALLOWANCE_GIB = 6.0
 """CUDA and NCCL of two processes, a sleeping engine's graphs, fragmentation."""
 HEADROOM = 0.1
@@ -129,6 +164,123 @@ def kv_cache_tokens(recipe: Recipe, memory: Memory) -> int:
     per_token = estimate(recipe.model.shape, recipe.precision).kv_bytes_per_token
     shards = min(recipe.model.parallel.rollout_tensor, recipe.model.shape.kv_heads)
     return int(memory.phases["rollout"]["KV cache"] * shards / per_token)
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """What one decode step of the whole batch reads and multiplies, over all GPUs of the engine."""
+
+    weight_bytes: float
+    kv_bytes: float
+    fp8_flops: float
+    """Products with FP8 weights."""
+    bf16_flops: float
+    """Products with the others: `lm_head`, routers, all of them in BF16."""
+    attention_flops: float
+
+    def seconds(self, speed: Speed, fp8_attention: bool) -> float:
+        """The larger of reading and multiplying, for weights and for the cache, one after other."""
+        linear = self.fp8_flops / speed.fp8 + self.bf16_flops / speed.bf16
+        attention = self.attention_flops / (speed.fp8 if fp8_attention else speed.bf16)
+        return max(self.weight_bytes / speed.bandwidth, linear) + max(
+            self.kv_bytes / speed.bandwidth, attention
+        )
+
+
+def decode_work(shape: Shape, precision: Precision, batch: int, context: float) -> DecodeWork:
+    """Bytes and operations of one step that decodes one token of every sequence.
+
+    Every weight is read once, but the embedding (a row per token), and of the experts those that
+    the batch is expected to touch: `E * (1 - (1 - k/E)^batch)` if routes are even.
+
+    Args:
+        shape: of the model.
+        precision: with `rollout_linear` and `rollout_kv`.
+        batch: sequences.
+        context: tokens of each in the cache, on average.
+    """
+    read = flops = fp8_flops = 0.0
+    even = shape.experts_per_token / shape.experts if shape.experts else 0.0
+    for name, size in named_shapes(shape).items():
+        if name == "model.embed_tokens.weight" and not shape.tied:
+            continue
+        count, expert = math.prod(size), ".experts." in name
+        fp8 = is_fp8_weight(name, size, precision, shape.layers)
+        each = 1 + 4 / BLOCK**2 if fp8 else 2
+        read += count * each * (1 - (1 - even) ** batch if expert else 1)
+        operations = 2 * count * batch * (even if expert else 1) if len(size) > 1 else 0
+        flops, fp8_flops = flops + operations, fp8_flops + operations * fp8
+    heads = shape.layers * shape.heads * shape.head_dim
+    cached = batch * context
+    return DecodeWork(
+        weight_bytes=read,
+        kv_bytes=cached * estimate(shape, precision).kv_bytes_per_token,
+        fp8_flops=fp8_flops,
+        bf16_flops=flops - fp8_flops,
+        attention_flops=4 * heads * cached,
+    )
+
+
+def decode_seconds(
+    shape: Shape, precision: Precision, batch: int, context: float, gpu: str, fixed: float
+) -> float:
+    """Seconds of one decode step on one GPU, at the rates that kernels reach.
+
+    Args:
+        shape: of the model.
+        precision: with `rollout_linear` and `rollout_kv`.
+        batch: sequences.
+        context: tokens of each in the cache, on average.
+        gpu: a key of `GPU_SPEED`.
+        fixed: seconds of a step that neither bytes nor operations explain; fitted per model.
+    """
+    work = decode_work(shape, precision, batch, context)
+    return work.seconds(GPU_SPEED[gpu].reached(), precision.rollout_kv == "fp8") + fixed
+
+
+def decode_floor(shape: Shape, precision: Precision, batch: int, context: float, gpu: str) -> float:
+    """Seconds that no step can be faster than: the roofline, by the datasheet."""
+    work = decode_work(shape, precision, batch, context)
+    return work.seconds(GPU_SPEED[gpu], precision.rollout_kv == "fp8")
+
+
+def refit_seconds(shape: Shape, precision: Precision, gpu: str, fixed: float) -> float:
+    """Seconds of a refit between two processes of one GPU.
+
+    The trainer reads its BF16 weights and writes the wire's tensors, the engine reads those and
+    writes its own: all of it memory traffic of the one GPU.
+
+    Args:
+        shape: of the model.
+        precision: of the wire.
+        gpu: a key of `GPU_SPEED`.
+        fixed: seconds that bytes do not explain; fitted per model.
+    """
+    counts = estimate(shape, precision)
+    moved = counts.refit_bytes_bf16 + 3 * counts.refit_bytes
+    return moved / GPU_SPEED[gpu].reached().bandwidth + fixed
+
+
+def kv_capacity(shape: Shape, precision: Precision, kv_bytes: float) -> int:
+    """Tokens that a KV cache of so many bytes holds, in whole blocks."""
+    block = CACHE_BLOCK * estimate(shape, precision).kv_bytes_per_token
+    return int(kv_bytes // block) * CACHE_BLOCK
+
+
+def engine_kv_bytes(
+    shape: Shape, precision: Precision, gpu: str, share: float, reserve: float
+) -> float:
+    """Bytes that an engine on one GPU leaves to its KV cache.
+
+    Args:
+        shape: of the model.
+        precision: of the engine's weights.
+        gpu: a key of `GPU_GIB`.
+        share: of the GPU that the engine takes (`gpu_memory_utilization`).
+        reserve: bytes of activations, graphs and libraries; fitted per model.
+    """
+    weights = estimate(shape, replace(precision, rollout_kv="bf16")).refit_bytes
+    return GPU_GIB[gpu] * GIB * share - weights - reserve
 
 
 def _parameters(recipe: Recipe) -> tuple[int, int, int]:

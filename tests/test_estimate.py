@@ -4,13 +4,30 @@ The sums are written out per layer from the models' numbers. A refit with FP8 we
 less than one in BF16 for the first and 49 % less for the second.
 """
 
+# pyright: reportMissingImports=false
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from fp8_nemo.estimate import estimate
+from fp8_nemo.estimate import (
+    GPU_SPEED,
+    decode_floor,
+    decode_seconds,
+    decode_work,
+    engine_kv_bytes,
+    estimate,
+    kv_capacity,
+    refit_seconds,
+)
 from fp8_nemo.schema import Precision, Shape
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import fit_estimate
+from fit_estimate import Measured, compared, fitted, worst
 
 MODELS = Path(__file__).parents[1] / "conf" / "model"
 FP8 = Precision(rollout_linear="fp8")
@@ -75,3 +92,141 @@ def test_tied_embeddings_are_sent_once():
     untied, tied = (estimate(Shape(vocab=96, hidden=256, tied=tied), FP8) for tied in (False, True))
     assert untied.parameters - tied.parameters == 96 * 256
     assert untied.refit_bytes - tied.refit_bytes == 2 * 96 * 256
+
+
+def test_a_decode_step_reads_every_weight_once_but_a_row_of_the_embedding_per_token():
+    bf16 = decode_work(shape_of("llama31-8b"), Precision(), batch=64, context=1000)
+    embedding = 128256 * 4096
+    assert bf16.weight_bytes == 2 * (LLAMA_LINEARS + LLAMA_BF16 - embedding)
+    assert bf16.kv_bytes == 64 * 1000 * 131072
+    assert bf16.fp8_flops == 0
+    assert bf16.bf16_flops == 2 * 64 * (LLAMA_LINEARS + embedding)  # the head is as large
+    assert bf16.attention_flops == 4 * 32 * 32 * 128 * 64 * 1000
+
+    fp8 = decode_work(shape_of("llama31-8b"), FP8_KV, batch=64, context=1000)
+    saved = bf16.weight_bytes - fp8.weight_bytes
+    assert saved == pytest.approx(LLAMA_LINEARS - 4 * LLAMA_SCALES)
+    assert fp8.kv_bytes == bf16.kv_bytes / 2
+    assert fp8.fp8_flops == 2 * 64 * LLAMA_LINEARS
+    assert fp8.fp8_flops + fp8.bf16_flops == bf16.bf16_flops
+
+
+def test_a_tied_embedding_is_read_whole_as_the_head():
+    tied, untied = (
+        decode_work(Shape(vocab=96, hidden=256, tied=tied), FP8, 4, 10) for tied in (True, False)
+    )
+    assert tied.weight_bytes == untied.weight_bytes
+    assert tied.bf16_flops == untied.bf16_flops
+
+
+def test_a_batch_touches_the_experts_that_even_routes_would():
+    shape = shape_of("qwen3-30b-a3b")
+    expert = 48 * 3 * 768 * 2048
+    one, two, many = (
+        decode_work(shape, Precision(), batch, context=1).weight_bytes for batch in (1, 2, 10**6)
+    )
+    assert many - one == pytest.approx(2 * 120 * expert)  # 8 of 128, then all
+    assert two - one == pytest.approx(2 * (8 - 8 * 8 / 128) * expert)
+    work = decode_work(shape, FP8, batch=3, context=1)
+    dense = QWEN_LINEARS - 128 * expert
+    assert work.fp8_flops == pytest.approx(2 * 3 * (dense + 8 * expert))
+
+
+def test_a_step_is_its_bytes_over_bandwidth_until_the_products_take_longer():
+    shape, speed = shape_of("llama31-8b"), GPU_SPEED["h200"]
+    work = decode_work(shape, FP8_KV, 16, 4096)
+    bytes_alone = (work.weight_bytes + work.kv_bytes) / speed.bandwidth
+    assert decode_floor(shape, FP8_KV, 16, 4096, "h200") == pytest.approx(bytes_alone)
+    assert decode_seconds(shape, FP8_KV, 16, 4096, "h200", fixed=1.0) == pytest.approx(
+        1.0 + bytes_alone / 0.88
+    )
+    large = decode_work(shape, Precision(), 4096, 1)
+    products = large.bf16_flops / speed.bf16
+    assert products > large.weight_bytes / speed.bandwidth
+    floor = decode_floor(shape, Precision(), 4096, 1, "h200")
+    assert floor == pytest.approx(products + large.kv_bytes / speed.bandwidth)
+    # and products of FP8 weights go at their own rate
+    fp8 = decode_work(shape, FP8, 4096, 1)
+    expected = fp8.fp8_flops / speed.fp8 + fp8.bf16_flops / speed.bf16
+    assert decode_floor(shape, FP8, 4096, 1, "h200") == pytest.approx(
+        expected + fp8.kv_bytes / speed.bandwidth
+    )
+
+
+def test_a_faster_gpu_takes_less_and_fp8_never_more():
+    shape = shape_of("qwen3-30b-a3b")
+    for batch, context in ((1, 128), (64, 8192), (512, 4096)):
+        times = [decode_floor(shape, FP8, batch, context, gpu) for gpu in ("h100", "h200", "b200")]
+        assert times == sorted(times, reverse=True)
+        by_precision = [
+            decode_floor(shape, each, batch, context, "h200") for each in (Precision(), FP8, FP8_KV)
+        ]
+        assert by_precision == sorted(by_precision, reverse=True)
+
+
+def test_a_refit_reads_bf16_and_moves_the_wire_three_times():
+    shape = shape_of("llama31-8b")
+    wire = LLAMA_LINEARS + 4 * LLAMA_SCALES + 2 * LLAMA_BF16
+    moved = 2 * (LLAMA_LINEARS + LLAMA_BF16) + 3 * wire
+    seconds = refit_seconds(shape, FP8, "h200", fixed=0.25)
+    assert seconds == pytest.approx(0.25 + moved / (4.8e12 * 0.88))
+
+
+def test_a_cache_holds_whole_blocks_and_twice_the_tokens_in_fp8():
+    shape = shape_of("llama31-8b")
+    assert kv_capacity(shape, FP8, 16 * 131072 * 10.9) == 160
+    assert kv_capacity(shape, FP8_KV, 16 * 131072 * 10) == 320
+    left = engine_kv_bytes(shape, FP8_KV, "h200", share=0.9, reserve=2**30)
+    weights = LLAMA_LINEARS + 4 * LLAMA_SCALES + 2 * LLAMA_BF16
+    assert left == pytest.approx(140.4 * 2**30 * 0.9 - weights - 2**30)
+
+
+def test_the_constant_comes_from_one_half_and_the_error_from_the_other():
+    points = [Measured("a", 3.0, 1.0, True), Measured("b", 8.0, 4.0, False)]
+    assert fitted(points) == 2.0
+    rows = compared("m", points, 2.0)
+    assert [row["error"] for row in rows] == [0.0, -0.25]
+    assert worst(rows) == 0.25 and worst(rows[:1]) is None
+    with pytest.raises(ValueError, match="no point to fit"):
+        fitted(points[1:])
+    # two points to fit: errors relative to what was measured are least
+    pair = [Measured("a", 1.0, 0.5, True), Measured("b", 10.0, 7.0, True)]
+    best = fitted(pair)
+    loss = [
+        sum(row["error"] ** 2 for row in compared("m", pair, best + d)) for d in (-0.01, 0, 0.01)
+    ]
+    assert min(loss) == loss[1]
+
+
+def test_halves_alternate_across_precisions_and_a_true_constant_is_found(tmp_path, monkeypatch):
+    rows, engines = [], []
+    for variant, precision in (("bf16", Precision()), ("fp8-linear-cutlass", FP8)):
+        shape = shape_of("llama31-8b")
+        for batch, prompt in ((64, 1024), (256, 1024), (16, 4096), (64, 4096)):
+            context = prompt + 100.0
+            seconds = decode_seconds(shape, precision, batch, context, "h200", fixed=0.0015)
+            rows.append(
+                {"model": "llama31-8b", "precision": variant, "engine": "vLLM", "batch": batch,
+                 "prompt": prompt, "regime": "resident", "context": context,
+                 "seconds_per_step": {"median": seconds}}
+            )  # fmt: skip
+        room = engine_kv_bytes(shape, precision, "h200", 0.9, reserve=3 * 2**30)
+        engines.append({"model": "llama31-8b", "precision": variant, "engine": "vLLM",
+                        "kv_tokens": kv_capacity(shape, precision, room)})  # fmt: skip
+    rows.append({"model": "llama31-8b", "precision": "bf16", "engine": "vLLM", "regime": "failed"})
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps({"gpu": "h200", "share": 0.9, "rows": rows, "engines": engines}))
+    glue = Path(__file__).parents[1] / "benchmarks" / "results" / "glue-8b-h200.json"
+    words = ["fit_estimate.py", str(file), "--refit", str(glue), "--out", str(tmp_path / "e.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    fit_estimate.main()
+    content = json.loads((tmp_path / "e.json").read_text())
+    assert content["constants"][0]["decode_seconds"] == pytest.approx(0.0015)
+    assert content["constants"][0]["reserve_gib"] == pytest.approx(3, rel=1e-3)
+    halves = [row["half"] for row in content["decode"]]
+    assert halves == ["fitted", "tested"] * 2 + ["tested", "fitted"] * 2
+    assert [row["half"] for row in content["capacity"]] == ["fitted", "tested"]
+    gates = {gate["what"]: gate for gate in content["gates"]}
+    assert gates["llama31-8b: decode"]["worst error"] < 1e-9
+    assert gates["llama31-8b: KV capacity"]["holds"]
+    assert gates["llama31-8b: refit"]["limit"] == 0.2
