@@ -2,20 +2,37 @@
 
 `{"input": "37+48", "output": "85"}` a line, as NeMo RL's ResponseDataset reads it. Free of torch,
 so that a broken line is refused before anything is loaded.
+
+`arithmetic` is answered in one number. `running-sum` is answered by written-out working, a
+scratchpad (Nye et al., arXiv 2112.00114), for rollouts of several hundred tokens:
+
+    38+17+92  ->  38+17=55
+                  55+92=147
+
+Its last result is rewarded, the one that NeMo RL's math_verify takes too (tests/nemo).
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fp8_nemo.schema import Data
 
 HELD_OUT_PAIRS = 256
+HELD_OUT_SUMS = 256
 TRAIN_FILE, VALIDATION_FILE = "train.jsonl", "validation.jsonl"
 MOST_PAIRS = 20_000
+SUMS = 20_000
+NUMBERS = range(10, 100)
+"""That a running sum adds up, each at most once: the next one is found by the last one."""
+
+RESULT = re.compile(r"(?:=|^)\s*([0-9]+)\s*$", re.MULTILINE)
+"""A number that ends its line, after an equals sign or alone."""
 
 
 class Problem(NamedTuple):
@@ -23,6 +40,8 @@ class Problem(NamedTuple):
 
     input: str
     output: str
+    working: str = ""
+    """The whole right answer, where it is more than the output: `"38+17=55\\n55+92=147"`."""
 
 
 class Split(NamedTuple):
@@ -37,14 +56,14 @@ class DataError(ValueError):
 
 
 def load_problems(data: Data, seed: int) -> Split:
-    """The problems of a recipe: `arithmetic` is made, `jsonl` is read.
+    """The problems of a recipe: `arithmetic` and `running-sum` are made, `jsonl` is read.
 
     Raises:
         DataError: a file is missing, empty or broken.
     """
-    if data.name == "arithmetic":
+    if data.is_made:
         assert data.difficulty is not None, "the plan fills it in"
-        return arithmetic(data.difficulty, seed)
+        return MAKERS[data.name](data.difficulty, seed)
     folder = Path(data.path or "")
     return Split(read_jsonl(folder / TRAIN_FILE), read_jsonl(folder / VALIDATION_FILE))
 
@@ -62,6 +81,45 @@ def arithmetic(difficulty: int, seed: int) -> Split:
     train = [problem for pair in pairs[held_out:] for problem in _problems_of(*pair)]
     random.Random(seed).shuffle(train)
     return Split(train, validation)
+
+
+def running_sum(difficulty: int, seed: int) -> Split:
+    """Sums of `difficulty` different two-digit numbers, one line of working for each addition.
+
+    The split is by set of numbers and the same for every seed. The seed draws the problems to train
+    on, some of them twice where there are few (`difficulty` below 4).
+    """
+    draw, held_out = random.Random(difficulty), {}
+    while len(held_out) < HELD_OUT_SUMS:
+        numbers = draw.sample(NUMBERS, difficulty)
+        held_out.setdefault(frozenset(numbers), numbers)
+    draw, train = random.Random(seed), []
+    while len(train) < SUMS:
+        numbers = draw.sample(NUMBERS, difficulty)
+        if frozenset(numbers) not in held_out:
+            train.append(_sum_of(numbers))
+    return Split(train, [_sum_of(numbers) for numbers in held_out.values()])
+
+
+def working(numbers: Sequence[int], slip: Callable[[int], int] = lambda result: result) -> str:
+    """A running sum, one line an addition, as `Problem.working` has it.
+
+    Args:
+        numbers: two or more.
+        slip: what is written for a right result; the lines that follow go on from it.
+    """
+    total, lines = numbers[0], []
+    for number in numbers[1:]:
+        result = slip(total + number)
+        lines.append(f"{total}+{number}={result}")
+        total = result
+    return "\n".join(lines)
+
+
+MAKERS: dict[str, Callable[[int, int], Split]] = {
+    "arithmetic": arithmetic,
+    "running-sum": running_sum,
+}
 
 
 def read_jsonl(path: Path) -> list[Problem]:
@@ -83,13 +141,23 @@ def read_jsonl(path: Path) -> list[Problem]:
 def write_problems(folder: Path, split: Split) -> None:
     """Write train.jsonl and validation.jsonl, as NeMo RL and `data=jsonl` read them."""
     for name, problems in zip((TRAIN_FILE, VALIDATION_FILE), split, strict=True):
-        lines = [json.dumps(problem._asdict()) + "\n" for problem in problems]
+        lines = [
+            json.dumps({"input": problem.input, "output": problem.output}) + "\n"
+            for problem in problems
+        ]
         (folder / name).write_text("".join(lines), encoding="utf-8")
 
 
 def reward(answer: str, problem: Problem) -> float:
-    """1 if the answer is the problem's output, apart from surrounding blanks, else 0."""
-    return float(answer.strip() == problem.output.strip())
+    """1 if the answer is right, else 0.
+
+    It is right if it is the problem's output, apart from surrounding blanks. Of working, the last
+    result counts alone; what stops early ends in another one.
+    """
+    if not problem.working:
+        return float(answer.strip() == problem.output.strip())
+    results = RESULT.findall(answer)
+    return float(bool(results) and results[-1].lstrip("0") == problem.output)
 
 
 def _number_pairs(difficulty: int) -> list[tuple[int, int]]:
@@ -110,12 +178,16 @@ def _problems_of(large: int, small: int) -> list[Problem]:
     return [*(Problem(text, total) for text in sums), Problem(f"{large}-{small}", difference)]
 
 
+def _sum_of(numbers: Sequence[int]) -> Problem:
+    return Problem("+".join(map(str, numbers)), str(sum(numbers)), working(numbers))
+
+
 def _parse(line: str, where: str) -> Problem:
     try:
         fields = json.loads(line)
         problem = Problem(fields["input"], fields["output"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f'{where}: not an object with "input" and "output" ({error!r})') from error
-    if not all(isinstance(text, str) and text for text in problem):
+    if not all(isinstance(text, str) and text for text in (problem.input, problem.output)):
         raise DataError(f'{where}: "input" and "output" must be texts, not empty')
     return problem

@@ -104,7 +104,7 @@ def environment_variables(recipe: Recipe) -> dict[str, str]:
     if recipe.cluster.interpreter == "system":
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     from_folder = recipe.model.path is not None or recipe.model.hf_id is None
-    if from_folder and recipe.data.name in ("arithmetic", "jsonl"):
+    if from_folder and (recipe.data.is_made or recipe.data.name == "jsonl"):
         found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # nothing is on the hub
     return found
 
@@ -131,10 +131,9 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
     if recipe.data.name == "openmath-2":
         prompt = Path(root or "$NEMO_RL_ROOT") / "examples" / "prompts" / "cot.txt"
         found["data.default.prompt_file"] = str(prompt)
-    if recipe.data.name in ("arithmetic", "jsonl"):
-        folder = Path(recipe.data.path).absolute() if recipe.data.path else here / "data"
-        if recipe.data.name == "arithmetic":
-            folder = here / "data"
+    if recipe.data.is_made or recipe.data.name == "jsonl":
+        given = None if recipe.data.is_made else recipe.data.path
+        folder = Path(given).absolute() if given else here / "data"
         found["data.train.data_path"] = str(folder / "train.jsonl")
         found["data.validation.data_path"] = str(folder / "validation.jsonl")
     return found

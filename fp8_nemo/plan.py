@@ -31,7 +31,7 @@ from fp8_nemo.overrides import (
     nemo_mistakes,
     overrides,
 )
-from fp8_nemo.schema import Data, Mistake, Recalibrate, Recipe, mistakes
+from fp8_nemo.schema import TASKS, Data, Mistake, Recalibrate, Recipe, mistakes
 
 LOCAL_BASE: dict[str, Any] = {
     "prompts_per_step": 32,
@@ -41,7 +41,6 @@ LOCAL_BASE: dict[str, Any] = {
     "updates_per_step": 1,
     "kl_penalty": 0.01,
 }
-DIFFICULTY = 2
 SHARE = f"{VLLM}.gpu_memory_utilization"
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 """NeMo RL's own (conf/glue/stock.yaml)."""
@@ -251,7 +250,7 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
         yield "precision.scales: no effect, nothing is quantized"
     if recipe.correction.name != "none" and native_correction(recipe.correction) is None:
         yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
-    if recipe.data.name == "arithmetic" and recipe.data.path:
+    if recipe.data.is_made and recipe.data.path:
         yield "data.path: no effect, problems are made"
 
 
@@ -278,9 +277,9 @@ def _with_local_base(recipe: Recipe) -> Recipe:
 
 
 def _with_difficulty(data: Data) -> Data:
-    if data.name != "arithmetic" or data.difficulty is not None:
+    if not data.is_made or data.difficulty is not None:
         return data
-    return dataclasses.replace(data, difficulty=DIFFICULTY)
+    return dataclasses.replace(data, difficulty=TASKS[data.name].usual)
 
 
 def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
@@ -291,11 +290,11 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             f"backend=local reads {recipe.model.name} from a folder",
             "give model.path=FOLDER, or run it with backend=nemo",
         )
-    if recipe.data.name not in ("arithmetic", "jsonl"):
+    if not recipe.data.is_made and recipe.data.name != "jsonl":
         yield Mistake(
             "data",
             recipe.data.name,
-            "backend=local reads arithmetic or jsonl",
+            f"backend=local reads {', '.join(TASKS)} or jsonl",
             "choose data=arithmetic, or data=jsonl data.path=FOLDER",
         )
     sequences = (recipe.grpo.prompts_per_step or LOCAL_BASE["prompts_per_step"]) * (
@@ -335,7 +334,7 @@ def _local_notes(recipe: Recipe) -> Iterator[str]:
         "correction.renormalize_denominator": (
             correction.renormalize_denominator and not rejects, "nothing is rejected"
         ),
-        "data.path": (recipe.data.name == "arithmetic" and recipe.data.path, "problems are made"),
+        "data.path": (recipe.data.is_made and recipe.data.path, "problems are made"),
         "data.difficulty": (
             recipe.data.name == "jsonl" and recipe.data.difficulty, "problems are read"
         ),

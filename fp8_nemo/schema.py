@@ -171,6 +171,22 @@ class Correction:
     """Refuse to plan what would reject a larger share of the measured tokens."""
 
 
+class Task(NamedTuple):
+    """Problems that are made here, and the difficulties that they come in."""
+
+    usual: int
+    least: int
+    most: int
+    measure: str
+    """What difficulty counts."""
+
+
+TASKS = {
+    "arithmetic": Task(2, 1, 6, "digits of each operand"),
+    "running-sum": Task(30, 2, 60, "numbers to add up"),
+}
+
+
 @dataclass
 class Data:
     """Problems with verifiable answers."""
@@ -178,8 +194,13 @@ class Data:
     name: str = short_name("arithmetic")
     path: str | None = None
     """For `jsonl`: a folder with train.jsonl and validation.jsonl, objects of `input`, `output`."""
-    difficulty: int | None = number(None, least=1, most=6)
-    """For `arithmetic`: digits of each operand."""
+    difficulty: int | None = number(None, least=1)
+    """Of problems that are made (`TASKS`): digits of an operand, numbers of a sum."""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the problems are made here, for either backend."""
+        return self.name in TASKS
 
 
 @dataclass
@@ -434,6 +455,13 @@ def _data_mistakes(data: Data) -> Iterator[Mistake]:
             None,
             "data=jsonl reads a folder",
             "give data.path=FOLDER with train.jsonl and validation.jsonl",
+        )
+    task = TASKS.get(data.name)
+    if task and data.difficulty and not task.least <= data.difficulty <= task.most:
+        yield Mistake(
+            "data.difficulty",
+            data.difficulty,
+            f"must be from {task.least} to {task.most}, the {task.measure} of data={data.name}",
         )
 
 

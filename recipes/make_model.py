@@ -1,6 +1,7 @@
 """Train a small starting checkpoint, with tokenizer and chat template, in Hugging Face format.
 
 python -m recipes.make_model fp8_nemo/local/models/tiny-llama model=tiny-llama
+python -m recipes.make_model models/small-llama-sum model=small-llama data=running-sum
 
 Ten minutes on two cores for the tiny ones, two on a GPU. Takes the groups `model`, `data`, `seed`.
 """
@@ -42,6 +43,7 @@ def make(folder: Path, recipe: Recipe, problems: list[Problem]) -> None:
 
     from fp8_nemo.local import make_model
 
+    torch.backends.cuda.matmul.allow_tf32 = True
     chat = make_model.make_chat()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = make_model.new_model(recipe.model.shape, chat, recipe.seed)

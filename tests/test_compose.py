@@ -117,8 +117,8 @@ def test_a_sweep_is_the_product_of_its_axes_in_the_order_typed():
         (["+sweep=demo"], "+sweep=demo: sweep is always there; write sweep=..."),
         (
             ["-m", "data=arithmetic,openmath-2"],
-            "data=openmath-2: backend=local reads arithmetic or jsonl; choose data=arithmetic, or "
-            "data=jsonl data.path=FOLDER (cell data=openmath-2)",
+            "data=openmath-2: backend=local reads arithmetic, running-sum or jsonl; choose "
+            "data=arithmetic, or data=jsonl data.path=FOLDER (cell data=openmath-2)",
         ),
     ],
 )

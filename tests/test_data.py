@@ -1,5 +1,6 @@
 """Problems: seeded, split without overlap, read from JSONL with a line number for each mistake."""
 
+import hashlib
 import json
 
 import pytest
@@ -12,6 +13,8 @@ from fp8_nemo.data import (
     load_problems,
     read_jsonl,
     reward,
+    running_sum,
+    working,
     write_problems,
 )
 from fp8_nemo.schema import Data
@@ -81,3 +84,66 @@ def test_a_missing_or_empty_file_is_named(tmp_path):
 def test_reward_is_one_for_the_exact_answer_alone():
     problem = Problem("37+48", "85")
     assert [reward(text, problem) for text in ("85", " 85\n", "85.", "185", "")] == [1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("difficulty", [2, 3, 5, 30, 60])
+def test_a_running_sum_is_worked_out_line_by_line_from_numbers_that_differ(difficulty):
+    train, validation = running_sum(difficulty, seed=3)
+    assert len(train) == 20_000 and len(validation) == 256
+    for problem in train[:200] + validation:
+        numbers = [int(number) for number in problem.input.split("+")]
+        assert len(set(numbers)) == len(numbers) == difficulty and min(numbers) > 9
+        assert int(problem.output) == sum(numbers)
+        lines = [line.replace("=", "+").split("+") for line in problem.working.split("\n")]
+        assert [int(number) for _, number, _ in lines] == numbers[1:]
+        assert all(int(total) + int(number) == int(result) for total, number, result in lines)
+        assert [total for total, _, _ in lines[1:]] == [result for _, _, result in lines[:-1]]
+        assert lines[0][0] == str(numbers[0]) and lines[-1][2] == problem.output
+    assert len({problem.input for problem in validation}) == 256
+
+
+@pytest.mark.parametrize("difficulty", [2, 4, 30])
+def test_no_seed_trains_on_the_numbers_of_a_held_out_sum(difficulty):
+    splits = [running_sum(difficulty, seed) for seed in (1, 2, 3)]
+    held_out = {frozenset(each.input.split("+")) for each in splits[0].validation}
+    assert all(split.validation == splits[0].validation for split in splits)
+    for split in splits:
+        assert not held_out & {frozenset(each.input.split("+")) for each in split.train}
+    assert splits[0].train != splits[1].train
+    assert splits[0] == running_sum(difficulty, seed=1)
+
+
+def test_thirty_numbers_are_several_hundred_characters():
+    lengths = [len(problem.working) for problem in running_sum(30, 0).train]
+    assert 300 < min(lengths) < max(lengths) < 360
+
+
+def test_what_stands_in_working_goes_on_from_a_slip():
+    assert working([38, 17, 92]) == "38+17=55\n55+92=147"
+    slips = iter([56, 148])
+    assert working([38, 17, 92], lambda result: next(slips)) == "38+17=56\n56+92=148"
+
+
+def test_the_reward_of_working_is_that_of_its_last_result():
+    problem = Problem("38+17+92", "147", "38+17=55\n55+92=147")
+    right = [problem.working, problem.working + "\n", "38+17=54\n54+93=147", "147", "=147\n147+1"]
+    wrong = ["38+17=55", "55+92=14", "55+92=146", "55+92=147\n14", "55+92=1479", "55+92=147+1", ""]
+    assert [reward(text, problem) for text in right] == [1.0] * len(right)
+    assert [reward(text, problem) for text in wrong] == [0.0] * len(wrong)
+
+
+def test_working_is_not_written_for_nemo_rl(tmp_path):
+    write_problems(tmp_path, running_sum(2, 0))
+    lines = (tmp_path / "validation.jsonl").read_text().splitlines()
+    assert all(set(json.loads(line)) == {"input", "output"} for line in lines)
+
+
+def test_a_task_is_made_by_its_name_at_its_own_difficulty():
+    assert load_problems(Data("running-sum", difficulty=5), 2) == running_sum(5, 2)
+    assert load_problems(Data("arithmetic", difficulty=1), 2) == arithmetic(1, 2)
+
+
+def test_plain_arithmetic_is_what_it_was_in_every_byte():
+    """So that starting models and run names of earlier days still mean the same."""
+    text = repr([(p.input, p.output) for side in arithmetic(2, 42) for p in side])
+    assert hashlib.sha256(text.encode()).hexdigest()[:12] == "04d72dfe2212"

@@ -2,11 +2,16 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
-from fp8_nemo.compose import compose
+from fp8_nemo.compose import ComposeError, compose
+from fp8_nemo.overrides import path_overrides
 from fp8_nemo.plan import LOCAL_BASE, PlanError, plan_from_json, plan_recipe
+from fp8_nemo.run_dir import read_plan
+
+ROOT = Path(__file__).parents[1]
 
 
 def plan(*arguments: str):
@@ -72,7 +77,10 @@ def test_a_slurm_cell_needs_an_image_for_nemo_rls_own_environments():
             ["model=llama31-8b", "backend=local", "data=arithmetic"],
             "model.path=null: backend=local reads llama31-8b from a folder",
         ),
-        (["data=openmath-2"], "data=openmath-2: backend=local reads arithmetic or jsonl"),
+        (
+            ["data=openmath-2"],
+            "data=openmath-2: backend=local reads arithmetic, running-sum or jsonl",
+        ),
         (["+nemo.grpo.x=1"], "nemo.grpo={'x': 1}: backend=local has no NeMo RL configuration"),
         (
             ["grpo=paper", "grpo.updates_per_step=3"],
@@ -97,3 +105,41 @@ def test_an_option_without_effect_is_a_note_so_that_sweeps_compose():
 def test_a_plan_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan().cell = "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "refused", "limits"),
+    [
+        ("arithmetic", 2, (0, 7), "from 1 to 6, the digits of each operand"),
+        ("running-sum", 30, (1, 61), "from 2 to 60, the numbers to add up"),
+    ],
+)
+def test_a_task_that_is_made_has_difficulties_of_its_own(name, usual, refused, limits):
+    assert plan(f"data={name}").recipe.data.difficulty == usual
+    assert plan(f"data={name}", "data.difficulty=4").recipe.data.difficulty == 4
+    for difficulty in refused:
+        with pytest.raises(ComposeError) as caught:
+            compose([f"data={name}", f"data.difficulty={difficulty}"])
+        assert f"data.difficulty={difficulty}: must be " in str(caught.value)
+    assert limits in str(caught.value)
+
+
+def test_what_nemo_rl_is_given_of_a_task_that_is_made_is_the_runs_own_files(tmp_path):
+    arguments = ("backend=nemo", "glue=stock", "precision=bf16", "model=small-llama")
+    made = plan(*arguments, "data=running-sum", "data.path=elsewhere")
+    keys = path_overrides(made.recipe, tmp_path, None)
+    assert keys["data.train.data_path"] == str(tmp_path / "data" / "train.jsonl")
+    assert made.nemo.environment["HF_HUB_OFFLINE"] == "1"
+    assert "data.path: no effect, problems are made" in made.notes
+    plain = plan(*arguments, "data=arithmetic")
+    assert {**made.nemo.overrides} == {**plain.nemo.overrides}
+
+
+def test_runs_of_before_are_found_again():
+    """The kept runs' names, which their recipes still have."""
+    for path in (ROOT / "benchmarks" / "results" / "runs").glob("*/*/*"):
+        saved = read_plan(path)
+        assert plan_recipe(saved.recipe).run_name == str(path.relative_to(path.parents[2]))
+        precision, correction = saved.recipe.precision.name, saved.recipe.correction.name
+        words = [f"precision={precision}", f"correction={correction}", f"seed={saved.recipe.seed}"]
+        assert plan_recipe(compose(words)[0]).run_name == saved.run_name

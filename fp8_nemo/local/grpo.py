@@ -65,7 +65,7 @@ class Run:
         )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.problems = load_problems(self.recipe.data, self.recipe.seed)
-        if self.recipe.data.name == "arithmetic":
+        if self.recipe.data.is_made:
             write_problems(run_dir.data_dir(path), self.problems)
         self.chat = Chat.load(source)
         self.policy = Policy(source, precision, _set(grpo.learning_rate), device)

@@ -18,6 +18,8 @@ features, E experts, F expert features, A experts of a token, N tokens of an exp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,8 +57,12 @@ def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def linear_fp8(x: Tensor, weight: Fp8Weight, pow2: bool) -> Tensor:
     """`x` quantized 1x128 on the fly, the weight as held; FP32 products, BF16 result."""
-    x_value = dequantize_groups(quantize_groups(x, pow2=pow2))
-    return nn.functional.linear(x_value, dequantize_blocks(weight)).to(x.dtype)
+    return linear_of_values(x, dequantize_blocks(weight), pow2)
+
+
+def linear_of_values(x: Tensor, value_OI: Tensor, pow2: bool) -> Tensor:
+    """`linear_fp8` with the FP32 values that a weight's bytes and scales stand for."""
+    return nn.functional.linear(_grouped(x, pow2), value_OI).to(x.dtype)
 
 
 class Fp8Product(torch.autograd.Function):
@@ -98,8 +104,40 @@ class Fp8TrainLinear(nn.Linear):
         return _with_bias(Fp8Product.apply(input, self.weight, self.pow2), self.bias)
 
 
-class Fp8RolloutLinear(nn.Module):
-    """A linear that holds real FP8 bytes and block scales, filled by refits alone."""
+class Fp8Held(nn.Module):
+    """A module that holds real FP8 bytes and block scales, filled by refits alone."""
+
+    values: dict[tuple[str, int | None], Tensor] | None = None
+    """What they stand for, kept inside `values_once` alone."""
+
+    def value(self, name: str, index: int | None = None) -> Tensor:
+        """The FP32 values `[O, I]` of a weight, or of one expert of a slab."""
+        if self.values is not None and (name, index) in self.values:
+            return self.values[name, index]
+        held = Fp8Weight(getattr(self, name), getattr(self, f"{name}_scale_inv"))
+        if index is not None:
+            held = Fp8Weight(held.fp8_OI[index], held.scale_inv_PQ[index])
+        value_OI = dequantize_blocks(held)
+        if self.values is not None:
+            self.values[name, index] = value_OI
+        return value_OI
+
+
+@contextmanager
+def values_once(model: nn.Module) -> Iterator[None]:
+    """Inside, FP8 weights become FP32 values once, not at every token; no refit comes in here."""
+    modules = [module for module in model.modules() if isinstance(module, Fp8Held)]
+    for module in modules:
+        module.values = {}
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.values = None
+
+
+class Fp8RolloutLinear(Fp8Held):
+    """A linear in FP8."""
 
     def __init__(self, linear: nn.Linear, pow2: bool) -> None:
         super().__init__()
@@ -109,8 +147,7 @@ class Fp8RolloutLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., I]` to `[..., O]`."""
-        held = Fp8Weight(self.weight, self.weight_scale_inv)
-        return _with_bias(linear_fp8(input, held, self.pow2), self.bias)
+        return _with_bias(linear_of_values(input, self.value("weight"), self.pow2), self.bias)
 
 
 class Experts(nn.Module):
@@ -159,7 +196,7 @@ class Fp8TrainExperts(Bf16Experts):
         return Fp8Product.apply(x, held, self.pow2)  # pyright: ignore[reportReturnType]
 
 
-class Fp8RolloutExperts(Experts):
+class Fp8RolloutExperts(Experts, Fp8Held):
     """Slabs of FP8 bytes and block scales, filled by refits expert by expert."""
 
     def __init__(self, experts: Any, pow2: bool) -> None:
@@ -171,16 +208,19 @@ class Fp8RolloutExperts(Experts):
 
     def product(self, x: Tensor, slab: str, index: int) -> Tensor:
         """FP8 operands."""
-        held = Fp8Weight(getattr(self, slab)[index], getattr(self, f"{slab}_scale_inv")[index])
-        return linear_fp8(x, held, self.pow2)
+        return linear_of_values(x, self.value(slab, index), self.pow2)
 
 
 class KvLayer(DynamicLayer):
-    """One layer's cache, in BF16, or in FP8 with the scales that the last refit brought."""
+    """One layer's cache, in BF16, or in FP8 with the scales that the last refit brought.
 
-    def __init__(self, scales: tuple[Tensor, Tensor] | None) -> None:
+    Room for `tokens` is taken with the first ones, so that up to there none is copied again.
+    """
+
+    def __init__(self, scales: tuple[Tensor, Tensor] | None, tokens: int = 0) -> None:
         super().__init__()
-        self.scales = scales
+        self.scales, self.tokens = scales, tokens
+        self.rooms: list[Tensor] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -189,13 +229,17 @@ class KvLayer(DynamicLayer):
         if self.scales is not None:
             key_states = quantize_tensor(key_states, self.scales[0])
             value_states = quantize_tensor(value_states, self.scales[1])
+        start = self.get_seq_length()
+        stop = start + key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states, value_states
-        else:
-            assert self.keys is not None and self.values is not None
-            self.keys = torch.cat([self.keys, key_states], dim=-2)
-            self.values = torch.cat([self.values, value_states], dim=-2)
+        if not self.rooms or stop > self.rooms[0].shape[-2]:
+            held = self.rooms or (key_states, value_states)
+            tokens = max(stop, self.tokens)
+            self.rooms = [_with_room(each[..., :start, :], tokens) for each in held]
+        for room, states in zip(self.rooms, (key_states, value_states), strict=True):
+            room[..., start:stop, :] = states
+        self.keys, self.values = (room[..., :stop, :] for room in self.rooms)
         return self.keys, self.values
 
 
@@ -295,14 +339,23 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
     return [layer.self_attn for layer in model.model.layers]
 
 
-def new_cache(model: PreTrainedModel) -> Cache:
-    """An empty cache in the model's format."""
+def new_cache(model: PreTrainedModel, tokens: int = 0) -> Cache:
+    """An empty cache in the model's format, with room for sequences of that many tokens."""
     return Cache(
         layers=[
-            KvLayer((module.k_scale, module.v_scale) if module.k_scale is not None else None)
+            KvLayer(
+                (module.k_scale, module.v_scale) if module.k_scale is not None else None, tokens
+            )
             for module in attention_modules(model)
         ]
     )
+
+
+def _with_room(held: Tensor, tokens: int) -> Tensor:
+    """`[B, K, T, D]` in room for more tokens, which is not initialized."""
+    room = held.new_empty((*held.shape[:-2], tokens, held.shape[-1]))
+    room[..., : held.shape[-2], :] = held
+    return room
 
 
 def _prepare_attention(model: PreTrainedModel, fp8_kv: bool) -> None:

@@ -93,22 +93,23 @@ class Engine:
     ) -> Batch:
         """Sample a response per prompt at temperature 1, until all ended or reached the limit."""
         prompt_BT, mask_BT = pad_left(prompts, chat.pad, self.model.device)
-        cache = layers.new_cache(self.model)
+        cache = layers.new_cache(self.model, prompt_BT.shape[1] + max_new_tokens)
         tokens_BT, ended_B = (
             prompt_BT,
             torch.zeros(len(prompts), dtype=torch.bool).to(mask_BT.device),
         )
         logprobs, real = [], []
         new_B1 = prompt_BT
-        while len(logprobs) < max_new_tokens and not ended_B.all():
-            logprob_BV = self._next(new_B1, mask_BT, cache)
-            new_B1 = torch.multinomial(logprob_BV.exp(), 1, generator=generator)
-            new_B1 = new_B1.masked_fill(ended_B[:, None], chat.pad)
-            logprobs.append(logprob_BV.gather(1, new_B1).masked_fill(ended_B[:, None], 0.0))
-            real.append(~ended_B[:, None])
-            tokens_BT = torch.cat([tokens_BT, new_B1], dim=1)
-            mask_BT = torch.cat([mask_BT, real[-1]], dim=1)
-            ended_B = ended_B | (new_B1[:, 0] == chat.end)
+        with layers.values_once(self.model):
+            while len(logprobs) < max_new_tokens and not ended_B.all():
+                logprob_BV = self._next(new_B1, mask_BT, cache)
+                new_B1 = torch.multinomial(logprob_BV.exp(), 1, generator=generator)
+                new_B1 = new_B1.masked_fill(ended_B[:, None], chat.pad)
+                logprobs.append(logprob_BV.gather(1, new_B1).masked_fill(ended_B[:, None], 0.0))
+                real.append(~ended_B[:, None])
+                tokens_BT = torch.cat([tokens_BT, new_B1], dim=1)
+                mask_BT = torch.cat([mask_BT, real[-1]], dim=1)
+                ended_B = ended_B | (new_B1[:, 0] == chat.end)
         return Batch(tokens_BT, mask_BT, torch.cat(real, dim=1), torch.cat(logprobs, dim=1))
 
     def _next(self, new_BT: Tensor, mask_BT: Tensor, cache: object) -> Tensor:
@@ -116,7 +117,7 @@ class Engine:
         new = new_BT.shape[1]
         output = self.model(
             input_ids=new_BT,
-            attention_mask=causal_mask(mask_BT)[:, :, -new:],
+            attention_mask=causal_mask(mask_BT, new),
             position_ids=positions(mask_BT)[:, -new:],
             past_key_values=cache,
             use_cache=True,
@@ -162,11 +163,12 @@ def positions(mask_BT: Tensor) -> Tensor:
     return (mask_BT.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def causal_mask(mask_BT: Tensor) -> Tensor:
-    """`[B, 1, T, T]`: true where a query may see a key."""
+def causal_mask(mask_BT: Tensor, queries: int | None = None) -> Tensor:
+    """`[B, 1, Q, T]`: true where one of the last Q tokens, or of all, may see a key."""
     T = mask_BT.shape[1]
-    causal_TT = torch.ones(T, T, dtype=torch.bool, device=mask_BT.device).tril()
-    return (causal_TT & mask_BT[:, None, :])[:, None]
+    Q = T if queries is None else queries
+    causal_QT = torch.ones(Q, T, dtype=torch.bool, device=mask_BT.device).tril(T - Q)
+    return (causal_QT & mask_BT[:, None, :])[:, None]
 
 
 def _vllm_name(name: str) -> str:

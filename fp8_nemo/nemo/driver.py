@@ -168,7 +168,7 @@ def _attempt(plan: Plan, path: Path) -> None:
     read_host(root)
     prepare(plan, root)
     run_dir.write_environment(path)
-    if plan.recipe.data.name == "arithmetic":
+    if plan.recipe.data.is_made:
         problems = load_problems(plan.recipe.data, plan.recipe.seed)
         write_problems(run_dir.data_dir(path), problems)
     saved = run_dir.checkpoints(path)

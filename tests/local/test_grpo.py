@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8_nemo import run_dir
+from fp8_nemo.data import Problem, read_jsonl, running_sum
 from fp8_nemo.local.grpo import Run, clipped_loss, group_advantages, k3
 from fp8_nemo.plan import Plan
 from fp8_nemo.refit import RefitError
@@ -65,6 +66,16 @@ def test_every_cell_runs_two_steps(make_plan, model, precision, correction):
 def test_every_modifier_runs_and_changes_the_run(make_plan, arguments):
     rows = rows_of(make_plan(*arguments))
     assert len(rows) == 3 and all(math.isfinite(value) for row in rows for value in row.values())
+
+
+def test_a_run_on_sums_with_working_writes_the_problems_that_it_samples(make_plan):
+    plan = make_plan("data=running-sum", "data.difficulty=3", "grpo.max_new_tokens=20")
+    rows = rows_of(plan)
+    assert rows[1]["rollout/mean_length"] > 0 and math.isfinite(rows[1]["mismatch/kl"])
+    data = run_dir.data_dir(run_dir.run_path(plan))
+    split = running_sum(3, plan.recipe.seed)
+    kept = [Problem(each.input, each.output) for each in split.validation]
+    assert read_jsonl(data / "validation.jsonl") == kept
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(make_plan, tmp_path):

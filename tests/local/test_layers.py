@@ -149,3 +149,35 @@ def test_the_bf16_cache_stores_what_it_is_given():
     key = random(1, 2, 3, 64)
     keys, _ = layers.KvLayer(None).update(key, key)
     assert torch.equal(keys, key)
+
+
+@pytest.mark.parametrize("tokens", [0, 4, 6, 9])
+@pytest.mark.parametrize("scales", [None, (torch.tensor([0.5]), torch.tensor([0.25]))])
+def test_a_cache_holds_the_same_with_room_taken_at_once_and_token_by_token(tokens, scales):
+    key, value = random(2, 2, 7, 64), random(2, 3, 7, 64)[:, :2]
+    cache = layers.KvLayer(scales, tokens)
+    for start, stop in ((0, 4), (4, 5), (5, 7)):
+        keys, values = cache.update(key[:, :, start:stop], value[:, :, start:stop])
+        assert cache.get_seq_length() == stop
+    whole = layers.KvLayer(scales).update(key, value)
+    for found, expected in zip((keys, values), whole, strict=True):
+        assert torch.equal(found.float(), expected.float())
+
+
+def test_values_of_a_weight_are_worked_out_once_inside_and_anew_outside():
+    linear = layers.Fp8RolloutLinear(torch.nn.Linear(256, 128, bias=False), False)
+    held = quantize_blocks(random(128, 256))
+    x = random(3, 256)
+
+    def refit(sign):
+        linear.weight.copy_((held.fp8_OI.float() * sign).to(FP8))
+        linear.weight_scale_inv.copy_(held.scale_inv_PQ)
+
+    refit(1)
+    before = linear(x)
+    with layers.values_once(linear):
+        assert torch.equal(linear(x), before)
+        refit(-1)
+        assert torch.equal(linear(x), before)  # which is why no refit may come in between
+    assert torch.equal(linear(x), -before)
+    assert torch.equal(before, layers.linear_fp8(x, held, False))

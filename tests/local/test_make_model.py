@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fp8_nemo.data import Problem, arithmetic
+from fp8_nemo.data import Problem, arithmetic, reward, running_sum
 from fp8_nemo.local import make_model
 from fp8_nemo.schema import Shape
 from fp8_nemo.weights import named_shapes, wire_names
@@ -71,3 +71,39 @@ def test_half_of_the_answers_have_one_wrong_digit():
     wrong = [answer for answer in answers if answer != "123"]
     assert 0.45 < len(wrong) / len(answers) < 0.55
     assert all(sum(a != b for a, b in zip(answer, "123", strict=True)) == 1 for answer in wrong)
+
+
+@pytest.mark.parametrize("difficulty", [4, 30])
+def test_careless_working_ends_up_wrong_as_often_at_any_difficulty(difficulty):
+    problems, draw = running_sum(difficulty, 0).validation * 4, random.Random(0)
+    answers = [make_model.careless(each, draw) for each in problems]
+    rewards = [reward(made.working, each) for made, each in zip(answers, problems, strict=True)]
+    assert 0.25 < sum(rewards) / len(rewards) < 0.36
+    for made, problem in zip(answers, problems, strict=True):
+        lines = [line.replace("=", "+").split("+") for line in made.working.split("\n")]
+        assert [number for _, number, _ in lines] == problem.input.split("+")[1:]
+        assert [total for total, _, _ in lines[1:]] == [result for _, _, result in lines[:-1]]
+        for total, number, result in lines:
+            right = str(int(total) + int(number))
+            assert len(result) == len(right) and result[0] != "0"
+            assert sum(a != b for a, b in zip(result, right, strict=True)) <= 1
+
+
+def test_answers_that_need_no_working_are_careless_as_before():
+    draw, again = random.Random(5), random.Random(5)
+    made = [make_model.careless(Problem("1+2", "123"), draw).output for _ in range(50)]
+    for answer in made:
+        expected = "123"
+        if again.random() < make_model.CARELESS:
+            place = again.randrange(3)
+            digit = again.choice([each for each in "0123456789" if each != expected[place]])
+            expected = expected[:place] + digit + expected[place + 1 :]
+        assert answer == expected
+
+
+def test_a_model_is_taught_the_working(tmp_path):
+    chat, [problem] = make_model.make_chat(), running_sum(3, 0).train[:1]
+    tokens_BT, labels_BT = make_model._supervised(chat, [problem])
+    taught = labels_BT[0][labels_BT[0] >= 0].tolist()
+    assert chat.tokenizer.decode(taught[:-1]) == problem.working and taught[-1] == chat.end
+    assert tokens_BT[0].tolist() == chat.prompt(problem.input) + taught

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fp8_nemo import recalibrate
+from fp8_nemo.local import layers
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.local.rollout import Engine, pad_left
+from fp8_nemo.local.rollout import Engine, causal_mask, pad_left, positions
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.model_dir import SHIPPED
 from fp8_nemo.quantize import FP8, quantize_blocks
@@ -168,3 +169,51 @@ def test_special_tokens_inside_an_answer_stay_visible_and_cost_the_reward():
     tokens = torch.tensor([row + [chat.pad] * (width - len(row)) for row in rows])
     mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
     assert chat.texts(tokens, mask) == ["8<user>5", "85", "85<pad>"]
+
+
+def test_the_mask_of_the_last_queries_is_the_end_of_the_whole():
+    mask_BT = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()
+    for queries in (1, 3, 5):
+        assert torch.equal(causal_mask(mask_BT, queries), causal_mask(mask_BT)[:, :, -queries:])
+
+
+def plainly(engine, chat, prompts, limit, seed):
+    """`Engine.generate` as it was: the whole mask, a growing cache, weights at every token."""
+    tokens_BT, mask_BT = pad_left(prompts, chat.pad, CPU)
+    cache, generator = layers.new_cache(engine.model), torch.Generator().manual_seed(seed)
+    ended_B, new_BT, logprobs = torch.zeros(len(prompts)).bool(), tokens_BT, []
+    while len(logprobs) < limit and not ended_B.all():
+        output = engine.model(
+            input_ids=new_BT,
+            attention_mask=causal_mask(mask_BT)[:, :, -new_BT.shape[1] :],
+            position_ids=positions(mask_BT)[:, -new_BT.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logprob_BV = output.logits[:, -1].float().log_softmax(-1)
+        new_BT = torch.multinomial(logprob_BV.exp(), 1, generator=generator)
+        new_BT = new_BT.masked_fill(ended_B[:, None], chat.pad)
+        logprobs.append(logprob_BV.gather(1, new_BT).masked_fill(ended_B[:, None], 0.0))
+        tokens_BT = torch.cat([tokens_BT, new_BT], dim=1)
+        mask_BT = torch.cat([mask_BT, ~ended_B[:, None]], dim=1)
+        ended_B = ended_B | (new_BT[:, 0] == chat.end)
+    return tokens_BT, torch.cat(logprobs, dim=1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "precision",
+    [Precision(), Precision("fp8-linear", rollout_linear="fp8"), FP8_ALL],
+    ids=lambda precision: precision.name,
+)
+@torch.no_grad()
+def test_what_is_done_once_a_rollout_changes_no_token_and_no_logprob(model, precision):
+    _, engine, _ = pair_of(model, precision)
+    chat = Chat.load(SHIPPED / model)
+    chat.end = chat.encode("7")[0]  # answers of many lengths
+    prompts = [chat.prompt(text) for text in ["12+7", "98-45+11+23", "5", "71-8"] * 4]
+    batch = engine.generate(prompts, chat, 150, torch.Generator().manual_seed(3))
+    tokens_BT, rollout_BR = plainly(engine, chat, prompts, 150, 3)
+    assert batch.tokens_BT.shape[1] > 80
+    assert torch.equal(batch.tokens_BT, tokens_BT) and torch.equal(batch.rollout_BR, rollout_BR)
