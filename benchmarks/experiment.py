@@ -41,7 +41,7 @@ LEARNS = 10.0
 FEWEST = 3
 """Seeds that a verdict needs."""
 GOOD, STILL_GOOD = 1.03, 1.05
-"""The band of token_mult_prob_error (papers.md, section 3.1)."""
+"""The band of token_mult_prob_error that needs nothing special (NVIDIA, by secondary pages)."""
 THIRD = 1 / 3
 BASELINE = "bf16-none"
 KL = "mismatch/kl"
