@@ -40,7 +40,6 @@ from fp8_nemo.plan import Plan
 from fp8_nemo.report import read_run
 from fp8_nemo.schema import Recipe
 
-PHASES = ("rollout", "logprob", "train", "refit", "recalibrate")
 ROLLOUT = {"bf16": "bf16", "fp8-linear": "fp8-linear-deepgemm", "fp8-kv-attn": "fp8-kv-attn",
            "fp8-e2e": "fp8-linear-deepgemm", "fp8-e2e-kv-attn": "fp8-kv-attn"}  # fmt: skip
 """The measured engine by precision: NeMo RL asks for DeepGEMM, training changes no rollout."""
@@ -241,6 +240,10 @@ def middle(number: float | dict[str, Any]) -> float:
     return number["median"] if isinstance(number, dict) else number
 
 
+PHASES = {"rollout": rollout, "logprob": logprob, "train": train, "refit": refit,
+          "recalibrate": recalibrate}  # fmt: skip
+
+
 def step(recipe: Recipe, load: Load, files: Files) -> dict[str, Found]:
     """Seconds of every phase, and of the step.
 
@@ -248,9 +251,9 @@ def step(recipe: Recipe, load: Load, files: Files) -> dict[str, Found]:
         Missing: measurements that no file has, one line for each.
     """
     found, missing = {}, []
-    for phase in PHASES:
+    for phase, seconds in PHASES.items():
         try:
-            found[phase] = globals()[phase](recipe, load, files)
+            found[phase] = seconds(recipe, load, files)
         except Missing as error:
             missing.append(str(error))
     if missing:

@@ -17,13 +17,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import record
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8_nemo.compose import compose
 from fp8_nemo.fp8_checkpoint import INDEX
-from fp8_nemo.run_dir import environment
 from fp8_nemo.schema import Shape
 from fp8_nemo.weights import named_shapes
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    record.add_options(parser)
     parser.add_argument("--shard-gib", type=float, default=4.65)
     options = parser.parse_args()
     [recipe] = compose([f"model={options.model}", "backend=nemo", "precision=fp8-linear"])
@@ -75,16 +75,14 @@ def main() -> None:
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     content = {
-        "command": " ".join(["python", *sys.argv]),
-        "environment": environment(),
         "shards": sizes,
         "written": [file.stat().st_size for file in sorted(target.glob("*.safetensors"))],
         "peak resident bytes": peak,
         "of the largest shard": peak / max(sizes),
         "seconds": seconds,
     }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
-    print({k: v for k, v in content.items() if k != "environment"})
+    record.keep(options.out, options.commit, **content)
+    print(content)
 
 
 if __name__ == "__main__":

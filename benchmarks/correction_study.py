@@ -13,15 +13,14 @@ Of every finished run: the last validation accuracy, the reward of the last ten 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import record
+
 from fp8_nemo.report import find_runs, mean_of_seeds, read_run
-from fp8_nemo.run_dir import environment
 
 LAST = 10  # steps
 
@@ -45,7 +44,7 @@ def main() -> None:
     """Read, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
+    record.add_options(parser)
     options = parser.parse_args()
     cells: dict[tuple[str, str], dict[int, dict[str, float]]] = defaultdict(dict)
     for folder in options.folders:
@@ -65,9 +64,7 @@ def main() -> None:
             for key in ("accuracy", "reward", "kl")
         )
         print(rate, cell, len(seeds), shown)
-    command = " ".join(["python", *sys.argv])
-    content = {"command": command, "environment": environment(), "rows": rows}
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    record.keep(options.out, options.commit, rows=rows)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ with sparsity, these are half of them."""
 MEMORY_REACHED = 0.88
 """A large copy on an H200: 4.22 of 4.8 TB/s (benchmarks/results/quantize-h200.json)."""
 PRODUCTS_REACHED = 0.8
-"""8192^3 BF16 product of random numbers on an H200: 788 of 989 TFLOP/s."""
+"""Assumed: no benchmark here has measured it yet."""
 CACHE_BLOCK = 16
 """Tokens of one block of vLLM's KV cache."""
 ALLOWANCE_GIB = 6.0
