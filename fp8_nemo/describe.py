@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.table import Column, Table
+
 from fp8_nemo.estimate import GPU_GIB, HEADROOM, estimate, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.host import Host, data_parallel, gpus
 from fp8_nemo.keys import command_line
@@ -28,6 +30,23 @@ class Difference(NamedTuple):
     base: Any
     """The base's value; `...` if the base is not known."""
     plan: Any
+
+
+def table(plan: Plan, host: Host, run_dir: Path) -> Table:
+    """One plan as a table of words and numbers."""
+    rows = Table(title=plan.cell, title_justify="left", show_header=False, min_width=98)
+    for row in [("run directory", str(run_dir)), *describe(plan, host)]:
+        rows.add_row(*row)
+    return rows
+
+
+def changes(found: list[Difference]) -> Table:
+    """The keys of NeMo RL's that a plan changes, as a table."""
+    columns = [Column(name, overflow="fold") for name in Difference._fields]
+    rows = Table(*columns, title="changes to the base YAML", title_justify="left")
+    for each in found:
+        rows.add_row(*("" if value is ... else str(value) for value in each))
+    return rows
 
 
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:

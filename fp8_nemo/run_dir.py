@@ -238,6 +238,12 @@ def report_dir(parent: Path) -> Path:
     return folder
 
 
+def short_path(path: Path) -> Path:
+    """One spelling for a path: relative where the user stands above it."""
+    path, here = path.resolve(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def checkpoints(run_dir: Path) -> list[Path]:
     """Whole checkpoints, oldest first: checkpoints/step-000010, ..., or NeMo RL's step_10, ..."""
     return sorted((run_dir / "checkpoints").glob("step[-_]*[0-9]"), key=checkpoint_step)

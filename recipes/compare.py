@@ -17,7 +17,7 @@ from rich.console import Console
 
 from fp8_nemo.page import table, write_html, write_markdown
 from fp8_nemo.report import compare, find_runs, read_runs
-from fp8_nemo.run_dir import report_dir
+from fp8_nemo.run_dir import report_dir, short_path
 from fp8_nemo.twin import against_twins
 
 
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the page; 2 if there is no run, or nowhere to write."""
     words = sys.argv[1:] if arguments is None else arguments
     options = _options(words)
-    found = {path: [_short(run) for run in find_runs(path)] for path in options.paths}
+    found = {path: [short_path(run) for run in find_runs(path)] for path in options.paths}
     runs, lines = read_runs(dict.fromkeys(run for each in found.values() for run in each))
     lines += [f"{path}: no run directory here" for path in found if not found[path]]
     sys.stderr.writelines(f"{line}\n" for line in lines)
@@ -37,10 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(verdict)
     try:
         above = Path(os.path.commonpath([each.resolve() for each in found]))
-        folder = report_dir(_short(above) if above != Path(above.anchor) else Path())
+        folder = report_dir(short_path(above) if above != Path(above.anchor) else Path())
         print(write_markdown(comparison, folder, f"python -m recipes.compare {shlex.join(words)}"))
         if options.html:
-            print(write_html(comparison, folder, [_short(path) for path in found]))
+            print(write_html(comparison, folder, [short_path(path) for path in found]))
     except (OSError, ModuleNotFoundError) as error:
         remedy = "" if isinstance(error, OSError) else "; pip install 'fp8-nemo[report]'"
         print(f"the report cannot be written: {error}{remedy}", file=sys.stderr)
@@ -54,12 +54,6 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path)
     parser.add_argument("--html", action="store_true", help="add a notebook and an HTML page")
     return parser.parse_args(words)
-
-
-def _short(path: Path) -> Path:
-    """One spelling for a path: relative where the user stands above it."""
-    path, here = path.resolve(), Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Compose, freeze and run GRPO: one cell, or with -m every cell of a sweep; here, or by Slurm.
+"""Compose, freeze and run GRPO, here or by Slurm; the same line again resumes what stopped.
 
 python -m recipes.grpo precision=fp8-linear correction=tis grpo.steps=50
-python -m recipes.grpo -m sweep=precision-x-correction model=llama31-8b cluster=mysite
-The same line again resumes what stopped.
+python -m recipes.grpo -m sweep=precision-x-correction model=llama31-8b cluster=mysite  # every cell
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
         plans = compose_plans(sys.argv[1:] if arguments is None else arguments, host_of)
         if lines := [line for plan in plans for line in problems_with(plan)]:
             raise ComposeError(lines)
-        by_slurm = plans[0].recipe.cluster.kind == "slurm"
-        jobs = submit.prepare(plans) if by_slurm else []
-        cells = [] if by_slurm else freeze(submit.not_queued(plans))
         for note in dict.fromkeys(note for plan in plans for note in plan.notes):
             print(f"note: {note}")
-        return queue(plans, jobs) if by_slurm else run(cells)
+        if plans[0].recipe.cluster.kind == "slurm":
+            return queue(plans, submit.prepare(plans))
+        return run(freeze(submit.not_queued(plans)))
     except (ComposeError, RunDirError, submit.SubmitError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -39,16 +37,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(cells: list[Frozen]) -> int:
     """Every cell in a process of its own, with the frozen plan; one that is finished is left."""
-    worst = 0
+    codes = list[int]()
     for each in cells:
         if each.state == "finished":
             print(f"{each.path}: finished, {each.steps} steps; more grpo.steps go on from there")
             continue
-        code = call_verb("run", str(each.path))
-        worst = worst or code
-        if code == INTERRUPTED:
+        codes.append(call_verb("run", str(each.path)))
+        if INTERRUPTED in codes:
             break
-    return worst
+    return next(filter(None, codes), 0)
 
 
 def queue(plans: list[Plan], jobs: list[submit.Job]) -> int:

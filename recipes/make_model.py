@@ -21,10 +21,9 @@ STEPS = 2500
 def main(arguments: list[str] | None = None) -> int:
     """Write the checkpoint into the folder named first; 2 if the line is wrong."""
     words = sys.argv[1:] if arguments is None else arguments
-    if not words or "=" in words[0]:
-        print("recipes.make_model: the first argument is the folder to make", file=sys.stderr)
-        return 2
     try:
+        if not words or "=" in words[0]:
+            raise ComposeError(["recipes.make_model: the first argument is the folder to make"])
         [plan] = compose_plans([*words[1:], "backend=local", f"model.path={words[0]}"])
         recipe = plan.recipe
         problems = load_problems(recipe.data, recipe.seed).train
@@ -43,7 +42,6 @@ def make(folder: Path, recipe: Recipe, problems: list[Problem]) -> None:
 
     from fp8_nemo.local import make_model
 
-    torch.backends.cuda.matmul.allow_tf32 = True
     chat = make_model.make_chat()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = make_model.new_model(recipe.model.shape, chat, recipe.seed)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fp8_nemo.bounds import tables, write_option
+from fp8_nemo.bounds import share, tables, write_option
 from fp8_nemo.measure import MeasureError, measure, read_pairs
 from fp8_nemo.run_dir import report_dir
 from fp8_nemo.schema import DIVERGENCES, RATIOS
@@ -47,16 +47,10 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("recipes.measure_mismatch", description=__doc__)
     parser.usage = argparse.SUPPRESS  # a mistake is one line
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path)
-    parser.add_argument("--reject", type=_share, default=0.01)
+    parser.add_argument("--reject", type=share, default=0.01)
     parser.add_argument("--write", metavar="my-NAME")
     parser.add_argument("--mask", choices=[*RATIOS, *DIVERGENCES], default="geometric")
     return parser.parse_args(words)
-
-
-def _share(text: str) -> float:
-    if not 0 < (share := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and below 1")
-    return share
 
 
 if __name__ == "__main__":

@@ -10,13 +10,10 @@ import signal
 import sys
 
 from rich.console import Console
-from rich.table import Column, Table
 
 from fp8_nemo.compose import ComposeError, compose_plans
-from fp8_nemo.describe import Difference, describe, differences, stock_command
-from fp8_nemo.host import Host
+from fp8_nemo.describe import changes, differences, stock_command, table
 from fp8_nemo.nemo.checkout import host_of
-from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import RunDirError, run_path
 from fp8_nemo.submit import sbatch_command
 
@@ -32,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=100)
     for plan, call in zip(plans, calls, strict=True):
         host, path = host_of(plan.recipe), run_path(plan)
-        console.print(table(plan, host))
+        console.print(table(plan, host, path))
         if call:
             print(f"Queued by:\n\n{shlex.join(call)}\n")
         if plan.nemo:
@@ -40,23 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
             stock = shlex.join(stock_command(plan, host, path))
             print(f"\nThe same with NeMo RL alone, in its checkout:\n\n{stock}")
     return 0
-
-
-def table(plan: Plan, host: Host) -> Table:
-    """One plan as a table of words and numbers."""
-    rows = Table(title=plan.cell, title_justify="left", show_header=False, min_width=98)
-    for row in [("run directory", str(run_path(plan))), *describe(plan, host)]:
-        rows.add_row(*row)
-    return rows
-
-
-def changes(found: list[Difference]) -> Table:
-    """The keys of NeMo RL's that a plan changes."""
-    columns = [Column(name, overflow="fold") for name in Difference._fields]
-    rows = Table(*columns, title="changes to the base YAML", title_justify="left")
-    for each in found:
-        rows.add_row(*("" if value is ... else str(value) for value in each))
-    return rows
 
 
 if __name__ == "__main__":

@@ -22,23 +22,18 @@ from fp8_nemo.run_dir import INTERRUPTED
 def main(arguments: list[str] | None = None) -> int:
     """Convert and print; 2 if SRC, DST or the settings are wrong, 130 if it was stopped."""
     from fp8_nemo.compose import ComposeError
-    from fp8_nemo.fp8_checkpoint import error_table, quantize_checkpoint
-    from fp8_nemo.local.calibrate import calibration_of, conversion_recipe
+    from fp8_nemo.fp8_checkpoint import error_table
+    from fp8_nemo.local.calibrate import convert
 
     options = _options(sys.argv[1:] if arguments is None else arguments)
     try:
-        recipe = conversion_recipe(options.source, options.settings)
         with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as bar:
             task = bar.add_task("", visible=False)
 
             def report(what: str, done: int, total: int) -> None:
                 bar.update(task, description=what, completed=done, total=total, visible=True)
 
-            calibration = calibration_of(recipe, options.source, options.calibrate, report)
-            errors = quantize_checkpoint(
-                options.source, options.target, recipe.precision,
-                calibration=calibration, progress=report,
-            )  # fmt: skip
+            errors = convert(**vars(options), progress=report)
     except (ComposeError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -46,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.target}: stopped; the same line goes on", file=sys.stderr)
         return INTERRUPTED
     Console(width=100).print(error_table(errors))
-    print(f"vllm serve {options.target}{' --kv-cache-dtype fp8' if calibration else ''}")
+    print(f"vllm serve {options.target}{' --kv-cache-dtype fp8' if options.calibrate else ''}")
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fp8_nemo"
+VERBS = sorted((PACKAGE.parent / "recipes").glob("*.py"))
 ORDER = (
     *("schema", "weights", "estimate", "model_dir", "host", "keys", "overrides"),
     *("measurement", "plan"),
@@ -86,6 +87,11 @@ def test_backends_are_imported_by_recipes_alone():
 def test_only_the_nemo_folder_imports_the_host():
     for path in [*PACKAGE.glob("*.py"), *(PACKAGE / "local").glob("*.py")]:
         assert not {name.split(".")[0] for name in imported(path)} & HOST, path
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda path: path.stem)
+def test_a_verb_has_60_lines_at_most(verb):
+    assert len(verb.read_text().splitlines()) <= 60
 
 
 def test_core_modules_and_recipes_plan_import_no_torch():

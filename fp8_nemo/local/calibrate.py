@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 
 from fp8_nemo.compose import compose
-from fp8_nemo.fp8_checkpoint import Calibration, CheckpointError, Progress, read_config
+from fp8_nemo.fp8_checkpoint import (
+    Calibration,
+    CheckpointError,
+    Progress,
+    WeightError,
+    quantize_checkpoint,
+    read_config,
+)
 from fp8_nemo.local import layers
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import load_model
@@ -24,6 +31,29 @@ from fp8_nemo.schema import Precision, Recipe
 
 LONGEST = 4096
 """Tokens of a text that are read: attention here takes memory with their square."""
+
+
+def convert(
+    source: Path, target: Path, settings: list[str], calibrate: Path | None, progress: Progress
+) -> list[WeightError]:
+    """Convert, or go on with it; what FP8 cost each weight.
+
+    Args:
+        source: the checkpoint, BF16 or FP32.
+        target: a folder, new or begun by the same call.
+        settings: overrides of the group `precision`.
+        calibrate: texts, one on each line, where the cache is to be FP8; else None.
+        progress: told what is done, how many of how many.
+
+    Raises:
+        CheckpointError: the source, the texts or the settings are not right.
+        ComposeError: an option does not exist, or is impossible.
+    """
+    recipe = conversion_recipe(source, settings)
+    calibration = calibration_of(recipe, source, calibrate, progress)
+    return quantize_checkpoint(
+        source, target, recipe.precision, calibration=calibration, progress=progress
+    )
 
 
 def conversion_recipe(source: Path, settings: list[str]) -> Recipe:

@@ -113,6 +113,7 @@ def train_model(
         seed: order of the problems, and which answers are wrong.
         report: called after each step with its number and loss.
     """
+    torch.backends.cuda.matmul.allow_tf32 = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     draw, batch = random.Random(seed), BATCH_WORKING if problems[0].working else BATCH
     model.train()
