@@ -4,8 +4,8 @@ python benchmarks/served_checkpoint.py CHECKPOINT FOLDER --out FILE.json [--prom
 
 Converts the checkpoint (FOLDER/fp8-linear, FOLDER/fp8-kv-attn), lets vLLM sample from the source
 and from each result, and scores the same tokens with the local rollout model of that precision and
-with the local BF16 one. Of every pair of logprobs: the mismatch metrics, and quantiles of the
-difference. Needs a GPU and vLLM.
+with the local BF16 one; once more as vLLM serves it by default, with scales made powers of two. Of
+every pair of logprobs: the mismatch metrics, and quantiles of the difference. Needs a GPU and vLLM.
 """
 
 # pyright: reportMissingImports=false
@@ -37,6 +37,13 @@ from fp8_nemo.schema import Precision, Recipe
 
 SHARES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 LONGEST = 128  # tokens of a response
+E8M0 = "VLLM_USE_DEEP_GEMM_E8M0"
+ROWS = {  # name: precision, and whether vLLM makes the scales powers of two
+    "bf16": ("bf16", "0"),
+    "fp8-linear": ("fp8-linear", "0"),
+    "fp8-kv-attn": ("fp8-kv-attn", "0"),
+    "fp8-linear, as vLLM serves by default": ("fp8-linear", "1"),
+}
 
 
 def served(
@@ -44,6 +51,8 @@ def served(
 ) -> list[tuple[list[int], list[float]]]:
     """Tokens that vLLM sampled after each prompt, and their logprobs."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # CUDA is up in this process
+    # DeepGEMM for every batch: FlashInfer's kernel for small ones takes 100 seconds to compile.
+    os.environ["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -142,8 +151,9 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     chat, rows = Chat.load(options.source), {}
     bf16, device = Precision(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("bf16", "fp8-linear", "fp8-kv-attn"):
-        [plan] = compose_plans(["model=small-llama", "backend=local", f"precision={name}"])
+    for name, (option, power_of_two) in ROWS.items():
+        os.environ[E8M0] = power_of_two
+        [plan] = compose_plans(["model=small-llama", "backend=local", f"precision={option}"])
         recipe = plan.recipe
         problems = load_problems(recipe.data, recipe.seed)
         asked = [problem.input for problem in problems.validation[: options.prompts]]
@@ -154,7 +164,7 @@ def main() -> None:
             book = converted(
                 options.source, options.folder, recipe, map(chat.tokenizer.decode, texts)
             )
-            folder = options.folder / name
+            folder = options.folder / option
         answers = served(folder, recipe.precision, prompts, chat.end)
         batch = rectangle(prompts, answers, chat, device)
         local = scored(options.source, recipe.precision, book.get("kv_scales"), batch)

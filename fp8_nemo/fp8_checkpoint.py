@@ -157,6 +157,16 @@ def error_table(errors: list[WeightError]) -> Table:
     return rows
 
 
+def serve_line(target: Path, *, fp8_cache: bool) -> str:
+    """The command that serves a converted checkpoint with the bytes that it has.
+
+    Without the variable vLLM 0.25.1 quantizes the weights again as it loads them on a GPU with
+    DeepGEMM, to scales that are powers of two (`deepgemm_post_process_fp8_weight_block`).
+    """
+    cache = " --kv-cache-dtype fp8" if fp8_cache else ""
+    return f"VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve {target}{cache}"
+
+
 def by_layer(errors: list[WeightError]) -> dict[int, list[WeightError]]:
     """Errors of each layer, the largest first."""
     found: dict[int, list[WeightError]] = {}

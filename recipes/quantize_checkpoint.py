@@ -22,7 +22,7 @@ from fp8_nemo.run_dir import INTERRUPTED
 def main(arguments: list[str] | None = None) -> int:
     """Convert and print; 2 if SRC, DST or the settings are wrong, 130 if it was stopped."""
     from fp8_nemo.compose import ComposeError
-    from fp8_nemo.fp8_checkpoint import error_table
+    from fp8_nemo.fp8_checkpoint import error_table, serve_line
     from fp8_nemo.local.calibrate import convert
 
     options = _options(sys.argv[1:] if arguments is None else arguments)
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.target}: stopped; the same line goes on", file=sys.stderr)
         return INTERRUPTED
     Console(width=100).print(error_table(errors))
-    print(f"vllm serve {options.target}{' --kv-cache-dtype fp8' if options.calibrate else ''}")
+    print(serve_line(options.target, fp8_cache=options.calibrate is not None))
     return 0
 
 
