@@ -9,7 +9,8 @@ What they guarantee
 What they take care of
     A maximum is taken over the bits of absolute values: integers order them as floats do, and NaN
     above all, where a float maximum would drop it. Divisions are `div_rn`: Triton's `/` is not
-    correctly rounded.
+    correctly rounded. Triton launches on the current device, which in a worker of several GPUs need
+    not be the tensor's: every launch says where.
 
 Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts, N weights,
 R rows (tokens), H heads, D head dimension.
@@ -50,10 +51,11 @@ def quantize(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> tuple[Tensor, 
     O, I, P, Q = _sizes(weight_OI)
     fp8_OI, scale_inv_PQ = _results(weight_OI)
     if blocks := scale_inv_PQ.numel():
-        _quantize_one[(blocks,)](
-            weight_OI, fp8_OI, scale_inv_PQ, nonfinite, O, I, P, Q,
-            POW2=pow2, EVEN=_is_even(O, I), num_warps=WARPS,
-        )  # fmt: skip
+        with torch.cuda.device(weight_OI.device):
+            _quantize_one[(blocks,)](
+                weight_OI, fp8_OI, scale_inv_PQ, nonfinite, O, I, P, Q,
+                POW2=pow2, EVEN=_is_even(O, I), num_warps=WARPS,
+            )  # fmt: skip
     return fp8_OI, scale_inv_PQ
 
 
@@ -77,11 +79,12 @@ def quantize_list(
         rows.append((*addresses, blocks, *_sizes(weight)))
         blocks += scale_inv.numel()
     if blocks:
-        table = torch.tensor(rows, dtype=torch.int64).pin_memory()
-        _quantize_listed[(blocks,)](
-            table.to(weights[0].device, non_blocking=True), nonfinite_N, len(rows),
-            POW2=pow2, EVEN=all(_is_even(*row[4:6]) for row in rows), num_warps=WARPS,
-        )  # fmt: skip
+        with torch.cuda.device(weights[0].device):
+            table = torch.tensor(rows, dtype=torch.int64).pin_memory()
+            _quantize_listed[(blocks,)](
+                table.to(weights[0].device, non_blocking=True), nonfinite_N, len(rows),
+                POW2=pow2, EVEN=all(_is_even(*row[4:6]) for row in rows), num_warps=WARPS,
+            )  # fmt: skip
     return results
 
 
@@ -95,10 +98,11 @@ def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None
     """
     R = len(keep_R)
     sizes = [s for x in qkv_RHD for s in (x.shape[1] * x.shape[2], x.shape[2], *x.stride()[:2])]
-    _amax_rows[(triton.cdiv(R, ROWS_AT_ONCE), 3)](
-        *qkv_RHD, *sizes, keep_R, amax_3.view(torch.int32), R,
-        ROWS=ROWS_AT_ONCE, num_warps=WARPS,
-    )  # fmt: skip
+    with torch.cuda.device(amax_3.device):
+        _amax_rows[(triton.cdiv(R, ROWS_AT_ONCE), 3)](
+            *qkv_RHD, *sizes, keep_R, amax_3.view(torch.int32), R,
+            ROWS=ROWS_AT_ONCE, num_warps=WARPS,
+        )  # fmt: skip
 
 
 def _sizes(weight_OI: Tensor) -> tuple[int, int, int, int]:

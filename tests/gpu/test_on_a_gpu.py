@@ -13,6 +13,8 @@ from fp8_nemo.quantize import (
     quantize_groups,
     quantize_list,
 )
+from fp8_nemo.refit import encode
+from fp8_nemo.schema import Precision
 
 if torch.cuda.is_available():
     from fp8_nemo import kernels  # Triton comes with a CUDA build alone
@@ -74,6 +76,8 @@ def test_a_gpu_names_the_weight_that_is_not_finite(value):
     assert nonfinite_N.tolist() == [False, False, False, True, False]
     with pytest.raises(ValueError, match="NaN or Inf"):
         quantize_blocks(weights[3])
+    named = [("model.embed_tokens.weight", weights[0]), ("model.norm.weight", weights[3][299])]
+    assert encode(named, Precision(), num_layers=1).nonfinite_N.tolist() == [False, True]
 
 
 def test_quantizing_waits_for_nothing_and_lives_in_a_cuda_graph():
@@ -114,6 +118,18 @@ def test_ranges_of_kept_rows_on_a_gpu_are_those_of_a_cpu(rows):
     mixed[0, 20, 0] = float("nan")
     kernels.amax_rows(qkv, keep, amax_3)
     assert amax_3.isnan().tolist() == [False, False, True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_tensor_need_not_lie_on_the_current_device():
+    there = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
+    cpu = quantize_blocks(weight(256, 384))
+    assert same(cpu, quantize_blocks(weight(256, 384).to(there)))
+    slots = torch.zeros(1, dtype=torch.bool, device=there)
+    assert same(cpu, quantize_list([weight(256, 384).to(there)], nonfinite_N=slots)[0])
+    amax_3, rows = torch.zeros(3, device=there), torch.full((5, 2, 64), -2.0).bfloat16().to(there)
+    kernels.amax_rows([rows] * 3, torch.ones(5, dtype=torch.bool, device=there), amax_3)
+    assert amax_3.tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
