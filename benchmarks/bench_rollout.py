@@ -17,10 +17,12 @@ instead). Tokens/s from first prompt to last token, and how often a request was 
 
 Seconds of 8B in BF16 on an H200 (4.8 TB/s at 88%, prefill 30k tokens/s): engine start 60; prefill
 of all points 33; decode 215 steps each of 5.6, 12.5, 5.6, 11.7, 5.6, 11.7 ms, 12; first tokens 4;
-limited, 3.2 times 9. Less than 150 in all; DeepGEMM compiles for 60 to 100 more where its cache is
-empty. `--caches` is where vLLM, Triton, inductor, DeepGEMM and FlashInfer keep what they compiled:
-VLLM_CACHE_ROOT, TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR, DG_JIT_CACHE_DIR,
-FLASHINFER_WORKSPACE_BASE. Needs a GPU and vLLM; `--nemo` also NEMO_RL_ROOT (docs/nemo.md).
+limited, 4 times 9. About 170 in all, and in FP8 on DeepGEMM twice that where its cache is empty: it
+compiles a kernel per shape, 4 seconds each, one after the other. With `--gpus 0,1,2` the second
+such precision finds what the first has compiled. `--caches` is where vLLM, Triton, inductor,
+DeepGEMM and FlashInfer keep what they compiled: VLLM_CACHE_ROOT, TRITON_CACHE_DIR,
+TORCHINDUCTOR_CACHE_DIR, DG_JIT_CACHE_DIR, FLASHINFER_WORKSPACE_BASE. Needs a GPU and vLLM; `--nemo`
+also NEMO_RL_ROOT (docs/nemo.md).
 """
 
 # pyright: reportMissingImports=false
@@ -40,7 +42,7 @@ from typing import Any, NamedTuple
 
 import record
 import rollout_engine
-from rollout_engine import Engine, Point
+from rollout_engine import Engine, Point, TooFewSteps
 
 from fp8_nemo.compose import compose_plans
 from fp8_nemo.estimate import decode_floor, estimate, kv_capacity
@@ -73,7 +75,7 @@ VARIANTS = {
 USUAL = "bf16,fp8-linear-cutlass,fp8-linear-deepgemm,fp8-kv-attn"
 POINTS = "64x1024,256x1024,16x4096,64x4096,8x8192,32x8192"
 OVERFLOW = 1.6
-GRAPHS = [1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32)]
+GRAPHS = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]
 BLOCK_FP8 = {
     "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
     "weight_block_size": [128, 128],
@@ -142,7 +144,7 @@ def environment_variables(variant: Variant, caches: Path) -> dict[str, str]:
         "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
         "VLLM_USE_DEEP_GEMM": str(int("deep_gemm" in variant)),
         "VLLM_USE_DEEP_GEMM_E8M0": "0",
-        "VLLM_DEEP_GEMM_WARMUP": "skip",  # graphs and `warm` meet every shape that is timed
+        "VLLM_DEEP_GEMM_WARMUP": "skip",  # of every M: graphs and warm-ups meet those that count
         "HF_HUB_OFFLINE": "1",
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
@@ -153,7 +155,7 @@ def environment_variables(variant: Variant, caches: Path) -> dict[str, str]:
 
 
 def graph_sizes(options: argparse.Namespace) -> list[int]:
-    """A third of vLLM's own sizes, and those of the points: one size takes as long as another."""
+    """A fifth of vLLM's own sizes, and those of the points: DeepGEMM compiles for each."""
     return sorted({*GRAPHS, *(each.batch for each in options.points)})
 
 
@@ -171,9 +173,14 @@ class Bench:
         self.shape, self.precision = plan.recipe.model.shape, plan.recipe.precision
         engine = "NeMo RL" if options.nemo else "vLLM"
         self.names = {"model": options.model, "precision": options.precision, "engine": engine}
+        self.failed = False
 
     def measure(self, call: Callable[..., Any], start: float) -> None:
-        """All points of both regimes; each row is in the file before the next is begun."""
+        """Both regimes; each row is in the file before the next is begun.
+
+        Raises:
+            SystemExit: a point failed, or the engine's kernels are others than this row's name.
+        """
         ready = time.perf_counter() - start
         engine: dict[str, Any] = {"start_seconds": ready, "eager": self.options.eager}
         engine |= self.names | call("described")
@@ -182,17 +189,20 @@ class Bench:
         engine["kernels"] = ", ".join(f"{count} {name}" for name, count in kernels.items())
         keep(self.options, "engines", engine)
         print(json.dumps(engine, indent=1), flush=True)
+        self._keep(self.options.limited, lambda: self._limited(self.options.limited, call))
         for point in self.options.points:
             self._keep(point, lambda p=point: self._resident(p, call))
-        self._keep(self.options.limited, lambda: self._limited(self.options.limited, call))
+        if self.failed or not engine["kernel_as_asked"]:
+            raise SystemExit("a point failed" if self.failed else f"not {self.variant.kernel}")
 
     def _keep(self, point: Point, make: Callable[[], dict[str, Any]]) -> None:
         start = time.perf_counter()
         row: dict[str, Any]
         try:
             row = make()
-        except Exception as error:  # a point that fails must not cost those after it
+        except TooFewSteps as error:  # which must not cost the points after it
             traceback.print_exc()
+            self.failed = True
             row = {"regime": "failed", "error": str(error).splitlines()[-1:]}
         row["took_seconds"] = time.perf_counter() - start
         row = self.names | {"batch": point.batch, "prompt": point.prompt} | row
@@ -202,6 +212,7 @@ class Bench:
     def _resident(self, point: Point, call: Callable[..., Any]) -> dict[str, Any]:
         found = call("resident", point, self.options.repetitions)
         times, contexts = found["seconds_per_step"], found["contexts"]
+        rates = found["prompt_tokens_per_second"]
         context, step = sum(contexts) / len(contexts), record.repeated(times)
         floor = decode_floor(self.shape, self.precision, point.batch, context, self.options.gpu)
         return {
@@ -212,7 +223,7 @@ class Bench:
             "of_roofline": floor / step["median"],
             "first_token_seconds": record.repeated(found["first_token_seconds"]),
             "call_tokens_per_second": point.batch * found["output"] / found["call_seconds"],
-            "prompt_tokens_per_second": point.batch * point.prompt / found["all_prompts_seconds"],
+            "prompt_tokens_per_second": record.repeated(rates) if rates else None,
         }
 
     def _limited(self, point: Point, call: Callable[..., Any]) -> dict[str, Any]:
@@ -293,6 +304,7 @@ def nemo_settings(plan: Plan, folder: Path, options: argparse.Namespace) -> dict
         found["vllm_kwargs"]["compilation_config"] = {
             "cudagraph_capture_sizes": graph_sizes(options)
         }
+    found["vllm_kwargs"]["linear_backend"] = VARIANTS[options.precision].linear
     return found
 
 
@@ -335,7 +347,7 @@ def twins(old: dict[str, Any], new: dict[str, Any]) -> bool:
 def run_one(options: argparse.Namespace) -> None:
     """One precision, in this process."""
     os.environ |= environment_variables(VARIANTS[options.precision], options.caches.absolute())
-    folder = options.caches.absolute() / f"{options.model}-shape"
+    folder = options.caches.absolute() / f"{options.model}-{options.precision}"  # no two write one
     plan = plan_of(options, folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model_config(plan.recipe.model.shape, longest(options))
@@ -419,7 +431,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kv-gib", type=float, help="size of the cache, instead of the share")
     parser.add_argument("--gpu", default="h200", help="whose roofline: h100, h200, b200")
     parser.add_argument("--gpus", default="0", help="numbers; several run side by side")
-    parser.add_argument("--limit", type=float, default=400, help="seconds of one precision")
+    parser.add_argument("--limit", type=float, default=580, help="seconds of one precision")
     parser.add_argument("--caches", type=Path, default=Path("outputs/caches"))
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--nemo", action="store_true", help="through NeMo RL's worker")

@@ -98,6 +98,7 @@ def rollout(recipe: Recipe, load: Load, files: Files) -> Found:
         (distance, row, file)
         for file, row in _rows(files)
         if row.get("regime") == "resident"
+        and row["prompt_tokens_per_second"]
         and row.get("layers", whole(recipe)) == recipe.model.shape.layers
         and (row["model"], row["precision"]) == (recipe.model.name, name)
         and row.get("rollout_tensor", 1) == recipe.model.parallel.rollout_tensor
@@ -111,7 +112,7 @@ def rollout(recipe: Recipe, load: Load, files: Files) -> Found:
             f"(of {whole(recipe)} layers and one GPU an engine: model.parallel.rollout_tensor=1)"
         )
     _, row, file = min(near, key=lambda each: each[0])
-    prompts = batch * load.prompt / row["prompt_tokens_per_second"]
+    prompts = batch * load.prompt / middle(row["prompt_tokens_per_second"])
     return Found(prompts + batch * load.response / middle(row["tokens_per_second"]), file)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,6 +164,9 @@ def main() -> None:
         measured = json.loads(file.read_text())
         for model in dict.fromkeys(row["model"] for row in measured["rows"]):
             points = list(decode_points(measured, model))
+            if not any(each.to_fit for each in points):
+                print(f"{file}: {model} has no row to fit", file=sys.stderr)
+                continue
             fixed = fitted(points)
             reserve = fitted(reserves(measured, model))
             constants = {"model": model, "decode_seconds": fixed, "reserve_gib": reserve / GIB}

@@ -10,6 +10,7 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,13 +33,15 @@ def repeated(numbers: Sequence[float]) -> dict[str, Any]:
 
 
 def keep(out: Path, commit: str, **content: Any) -> None:
-    """Write the results so far; called after every row, so that nothing measured is lost."""
+    """Write the results so far, whole or not at all; called after every row, to lose none."""
     head = {
         "command": " ".join(["python", *sys.argv]),
         "commit": commit or None,
-        "environment": environment(),
+        "environment": _environment(),
     }
-    out.write_text(json.dumps(head | content, indent=1) + "\n")
+    new = out.with_name(f"{out.name}.new")
+    new.write_text(json.dumps(head | content, indent=1) + "\n")
+    new.replace(out)
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -49,6 +52,9 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         grid.add_row(*(_text(row.get(name)) for name in rows[0]))
     Console(width=200).print(grid)
+
+
+_environment = cache(environment)  # it asks nvidia-smi, beside what others time
 
 
 def _text(value: Any) -> str:

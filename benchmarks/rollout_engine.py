@@ -60,14 +60,15 @@ def prompts_of(point: Point, vocab: int, seed: int) -> list[list[int]]:
     return [draw.choices(range(vocab - 1), k=point.prompt) for _ in range(point.batch)]
 
 
+class TooFewSteps(ValueError):
+    """A call gave less than was to be timed."""
+
+
 def stretches(steps: Sequence[Step], batch: int, count: int) -> list[tuple[float, float]]:
     """Seconds per step, and tokens made by its middle per sequence, of each stretch of `count`.
 
     Of the longest run of steps in which every sequence made one token and none its first, without
     the first few.
-
-    Raises:
-        ValueError: there is no whole stretch.
     """
     run: list[int] = []
     longest: list[int] = []
@@ -80,9 +81,19 @@ def stretches(steps: Sequence[Step], batch: int, count: int) -> list[tuple[float
         made = sum(step.tokens for step in steps[: first + 1]) / batch
         seconds = (steps[first + count].at - steps[first].at) / count
         found.append((seconds, made + count / 2))
-    if not found:
-        raise ValueError(f"{len(longest)} full steps of {len(steps)}: no stretch of {count}")
     return found
+
+
+def prompt_rates(steps: Sequence[Step]) -> list[float]:
+    """Prompt tokens/s of each step that was full of prompts, but the first; none of three or less.
+
+    The last is not full, and may compile a kernel for what is left.
+    """
+    begun = [n for n, step in enumerate(steps) if step.begun]
+    return [
+        (CHUNK - (steps[n].tokens - steps[n].begun)) / (steps[n].at - steps[n - 1].at)
+        for n in begun[1:-1]
+    ]
 
 
 class Recorder:
@@ -229,19 +240,27 @@ class Engine:
         self.generate(Point(count, point.prompt, 4))
 
     def resident(self, point: Point, repetitions: int) -> dict[str, Any]:
-        """Seconds per decode step, of the first token of one prompt, of all prompts."""
+        """Seconds per decode step, of the first token of one prompt; prompt tokens/s.
+
+        Raises:
+            TooFewSteps: a stretch is missing.
+        """
         self.warm(point)
         alone = [self.generate(Point(1, point.prompt, 1))[0] for _ in range(repetitions + 1)][1:]
         point = point.filled(repetitions)
         seconds, steps = self.generate(point)
         parts = stretches(steps, point.batch, STRETCH)[:repetitions]
+        if len(parts) < repetitions:
+            raise TooFewSteps(
+                f"{len(steps)} steps gave {len(parts)} of {repetitions} stretches of {STRETCH}"
+            )
         return {
             "seconds_per_step": [seconds for seconds, _ in parts],
             "contexts": [point.prompt + made for _, made in parts],
             "first_token_seconds": alone,
             "call_seconds": seconds,
             "output": point.output,
-            "all_prompts_seconds": max(step.at for step in steps if step.begun),
+            "prompt_tokens_per_second": prompt_rates(steps),
         }
 
     def limited(self, point: Point, repetitions: int, kv_tokens: int) -> dict[str, Any]:
@@ -251,8 +270,8 @@ class Engine:
         block = self.llm.llm_engine.vllm_config.cache_config.block_size
         held = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - kv_tokens // block))
         try:
-            self.generate(point._replace(output=max(1, point.output // 6)))
-            runs = [self.generate(point) for _ in range(repetitions)]
+            # The first meets the shapes of requests that were preempted and come again.
+            _, *runs = [self.generate(point) for _ in range(repetitions + 1)]
         finally:
             pool.free_blocks(held)
         return {

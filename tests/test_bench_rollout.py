@@ -28,6 +28,8 @@ from types import SimpleNamespace as N
 import torch
 
 SamplingParams = N
+KERNELS = {"auto": "UnquantizedLinearMethod", "cutlass": "CutlassFp8BlockScaledMMKernel"}
+KERNELS["deep_gemm"] = "DeepGemmFp8BlockScaledMMKernel"
 
 class Pool:
     def __init__(self): self.free = 5000
@@ -43,7 +45,9 @@ class LLM:
         core = N(engine_core=N(scheduler=N(kv_cache_manager=N(block_pool=self.pool))))
         self.llm_engine = N(logger_manager=N(), vllm_config=N(cache_config=cache), engine_core=core)
         weight = torch.nn.Linear(256, 256, bias=False)
-        self.model = torch.nn.ModuleDict({"layers": weight})
+        weight.quant_method = type(KERNELS[arguments["linear_backend"]], (), {})()
+        layers = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([weight])})
+        self.model = torch.nn.ModuleDict({"model": layers})
     def collective_rpc(self, work): return [work(N(get_model=lambda: self.model))]
     def generate(self, prompts, sampling, use_tqdm):
         batch, output = len(prompts), sampling.max_tokens
@@ -91,8 +95,16 @@ def test_a_stretch_does_not_reach_over_a_step_that_lost_a_sequence(monkeypatch):
     monkeypatch.setattr(rollout_engine, "SETTLE", 1)
     steps = steps_of((2, 8), *[(2, 0)] * 3, (1, 0), *[(2, 0)] * 5)
     assert [made for _, made in stretches(steps, 2, 4)] == [1 + 3 + 0.5 + 1 + 2]
-    with pytest.raises(ValueError, match="5 full steps of 10: no stretch of 5"):
-        stretches(steps, 2, 5)
+    assert stretches(steps, 2, 5) == []
+
+
+def test_prompt_rates_are_of_steps_full_of_prompts_without_the_first_and_the_last(monkeypatch):
+    monkeypatch.setattr(rollout_engine, "CHUNK", 32)
+    # (tokens made, of them first ones): two prompts of 16 a step, beside those that go on
+    steps = [Step(at, made, begun, 0, made) for at, made, begun in
+             [(5, 2, 2), (6, 4, 2), (8, 6, 2), (20, 7, 1), (21, 7, 0)]]  # fmt: skip
+    assert rollout_engine.prompt_rates(steps) == [32 - 2, (32 - 4) / 2]
+    assert rollout_engine.prompt_rates(steps[-2:]) == []
 
 
 def test_prompts_never_hold_the_padding_and_differ_between_repetitions():
@@ -246,18 +258,41 @@ def test_rows_are_shown_point_by_point_and_against_bf16_of_their_own_engine():
     ]
 
 
+def ran_in(folder, *words):
+    """The command against the pretended vLLM: what ran, and its file."""
+    words = ["--small", "--out", "found.json", "--model", "tiny-llama", *words]
+    words += ["--limited", "16x64+64", "--commit", "abc", "--limit", "120"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_rollout.py"), *words]
+    path = f"{folder}:{ROOT}:{ROOT / 'benchmarks'}"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return ran, json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "regimes"),
+    [
+        ("DeepGemmFp8BlockScaledMMKernel", "MarlinKernel", {"resident", "limited"}),
+        ("tokens = min(n, ", "tokens = min(n % 9, ", {"failed", "limited"}),
+    ],
+    ids=["another kernel", "no whole stretch"],
+)
+def test_a_measurement_of_something_else_fails_and_keeps_its_rows(tmp_path, wrong, right, regimes):
+    pytest.importorskip("torch")
+    (tmp_path / "vllm.py").write_text(VLLM.replace(wrong, right))
+    ran, content = ran_in(tmp_path, "--precisions", "fp8-kv-attn", "--points", "8x64")
+    assert ran.returncode == 1 and {row["regime"] for row in content["rows"]} == regimes
+    assert content["engines"][0]["kernel_as_asked"] == ("failed" in regimes)
+
+
 def test_the_command_measures_every_precision_side_by_side_into_one_file(tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "vllm.py").write_text(VLLM)
-    words = ["--precisions", "bf16,fp8-linear-cutlass,fp8-kv-attn", "--gpus", "0,1", "--small"]
-    words += ["--out", "found.json", "--model", "tiny-llama", "--points", "4x32,2x64"]
-    words += ["--limited", "16x64+64", "--commit", "abc", "--limit", "120"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_rollout.py"), *words]
-    path = f"{tmp_path}:{ROOT}:{ROOT / 'benchmarks'}"
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ran, content = ran_in(
+        tmp_path, "--precisions", "bf16,fp8-linear-cutlass,fp8-kv-attn", "--gpus", "0,1",
+        "--points", "4x32,2x64",
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    content = json.loads((tmp_path / "found.json").read_text())
     rows = {(r["precision"], r["regime"], r["batch"]): r for r in content["rows"]}
     assert len(content["rows"]) == len(rows) == 9 and len(content["engines"]) == 3
     assert "--precision " not in content["command"]
