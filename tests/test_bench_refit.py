@@ -1,0 +1,34 @@
+"""bench_refit runs here on a CPU; its seconds are of a GPU alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo.compose import compose
+from fp8_nemo.estimate import estimate
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])
+def test_what_is_streamed_are_the_bytes_of_the_estimate_and_all_of_it_lands(model, tmp_path):
+    pytest.importorskip("torch")
+    out = tmp_path / "found.json"
+    words = ["--out", str(out), "--model", model, "--repetitions", "3", "--rows", "8,16"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_refit.py"), *words]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    content = json.loads(out.read_text())
+    assert content["model"] == model and [row["rows"] for row in content["watch"]] == [8, 16]
+    [recipe] = compose([f"model={model}", "precision=fp8-kv-attn"])
+    weighs = estimate(recipe.model.shape, recipe.precision)
+    sent = {row["stream"]: row["bytes"] for row in content["stream"]}
+    assert sent["FP8, loaded under the ledger"] == sent["FP8, loaded under full"]
+    assert sent["FP8, loaded under full"] == weighs.refit_bytes
+    assert 0 < sent["FP8"] - weighs.refit_bytes < 2e5  # sentinel and manifest, which names all
+    assert 0 < sent["BF16"] - weighs.refit_bytes_bf16 < 2e5
+    for row in content["stream"]:
+        assert len(row["seconds"]["repetitions"]) == 3 and row["seconds"]["median"] > 0
