@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.correction import correct
+from fp8_nemo.environment import environment
 from fp8_nemo.mismatch import LogprobPair
-from fp8_nemo.run_dir import environment
 from fp8_nemo.schema import Correction
 
 TIS, SEQ = {"level": "token", "truncate": 2.0}, {"level": "sequence", "truncate": 2.0}

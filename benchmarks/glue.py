@@ -36,6 +36,7 @@ from typing import Any
 from fp8_nemo import run_dir
 from fp8_nemo.compose import compose_plans
 from fp8_nemo.data import load_problems, write_problems
+from fp8_nemo.environment import environment
 from fp8_nemo.host import root_of
 from fp8_nemo.ledger import RefitError
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
@@ -43,7 +44,6 @@ from fp8_nemo.nemo import driver, session
 from fp8_nemo.nemo.checkout import host_of
 from fp8_nemo.nemo.engine import refit_problems, refit_reports
 from fp8_nemo.nemo.settings import VARIABLE, has_receiver
-from fp8_nemo.run_dir import environment
 from fp8_nemo.schema import Glue, Recalibrate, Recipe
 from fp8_nemo.weights import kv_scale_names
 

@@ -35,6 +35,7 @@ from correction_peers import commit_of, functions_of
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8_nemo.environment import environment
 from fp8_nemo.quantize import (
     FP8,
     FP8_MAX,
@@ -47,7 +48,6 @@ from fp8_nemo.quantize import (
     quantize_groups,
     quantize_tensor,
 )
-from fp8_nemo.run_dir import environment
 
 Quantized = tuple[Tensor, Tensor]
 """FP8 bytes and `scale_inv`, as `Fp8Weight` and `Fp8Groups` have them."""

@@ -22,8 +22,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fp8_nemo.compose import compose_plans
+from fp8_nemo.environment import environment
 from fp8_nemo.measure import measure, read_pairs
-from fp8_nemo.run_dir import environment, read_metrics, run_path
+from fp8_nemo.run_dir import read_metrics, run_path
 from fp8_nemo.schema import Correction
 
 

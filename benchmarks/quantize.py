@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from fp8_nemo import kernels
+from fp8_nemo.environment import environment
 from fp8_nemo.quantize import Fp8Weight, quantize_blocks, quantize_list
-from fp8_nemo.run_dir import environment
 
 REPETITIONS = 10
 COLD = 512 * 2**20  # bytes that a graph works through, ten times the L2 cache

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fp8_nemo.run_dir import environment
+from fp8_nemo.environment import environment
 
 
 def add_options(parser: ArgumentParser) -> None:

@@ -30,6 +30,7 @@ import transformers
 from torch import Tensor, nn
 
 from fp8_nemo.compose import compose_plans
+from fp8_nemo.environment import environment
 from fp8_nemo.local.grpo import Run
 from fp8_nemo.local.layers import Experts
 from fp8_nemo.local.policy import Policy
@@ -37,7 +38,6 @@ from fp8_nemo.local.rollout import Batch
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.model_dir import model_path
 from fp8_nemo.quantize import quantize_blocks
-from fp8_nemo.run_dir import environment
 
 MODELS = ("tiny-llama", "tiny-qwen3-moe")
 PRECISIONS = ("bf16", "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn")

@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -25,33 +24,19 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from fp8_nemo.environment import environment
 from fp8_nemo.overrides import KEPT_CHECKPOINTS
 from fp8_nemo.plan import Plan, plan_from_json
 
 PLAN, RECIPE, ENVIRONMENT, METRICS = "plan.json", "recipe.yaml", "environment.json", "metrics.jsonl"
 LOCK = ".lock"
 INTERRUPTED = 130  # exit code, as a shell reports SIGINT
-VERSIONS_OF = (
-    "fp8-nemo",
-    "torch",
-    "transformers",
-    "safetensors",
-    "hydra-core",
-    "omegaconf",
-    "numpy",
-    "nemo-rl",
-    "vllm",
-    "ray",
-    "megatron-core",
-    "transformer-engine-torch",
-)
 
 State = Literal["new", "unfinished", "finished"]
 
@@ -293,22 +278,6 @@ def write_environment(run_dir: Path) -> None:
     _write_whole(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1) + "\n")
 
 
-def environment() -> dict[str, Any]:
-    """Versions, commit and hardware of this process: what a number was measured on."""
-    return {
-        "python": platform.python_version(),
-        "versions": {name: version for name in VERSIONS_OF if (version := _version(name))},
-        "commit": _commit(),
-        "hardware": {
-            "machine": platform.machine(),
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "gpus": _gpus(),
-            "system": f"{platform.system()} {platform.release()}",
-        },
-    }
-
-
 def call_verb(verb: str, *arguments: str) -> int:
     """Run one of the recipes in a fresh process of this interpreter; its exit code.
 
@@ -408,51 +377,3 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Commit of the code that runs; `-dirty` if it is not exactly that; None outside a clone."""
-    here = Path(__file__).parent
-    command = [
-        "git",
-        "-C",
-        str(here),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()
-
-
-def _gpus() -> list[str]:
-    """Names of the GPUs that this process may use, by the driver's own tool."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command += ["-i", visible]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return found.stdout.splitlines()
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

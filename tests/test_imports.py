@@ -15,6 +15,7 @@ ORDER = (
     *(
         "describe",
         "compose",
+        "environment",
         "run_dir",
         "frozen_code",
         "submit",

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fp8_nemo import run_dir
+from fp8_nemo.environment import environment
 from fp8_nemo.health import UnstableError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import Report, Run
@@ -70,7 +71,7 @@ def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
     run_dir.write_environment(path)
-    logging.info("environment %s", run_dir.environment())
+    logging.info("environment %s", environment())
     with progress(plan) as report:
         return Run(plan, path).train(report, stop.is_set)
 
