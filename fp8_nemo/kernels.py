@@ -1,4 +1,4 @@
-"""The FP8 contract as Triton kernels, and the range of a tensor's real rows.
+"""The FP8 contract as Triton kernels, for weights and activations, and the range of real rows.
 
 What they guarantee
     Every byte and scale equals `quantize.quantize_blocks`, the torch reference. One program takes
@@ -13,7 +13,7 @@ What they take care of
     not be the tensor's: every launch says where.
 
 Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts, N weights,
-R rows (tokens), H heads, D head dimension.
+R rows (tokens), H heads, D head dimension, T tokens.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -33,6 +33,7 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 WARPS = 4  # within 3 points of the fastest of 4, 8, 16 (benchmarks/results/quantize-h200.json)
 COLUMNS = tl.constexpr(8)  # of the table of weights: three addresses, first block, O, I, P, Q
 ROWS_AT_ONCE = 16
+GROUPS_AT_ONCE = 32  # rows of activations that one program takes, one group of 128 of each
 HEADS_AT_ONCE = tl.constexpr(1024)  # values of a row that one turn reads
 ALIGNED = 16  # bytes; what a thread loads at once
 
@@ -86,6 +87,24 @@ def quantize_list(
                 POW2=pow2, EVEN=all(_is_even(*row[4:6]) for row in rows), num_warps=WARPS,
             )  # fmt: skip
     return results
+
+
+def group_values(x_TI: Tensor, pow2: bool) -> Tensor:
+    """The FP32 values of activations after 1x128 quantization along the last axis, in one launch.
+
+    Args:
+        x_TI: BF16 or FP32 `[T, I]` on a CUDA device, of any strides.
+        pow2: scales that are powers of two.
+    """
+    T, I = x_TI.shape
+    value_TI = torch.empty(T, I, device=x_TI.device)
+    if value_TI.numel():
+        with torch.cuda.device(x_TI.device):
+            _group_values[(triton.cdiv(T, GROUPS_AT_ONCE), triton.cdiv(I, 128))](
+                x_TI, value_TI, T, I, *x_TI.stride(), torch.finfo(x_TI.dtype).max,
+                ROWS=GROUPS_AT_ONCE, POW2=pow2, num_warps=WARPS,
+            )  # fmt: skip
+    return value_TI
 
 
 def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None:
@@ -178,19 +197,45 @@ def _quantize_block(
         value = tl.load(weight + at, mask=inside, other=0.0)
     bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
     amax = (tl.max(tl.max(bits, 1), 0) << 16).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(FP8_MAX, amax)
-    scale = tl.where(scale == float("inf"), BF16_MAX, scale)
-    if POW2:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    scale = tl.where(amax == 0.0, 1.0, scale)
+    scale, inverse = _scales(amax, BF16_MAX, POW2)
     scaled = value.to(tl.float32) * scale
     scaled = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
     if EVEN:
         tl.store(fp8 + at, scaled.to(tl.float8e4nv))
     else:
         tl.store(fp8 + at, scaled.to(tl.float8e4nv), mask=inside)
-    tl.store(scale_inv + block, tl.div_rn(1.0, scale))
+    tl.store(scale_inv + block, inverse)
     tl.store(nonfinite, True, mask=(amax != amax) | (amax == float("inf")))
+
+
+@triton.jit
+def _group_values(
+    x, value, T, I, row_stride, column_stride, largest, ROWS: tl.constexpr, POW2: tl.constexpr
+):
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = (rows < T) & (columns < I)
+    held = tl.load(x + rows * row_stride + columns * column_stride, mask=inside, other=0.0)
+    held = held.to(tl.float32)
+    bits = held.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(bits, 1, keep_dims=True).to(tl.float32, bitcast=True)
+    scale, scale_inv = _scales(amax, largest, POW2)
+    scaled = held * scale
+    fp8 = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX).to(tl.float8e4nv)
+    # A minimum drops NaN, which is to stay.
+    found = tl.where(scaled == scaled, fp8.to(tl.float32) * scale_inv, float("nan"))
+    tl.store(value + rows * I + columns, found, mask=inside)
+
+
+@triton.jit
+def _scales(amax, largest, POW2: tl.constexpr):
+    """Scale and its inverse of maxima, `quantize.exact_scales`."""
+    scale = tl.div_rn(FP8_MAX, amax)
+    scale = tl.where(scale == float("inf"), largest, scale)
+    if POW2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(amax == 0.0, 1.0, scale)
+    return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit

@@ -170,6 +170,15 @@ def dequantize_groups(fp8_groups: Fp8Groups) -> Tensor:
     return (groups * scale_inv_TQ[..., None]).flatten(-2)[..., :I]
 
 
+def group_values(x_TI: Tensor, *, pow2: bool = False) -> Tensor:
+    """The FP32 values of activations or gradients after `quantize_groups`; one launch on CUDA."""
+    if x_TI.is_cuda and x_TI.dtype in (torch.bfloat16, torch.float32):
+        from fp8_nemo import kernels
+
+        return kernels.group_values(x_TI.flatten(0, -2), pow2).view(x_TI.shape)
+    return dequantize_groups(quantize_groups(x_TI, pow2=pow2))
+
+
 def quantize_tensor(x: Tensor, scale_inv: Tensor) -> Tensor:
     """Quantize with one given scale, as Q, K and V are: `fp8 = cast(clamp(x / scale_inv))`.
 

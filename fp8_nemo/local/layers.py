@@ -18,7 +18,8 @@ features, E experts, F expert features, A experts of a token, N tokens of an exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,9 +32,8 @@ from fp8_nemo.quantize import (
     FP8,
     Fp8Weight,
     dequantize_blocks,
-    dequantize_groups,
+    group_values,
     quantize_blocks,
-    quantize_groups,
     quantize_tensor,
 )
 from fp8_nemo.schema import Precision
@@ -62,7 +62,26 @@ def linear_fp8(x: Tensor, weight: Fp8Weight, pow2: bool) -> Tensor:
 
 def linear_of_values(x: Tensor, value_OI: Tensor, pow2: bool) -> Tensor:
     """`linear_fp8` with the FP32 values that a weight's bytes and scales stand for."""
-    return nn.functional.linear(_grouped(x, pow2), value_OI).to(x.dtype)
+    return nn.functional.linear(_last.grouped(x, pow2), value_OI).to(x.dtype)
+
+
+class LastInput:
+    """The input quantized last: Q, K and V of a layer take the same one, and so do gate and up."""
+
+    def __init__(self) -> None:
+        self.x: Callable[[], Tensor | None] = lambda: None
+        self.kind: tuple[int, bool] | None = None
+        self.value: Tensor | None = None
+
+    def grouped(self, x: Tensor, pow2: bool) -> Tensor:
+        """`group_values` of x, which must not be changed by the taker."""
+        if self.value is None or self.x() is not x or self.kind != (x._version, pow2):
+            self.value = group_values(x, pow2=pow2)
+            self.x, self.kind = weakref.ref(x), (x._version, pow2)
+        return self.value
+
+
+_last = LastInput()
 
 
 class Fp8Product(torch.autograd.Function):
@@ -81,8 +100,9 @@ class Fp8Product(torch.autograd.Function):
         """`dx = dy w` and `dw = dy^T x`."""
         x, *fp8_weight = ctx.saved_tensors
         dy_TO, x_TI = grads[0].flatten(0, -2), x.flatten(0, -2)
-        dx_TI = _grouped(dy_TO, ctx.pow2) @ dequantize_blocks(Fp8Weight(*fp8_weight))
-        dw_OI = _grouped(dy_TO.T, ctx.pow2) @ _grouped(x_TI.T, ctx.pow2).T
+        dy, dy_T, x_T = (group_values(each, pow2=ctx.pow2) for each in (dy_TO, dy_TO.T, x_TI.T))
+        dx_TI = dy @ dequantize_blocks(Fp8Weight(*fp8_weight))
+        dw_OI = dy_T @ x_T.T
         return dx_TI.view_as(x).to(x.dtype), dw_OI.to(x.dtype), None
 
 
@@ -164,10 +184,12 @@ class Experts(nn.Module):
     def forward(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
         """Sum of the chosen experts by their shares, in ascending order, so that it repeats."""
         mixed_TI = torch.zeros_like(hidden_TI)
-        for index in range(self.experts):
-            token_N, choice_N = torch.where(index_TA == index)
-            if not token_N.numel():
+        order = index_TA.flatten().argsort(stable=True)  # by expert, then by token
+        counts = index_TA.flatten().bincount(minlength=self.experts).tolist()  # the one host read
+        for index, chosen_N in enumerate(order.split(counts)):
+            if not counts[index]:
                 continue
+            token_N, choice_N = chosen_N // index_TA.shape[1], chosen_N % index_TA.shape[1]
             gate, up = self.product(hidden_TI[token_N], "gate_up_proj", index).chunk(2, dim=-1)
             output = self.product(self.act_fn(gate) * up, "down_proj", index)
             output = output * share_TA[token_N, choice_N, None]
@@ -381,11 +403,6 @@ def _is_experts(name: str) -> bool:
 def _replace(model: PreTrainedModel, name: str, new: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, new)
-
-
-def _grouped(x_TI: Tensor, pow2: bool) -> Tensor:
-    """The FP32 values of `x` after 1x128 quantization along its last axis."""
-    return dequantize_groups(quantize_groups(x_TI, pow2=pow2))
 
 
 def _quantize_unchecked(weight_OI: Tensor, pow2: bool) -> Fp8Weight:

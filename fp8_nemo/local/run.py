@@ -47,6 +47,8 @@ def run(plan: Plan, path: Path) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.use_deterministic_algorithms(True)
+    # Nobody reads it, and on a GPU filling it is a launch for every tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
     stop = threading.Event()
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

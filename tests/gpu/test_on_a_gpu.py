@@ -9,6 +9,7 @@ from fp8_nemo import run_dir
 from fp8_nemo.local.grpo import Run
 from fp8_nemo.quantize import (
     dequantize_blocks,
+    group_values,
     quantize_blocks,
     quantize_groups,
     quantize_list,
@@ -130,6 +131,24 @@ def test_a_tensor_need_not_lie_on_the_current_device():
     amax_3, rows = torch.zeros(3, device=there), torch.full((5, 2, 64), -2.0).bfloat16().to(there)
     kernels.amax_rows([rows] * 3, torch.ones(5, dtype=torch.bool, device=there), amax_3)
     assert amax_3.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 128), (33, 256), (5, 130), (2, 7, 384), (300, 1)])
+def test_a_gpu_gives_activations_the_values_of_a_cpu(shape, dtype, pow2):
+    for scale in (1e-3, 1.0, 1e30, 1e-42):
+        x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * scale).to(dtype)
+        x[0] = 0
+        for each in (x, x.mT) if x.ndim == 2 else (x,):
+            there = each.cuda() if each.is_contiguous() else x.cuda().mT
+            assert torch.equal(group_values(each, pow2=pow2), group_values(there, pow2=pow2).cpu())
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x = torch.randn(3, 256).to(dtype)
+        x[1, 5] = bad
+        cpu, gpu = group_values(x), group_values(x.cuda()).cpu()
+        assert torch.equal(cpu.isnan(), gpu.isnan()) and gpu.isnan().sum() == 128
+        assert torch.equal(cpu.nan_to_num(), gpu.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
