@@ -8,8 +8,8 @@ Prompts, generations, longest response, GPUs and layout are the plan's; `--token
 response (the longest, unless it is given), `--prompt` the mean prompt. Seconds of one step:
 
 rollout      prompts at the measured prompt speed, then `tokens` at the measured decode speed of the
-             nearest batch and context (bench_rollout; each within a factor of 2)
-logprob      one forward per micro-batch, twice with a reference policy (bench_train, `forward`)
+             nearest batch and context (bench_rollout; each within a tenth)
+logprob      one forward per micro-batch, twice with a reference policy (bench_train, `scored`)
 train        forward and backward; the first micro-batch of each optimizer step quantizes weights
 refit        a refit of this precision (glue --parts refit: `ledger`; `stock` of BF16)
 recalibrate  what watching the ranges adds, per token (glue --parts ranges), under FP8 KV
@@ -43,7 +43,7 @@ from fp8_nemo.schema import Recipe
 ROLLOUT = {"bf16": "bf16", "fp8-linear": "fp8-linear-deepgemm", "fp8-kv-attn": "fp8-kv-attn",
            "fp8-e2e": "fp8-linear-deepgemm", "fp8-e2e-kv-attn": "fp8-kv-attn"}  # fmt: skip
 """The measured engine by precision: NeMo RL asks for DeepGEMM, training changes no rollout."""
-NEAR = 2.0
+NEAR = 1.1
 
 
 class Missing(ValueError):
@@ -146,8 +146,8 @@ def train(recipe: Recipe, load: Load, files: Files) -> Found:
 def logprob(recipe: Recipe, load: Load, files: Files) -> Found:
     """A forward of every micro-batch, and one of the reference policy if there is a KL penalty."""
     passes = 2 if recipe.grpo.kl_penalty else 1
-    first, file = _micro_batch(recipe, load, files, ("forward",), "first", False)
-    cached, _ = _micro_batch(recipe, load, files, ("forward",), "cached", False)
+    first, file = _micro_batch(recipe, load, files, ("scored",), "first", False)
+    cached, _ = _micro_batch(recipe, load, files, ("scored",), "cached", False)
     return Found(passes * (first + (micro_batches(recipe, load) - 1) * cached), file)
 
 

@@ -12,7 +12,8 @@ later one, their difference the price of quantizing weights. `stack` is layers a
 layer with embedding, `lm_head` in BF16 and NeMo RL's logprobs, so that L layers take
 `ends + (L - 1) * stack / layers`. Gradients go into DDP's buffers; nothing is reduced, no optimizer
 steps. `fp8-param` keeps weights in FP8, `fp8-router-pads` lets the router pad the experts' tokens.
-`forward` and `backward` are milliseconds by CUDA events. `of_peak`: model FLOP/s, none for
+`forward` and `backward` are milliseconds by CUDA events, `scored` a forward without gradients, as
+NeMo RL takes logprobs. `of_peak`: model FLOP/s, none for
 recomputing, of the datasheet's for that precision; `of_roofline` counts attention at BF16's.
 `kernels`: one more micro-batch under the profiler, in ms by kind. Peaks are an H200's.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md); FP8 needs a Hopper GPU.
@@ -24,6 +25,7 @@ import argparse
 import gc
 import os
 import re
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,8 +61,9 @@ CASES = (
     *(Case(variant, False) for variant in ("fp8-router-pads", "fp8-param")),
 )
 """The most telling first, what may fail last."""
-SHOWN = ("variant", "part", "tokens", "recompute", "microbatch", "forward", "backward", "speedup",
-         "tokens_per_second", "tflops", "of_peak", "of_roofline", "max_memory_gib")  # fmt: skip
+SHOWN = ("variant", "part", "tokens", "recompute", "microbatch", "forward", "backward", "scored",
+         "speedup", "tokens_per_second", "tflops", "of_peak", "of_roofline",
+         "max_memory_gib")  # fmt: skip
 
 
 def cases(names: Sequence[str], experts: int) -> list[Case]:
@@ -159,6 +162,27 @@ def timed(
     return [spent for spent, _ in spans], [spent for _, spent in spans]
 
 
+def scored(
+    model: Any, forward: Callable[[], Any], before: Callable[[], None], n: int
+) -> list[float]:
+    """Milliseconds of `n` forward passes without gradients, by events."""
+    import torch
+
+    marks = []
+    model.eval()
+    with torch.no_grad():
+        for _ in range(WARM_UP + n):
+            before()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            forward()
+            events[1].record()
+            marks.append(events)
+    model.train()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in marks[WARM_UP:]]
+
+
 def kernels(work: Callable[[], None]) -> list[tuple[str, float]]:
     """Name and milliseconds of each kernel of some work; none where the profiler does not start."""
     from torch.profiler import ProfilerActivity, profile
@@ -203,8 +227,10 @@ def measure(
         forwards, backwards = timed(forward, backward, before, n)
         memory = torch.cuda.max_memory_allocated() / 2**30
         kinds, others = by_kind(kernels(once))
+        alone = scored(model, forward, before, n)
     return {
         "forward": record.repeated(forwards), "backward": record.repeated(backwards),
+        "scored": record.repeated(alone),
         "max_memory_gib": memory, "kernels": kinds, "other_kernels": others,
         "padding": padding(tokens_E) if tokens_E else None,
         "attention": nemo_stack.attention_backend(),
@@ -252,12 +278,17 @@ def main() -> None:
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo; they win")
     options = parser.parse_args()
     usual = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
-    for name, value in (usual | {"MASTER_PORT": 29517}).items():
+    for name, value in (usual | {"MASTER_PORT": free_port()}).items():
         os.environ.setdefault(name, str(value))
+    for tokens in map(int, options.tokens.split(",")):
+        if tokens % (128 * options.sequences):
+            parser.error(f"--tokens {tokens}: not {options.sequences} sequences of whole 128s")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         todo = []
         one = nemo_stack.plan_of(options.model, 1, CASES[0], Path(scratch), options.arguments)
+        if one.recipe.model.shape.experts and one.recipe.model.parallel.tensor > 1:
+            parser.error("model.parallel.tensor: of experts only model.parallel.expert is measured")
         for number, case in enumerate(
             cases(options.cases.split(","), one.recipe.model.shape.experts)
         ):
@@ -283,13 +314,30 @@ def main() -> None:
                 told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
                 rows.append(case._asdict() | {"error": told})
                 keep(options, rows)
-            gc.collect()
-            torch.cuda.empty_cache()
+            forget()
     if os.environ["RANK"] == "0":
         whole = [row for row in rows if "error" not in row]
         record.show(
             f"{options.model}, ms a micro-batch", [{k: r.get(k) for k in SHOWN} for r in whole]
         )
+    raise SystemExit(len(whole) < len(rows) if os.environ["RANK"] == "0" else 0)
+
+
+def free_port() -> int:
+    """A port for one process alone: several of these run side by side."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def forget() -> None:
+    """Free the model of the case before; Megatron's cache of rotary embeddings would hold it."""
+    import torch
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    RotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def keep(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:

@@ -223,6 +223,18 @@ def report_dir(parent: Path) -> Path:
     return folder
 
 
+def new_folder(path: Path) -> Path:
+    """A folder for a result, made if it is missing.
+
+    Raises:
+        FileExistsError: something lies in it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise FileExistsError(f"{path}: is not empty; name another folder")
+    return path
+
+
 def short_path(path: Path) -> Path:
     """One spelling for a path: relative where the user stands above it."""
     path, here = path.resolve(), Path.cwd()

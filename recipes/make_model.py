@@ -3,7 +3,8 @@
 python -m recipes.make_model fp8_nemo/local/models/tiny-llama model=tiny-llama
 python -m recipes.make_model models/small-llama-sum model=small-llama data=running-sum
 
-Ten minutes on two cores for the tiny ones, two on a GPU. Takes the groups `model`, `data`, `seed`.
+Ten minutes on two cores for the tiny ones; on a GPU two, with working four. Takes the groups
+`model`, `data`, `seed`. The folder is new or empty, and stays so until the model is whole.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from pathlib import Path
 
 from fp8_nemo.compose import ComposeError, compose_plans
 from fp8_nemo.data import DataError, Problem, load_problems
+from fp8_nemo.run_dir import new_folder
 from fp8_nemo.schema import Recipe
-
-STEPS = 2500
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,11 +27,11 @@ def main(arguments: list[str] | None = None) -> int:
         [plan] = compose_plans([*words[1:], "backend=local", f"model.path={words[0]}"])
         recipe = plan.recipe
         problems = load_problems(recipe.data, recipe.seed).train
-        Path(words[0]).mkdir(parents=True)
+        folder = new_folder(Path(words[0]))
     except (ComposeError, DataError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    make(Path(words[0]), recipe, problems)
+    make(folder, recipe, problems)
     return 0
 
 
@@ -45,13 +45,14 @@ def make(folder: Path, recipe: Recipe, problems: list[Problem]) -> None:
     chat = make_model.make_chat()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = make_model.new_model(recipe.model.shape, chat, recipe.seed)
+    steps = make_model.steps_for(problems)
     with Progress() as bar:
-        task = bar.add_task(recipe.model.name, total=STEPS)
+        task = bar.add_task(recipe.model.name, total=steps)
 
         def report(step: int, loss: float) -> None:
             bar.update(task, completed=step, description=f"{recipe.model.name} loss {loss:.3f}")
 
-        make_model.train_model(model, chat, problems, steps=STEPS, seed=recipe.seed, report=report)
+        make_model.train_model(model, chat, problems, steps=steps, seed=recipe.seed, report=report)
     make_model.save_model(model, chat, folder)
     print(f"{folder}: {recipe.model.name}, {model.num_parameters():,} parameters")
 

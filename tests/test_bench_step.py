@@ -45,6 +45,7 @@ def train_rows(precision="bf16", recompute=True, tokens=4096):
                 "microbatch": which, "tokens": tokens, "tensor": 1, "expert": 1, "experts": 0,
                 "layers": layers,
                 "forward": {"median": forward}, "backward": {"median": backward},
+                "scored": {"median": forward},
             })  # fmt: skip
     return rows
 
@@ -84,12 +85,12 @@ def test_rollout_is_each_engines_share_at_the_measured_speed():
     assert found == (share * 256 / 30_000 + share * 3840 / 1000, "rollout.json")
 
 
-def test_the_nearest_batch_and_context_is_taken_and_none_beyond_a_factor_of_two():
+def test_the_nearest_batch_and_context_is_taken_and_none_beyond_a_tenth():
     recipe, load = plan_of("precision=bf16").recipe, Load(0, 4096, 4096)
-    near = [rollout_row(batch=100, context=2000.0, rate=7.0), rollout_row(batch=250, rate=8.0)]
+    near = [rollout_row(batch=125, context=2000.0, rate=7.0), rollout_row(batch=140, rate=8.0)]
     files = {"r.json": {"rows": [*reversed(near), {"regime": "limited", "batch": 128}]}}
     assert bench_step.rollout(recipe, load, files).seconds == 128 * 4096 / 7.0
-    far = {"r.json": {"rows": [rollout_row(batch=300), rollout_row(context=900.0)]}}
+    far = {"r.json": {"rows": [rollout_row(batch=144), rollout_row(context=1800.0)]}}
     with pytest.raises(Missing, match=r"bench_rollout.py .*--precisions bf16 --points 128x2048"):
         bench_step.rollout(recipe, load, far)
 

@@ -169,3 +169,10 @@ def test_each_attempt_has_its_own_log(plan):
     [frozen] = run_dir.freeze([plan])
     names = [run_dir.attempt_log(frozen.path).name for _ in range(2)]
     assert names == ["attempt-1.log", "attempt-2.log"]
+
+
+def test_a_new_folder_is_made_or_empty(tmp_path):
+    inner = tmp_path / "a" / "b"
+    assert run_dir.new_folder(inner) == run_dir.new_folder(inner) == inner and inner.is_dir()
+    with pytest.raises(FileExistsError, match="a: is not empty; name another folder"):
+        run_dir.new_folder(tmp_path / "a")

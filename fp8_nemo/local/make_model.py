@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,8 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-BATCH = 256
-BATCH_WORKING = 64  # where an answer is many lines, each of which is learned from
+STEPS, BATCH = 2500, 256
+STEPS_WORKING, BATCH_WORKING = 1000, 64  # where an answer is many lines, each of them learned from
 LEARNING_RATE = 1.0e-3
 WARM_UP = 20
 CARELESS = 0.5  # of the answers, in the last fifth of the steps
@@ -94,6 +95,15 @@ def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
     return family(**numbers, **(experts if shape.experts else {}))
 
 
+def steps_for(problems: list[Problem]) -> int:
+    """Steps of the shipped recipe.
+
+    With working a model of 2.6M parameters went from 6% to 97% in steps 300 to 420, so that 800 of
+    learning are enough; without, answers have no lines that are easier than the whole.
+    """
+    return STEPS_WORKING if problems[0].working else STEPS
+
+
 def train_model(
     model: PreTrainedModel,
     chat: Chat,
@@ -116,6 +126,8 @@ def train_model(
     torch.backends.cuda.matmul.allow_tf32 = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     draw, batch = random.Random(seed), BATCH_WORKING if problems[0].working else BATCH
+    # On a GPU in BF16, which halves a step; the masters stay FP32.
+    half = torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
     model.train()
     for step in range(1, steps + 1):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * _schedule(step, steps)
@@ -124,9 +136,10 @@ def train_model(
             chosen = [careless(each, draw) for each in chosen]
         tokens_BT, labels_BT = _supervised(chat, chosen)
         tokens_BT, labels_BT = tokens_BT.to(model.device), labels_BT.to(model.device)
-        logits_BTV = model(tokens_BT, use_cache=False).logits[:, :-1]
+        with half:
+            logits_BTV = model(tokens_BT, use_cache=False).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(
-            logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=-100
+            logits_BTV.float().flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=-100
         )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -184,9 +197,12 @@ def new_model(shape: Shape, chat: Chat, seed: int) -> PreTrainedModel:
 
 
 def save_model(model: PreTrainedModel, chat: Chat, folder: Path) -> None:
-    """Write weights in BF16, configuration, tokenizer and chat template."""
-    model.bfloat16().save_pretrained(folder)
-    chat.tokenizer.save_pretrained(folder)
+    """Write weights in BF16, configuration, tokenizer and chat template; all of it, or nothing."""
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    model.bfloat16().save_pretrained(new)
+    chat.tokenizer.save_pretrained(new)
+    new.replace(folder)
 
 
 def _supervised(chat: Chat, problems: list[Problem]) -> tuple[Tensor, Tensor]:

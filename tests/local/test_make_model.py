@@ -58,6 +58,24 @@ def test_a_model_learns_and_is_read_back_from_hugging_face_files(tmp_path, extra
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == make_model.CHAT_TEMPLATE
 
 
+def test_a_model_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
+    chat = make_model.make_chat()
+    model = make_model.new_model(Shape(**SMALL), chat, seed=0)
+    folder = tmp_path / "model"
+    folder.mkdir()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(chat.tokenizer), "save_pretrained", killed)
+        make_model.save_model(model, chat, folder)
+    assert not list(folder.iterdir())
+    make_model.save_model(model, chat, folder)
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+    assert (folder / "model.safetensors").exists()
+
+
 def test_the_tokenizer_round_trips_every_printable_character():
     tokenizer = make_model.make_chat().tokenizer
     text = "".join(map(chr, range(32, 127))) + "\n"
