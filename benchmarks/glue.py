@@ -24,7 +24,6 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,10 +32,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import record
+
 from fp8_nemo import run_dir
 from fp8_nemo.compose import compose_plans
 from fp8_nemo.data import load_problems, write_problems
-from fp8_nemo.environment import environment
 from fp8_nemo.host import root_of
 from fp8_nemo.ledger import RefitError
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
@@ -528,13 +528,12 @@ def main() -> None:
     """Set up, measure, write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--outputs", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    record.add_options(parser)
     parser.add_argument("--parts", default="refit,mismatch")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence, for ranges")
     parser.add_argument("--sequences", type=int, default=512, help="for ranges")
     parser.add_argument("--non-colocated", action="store_true", help="one GPU for the engine")
-    parser.add_argument("--commit", default="")
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo")
     options = parser.parse_args()
     cell = ["backend=nemo", "glue=ours", f"outputs={options.outputs}", *options.arguments]
@@ -550,12 +549,12 @@ def main() -> None:
     driver.prepare(plan, root)
     problems = load_problems(plan.recipe.data, plan.recipe.seed)
     write_problems(run_dir.data_dir(frozen.path), problems)
-    content: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": options.commit or None,
-        "environment": environment(),
-        "colocated": not options.non_colocated,
-    }
+    content: dict[str, Any] = {"colocated": not options.non_colocated}
+
+    def keep(name: str, found: Any) -> None:
+        content[name] = found
+        record.keep(options.out, options.commit, **content)
+
     start = time.perf_counter()
     with driver.own_ray(), session.opened(plan, frozen.path, root, more) as parts:
         content["set-up seconds"] = time.perf_counter() - start
@@ -565,15 +564,10 @@ def main() -> None:
             "refit": lambda: refits(bench, options.repetitions),
             "mismatch": lambda: mismatches(bench),
             "ranges": lambda: ranges(bench, options.tokens, options.sequences, options.repetitions),
-            "faults": lambda: faults(bench, partial(_keep, options.out, content, "faults")),
+            "faults": lambda: faults(bench, partial(keep, "faults")),
         }
         for name in options.parts.split(","):
-            _keep(options.out, content, name, work[name]())
-
-
-def _keep(file: Path, content: dict[str, Any], name: str, found: Any) -> None:
-    content[name] = found
-    file.write_text(json.dumps(content, indent=1) + "\n")
+            keep(name, work[name]())
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ TORCHDYNAMO_DISABLE=1 python benchmarks/peer_formulas.py \
 
 Their own torch code runs, from their own sources, on the same BF16 values, and scales and bytes are
 compared with ours bit for bit. TransformerEngine is here by the torch reference of its tests;
-`quantize.py` compares its kernel. vLLM and transformers are the ones installed. What needs a GPU is
-`emulated`: the formula of verl's and slime's Triton kernel and of vLLM's kernels for activations,
-written out in torch with correctly rounded divisions, which Triton's `/` on a GPU is not. (Triton's
-interpreter is no way out: it rounds to E4M3 otherwise than torch.)
+`bench_quantize.py` compares its kernel. vLLM and transformers are the ones installed. What needs a
+GPU is `emulated`: the formula of verl's and slime's Triton kernel and of vLLM's kernels for
+activations, written out in torch with correctly rounded divisions, which Triton's `/` on a GPU is
+not. (Triton's interpreter is no way out: it rounds to E4M3 otherwise than torch.)
 
 `error` is the mean over blocks or groups of the relative L2 error; `values` says what was
 quantized: `small` spreads `amax` evenly in its logarithm from 1e-12 on. `edges` says what becomes

@@ -1,6 +1,6 @@
 """Quantizing weights on one GPU: bandwidth against a copy, time against stock and verl, bytes.
 
-python benchmarks/quantize.py --out benchmarks/results/quantize-h200.json [--verl FILE]
+python benchmarks/bench_quantize.py --out benchmarks/results/quantize-h200.json [--verl FILE]
 
 Every time is of a captured CUDA graph that works through copies of a weight larger together than
 the L2 cache, by events, so neither Python nor a warm cache counts; `eager` is the same by the
@@ -16,18 +16,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import record
 import torch
 from torch import Tensor
 
 from fp8_nemo import kernels
-from fp8_nemo.environment import environment
 from fp8_nemo.quantize import Fp8Weight, quantize_blocks, quantize_list
 
 REPETITIONS = 10
@@ -219,9 +218,9 @@ def heavy(*shape: int) -> Tensor:
 
 
 def main() -> None:
-    """Measure, print a line per case, write the file."""
+    """Measure; the table, the file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    record.add_options(parser)
     parser.add_argument("--verl", type=Path, help="verl/utils/kernel/fp8_kernel.py")
     parser.add_argument("--warps", type=int, nargs="*", default=[], help="also try these")
     options = parser.parse_args()
@@ -229,32 +228,25 @@ def main() -> None:
     others: dict[str, Callable[[Tensor], Any]] = {"stock": stock()}
     if options.verl:
         others["verl"] = verl(options.verl)
-    content: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "environment": environment(),
-        "repetitions": REPETITIONS,
-        "bytes": [],
-        "cases": [],
-        "warps": {},
-    }
+    content: dict[str, Any] = {"repetitions": REPETITIONS, "bytes": [], "cases": [], "warps": {}}
     pairs: dict[str, Callable[[Tensor], Fp8Weight]] = {}
     pairs["stock NeMo RL"] = lambda matrix: _stock_pair(others["stock"](matrix))
     pairs["TransformerEngine"] = transformer_engine()
     for row in bytes_of(pairs):
         content["bytes"].append(row)
         print(json.dumps(row), flush=True)
+    shown = []
     for case in CASES:
         content["cases"].append(found := measure(case, others))
-        rates = found["gb_per_second"]
-        ratios = " ".join(f"{name} {ratio:.1f}x" for name, ratio in found["times_ours"].items())
-        print(f"{case.name}: {rates['ours']:.0f} of {rates['copy']:.0f} GB/s, "
-              f"{found['of_copy']:.1%}, {ratios}", flush=True)  # fmt: skip
+        record.keep(options.out, options.commit, **content)
+        rate = {"case": case.name, "gb_per_second": found["gb_per_second"]["ours"]}
+        shown.append(rate | {"of_copy": found["of_copy"]} | found["times_ours"])
         torch.cuda.empty_cache()
+    record.show("quantizing: bandwidth, share of a copy's, and how many times slower others", shown)
     for warps in options.warps:
         kernels.WARPS = warps
         content["warps"][warps] = {case.name: measure(case, {})["of_copy"] for case in CASES}
-        print(warps, "warps", content["warps"][warps], flush=True)
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+        record.keep(options.out, options.commit, **content)
 
 
 def _stock_pair(found: tuple[Tensor, Tensor]) -> Fp8Weight:
