@@ -10,10 +10,10 @@ weights, prompts, process and machine.
 `refit` times `refit_policy_generation`, and of it what `transfer_and_update_weights` takes;
 the rest of it is offloading the policy and waking the engine, each with its seconds; `export` is
 NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of a refit is
-transfer and load, and what `ledger` adds to `fp8` is the proof. One more round, with clocks inside
-the workers, says where each side's host was (`where`). `mismatch` samples the same prompts and
-scores them. `ranges` times the logprob forward watched and not, and NeMo RL's calibration. `faults`
-breaks a refit in each way and says what stock and ours made of it.
+transfer and load, and what `ledger` adds to `fp8` is the proof. As many rounds again, with clocks
+inside the workers, say where each side's host was (`where`). `mismatch` samples the same prompts
+and scores them. `ranges` times the logprob forward watched and not, and NeMo RL's calibration.
+`faults` breaks a refit in each way and says what stock and ours made of it.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md).
 """
 
@@ -222,10 +222,27 @@ def clocked(spent: dict[str, float], name: str, work: Callable[..., Any]) -> Cal
     return run
 
 
+def clock_garbage(spent: dict[str, float], name: str) -> Callable[[str, dict[str, Any]], None]:
+    """Python's own collections, which a heap as large as Megatron's makes long; to be removed."""
+    import gc
+
+    begun: list[float] = []
+
+    def heard(phase: str, _: dict[str, Any]) -> None:
+        if phase == "start":
+            begun.append(time.perf_counter())
+        elif begun:
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun.pop()
+
+    gc.callbacks.append(heard)
+    return heard
+
+
 def clock_policy(worker: Any) -> None:
     """In a policy worker: the whole sending, and of it what making the stream takes."""
     spent: dict[str, float] = {}
     worker.fp8_nemo_spent = spent
+    worker.fp8_nemo_heard = clock_garbage(spent, "sender: garbage collection")
     make = type(worker)._iter_params_with_optional_kv_scales
 
     def made(*arguments: Any, **options: Any) -> Iterator[Any]:
@@ -246,6 +263,7 @@ def clock_vllm(worker: Any) -> None:
     worker = getattr(worker, "worker", worker)
     spent: dict[str, float] = {}
     worker.fp8_nemo_spent = spent
+    worker.fp8_nemo_heard = clock_garbage(spent, "receiver: garbage collection")
     model = worker.model_runner.model
     model.load_weights = clocked(spent, "receiver: vLLM's loader", model.load_weights)
     worker._load_weights = clocked(spent, "receiver: load", worker._load_weights)
@@ -265,7 +283,10 @@ def clock_vllm(worker: Any) -> None:
 
 def take_clock(worker: Any) -> dict[str, float]:
     """In a worker of either side: seconds by name, and the clocks are taken out."""
+    import gc
+
     worker = getattr(worker, "worker", worker)
+    gc.callbacks.remove(worker.__dict__.pop("fp8_nemo_heard"))
     for name in ("_iter_params_with_optional_kv_scales", "stream_weights_via_ipc_zmq",
                  "broadcast_weights_for_collective"):  # fmt: skip
         worker.__dict__.pop(name, None)
@@ -293,19 +314,27 @@ def refits(bench: Bench, repetitions: int) -> dict[str, Any]:
                 found[name]["bytes"] = bench.parts.policy.refit_bytes
     for name in names:
         bench.switch(GLUES[name])
-        bench.in_policy(clock_policy)
-        bench.in_vllm(clock_vllm)
-        bench.refit()
-        bench.rest()
-        sides = bench.in_policy(take_clock) + bench.in_vllm(take_clock)
-        found[name]["where"] = {key: spent for side in sides for key, spent in side.items()}
-        bench.in_vllm(mend_vllm)
+        found[name]["clocked rounds"] = [_clocked_refit(bench) for _ in range(repetitions)]
     for each in found.values():
+        clocked_rounds = each["clocked rounds"]
+        clocks = sorted({key for times in clocked_rounds for key in times})
+        each["where"] = {key: median(t.get(key, 0.0) for t in clocked_rounds) for key in clocks}
         keys = each["rounds"][0]
         each["median"] = {key: median(times[key] for times in each["rounds"]) for key in keys}
         print({k: round(v, 3) for k, v in each["median"].items()}, each["bytes"], flush=True)
         print({k: round(v, 3) for k, v in each["where"].items()}, flush=True)
     return found
+
+
+def _clocked_refit(bench: Bench) -> dict[str, float]:
+    """One refit with clocks in both sides' workers; seconds by name."""
+    bench.in_policy(clock_policy)
+    bench.in_vllm(clock_vllm)
+    bench.refit()
+    bench.rest()
+    sides = bench.in_policy(take_clock) + bench.in_vllm(take_clock)
+    bench.in_vllm(mend_vllm)
+    return {key: spent for side in sides for key, spent in side.items()}
 
 
 def mismatches(bench: Bench) -> dict[str, Any]:
