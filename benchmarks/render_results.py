@@ -18,7 +18,17 @@ from fp8_nemo.report import markdown_table
 HERE = Path(__file__).parent / "results"
 MOST = 40
 ASIDE = ("command", "commit", "environment", "versions", "hardware", "notes", "what", "colocated")
-RAW = ("rounds", "repetitions", "seconds", "seeds", "scales", "settings", "recipe", "source")
+RAW = (
+    "rounds",
+    "clocked rounds",
+    "repetitions",
+    "seconds",
+    "seeds",
+    "scales",
+    "settings",
+    "recipe",
+    "source",
+)
 """Keys whose numbers a table of medians stands for."""
 HEAD = """# Measured
 
