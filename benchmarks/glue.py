@@ -10,10 +10,12 @@ weights, prompts, process and machine.
 `refit` times `refit_policy_generation`, and of it what `transfer_and_update_weights` takes;
 the rest of it is offloading the policy and waking the engine, each with its seconds; `export` is
 NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of a refit is
-transfer and load, and what `ledger` adds to `fp8` is the proof. As many rounds again, with clocks
-inside the workers, say where each side's host was (`where`). `mismatch` samples the same prompts
-and scores them. `ranges` times the logprob forward watched and not, and NeMo RL's calibration.
-`faults` breaks a refit in each way and says what stock and ours made of it.
+transfer and load, and what `ledger` adds to `fp8` is the proof. Three more rounds, with clocks
+inside the workers, say where each side's host was (`where`). `--buffers 0.3,0.03` does it again
+with other buffers than NeMo RL's own share of the free memory, by NRL_REFIT_BUFFER_MEMORY_RATIO.
+`mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and
+not, and NeMo RL's calibration. `faults` breaks a refit in each way and says what stock and ours
+made of it.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md).
 """
 
@@ -24,6 +26,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +64,8 @@ AROUND = ("policy.offload_before_refit", "policy.offload_after_refit",
           "generation.prepare_for_generation")  # fmt: skip
 """What a colocated refit waits for beside the transfer: the two sides change places in memory."""
 SAMPLES = 16  # of each prompt
+CLOCKED = 3
+BUFFERS = "NRL_REFIT_BUFFER_MEMORY_RATIO"  # what NeMo RL reads before each refit (grpo.py:2360)
 
 
 class Clock:
@@ -297,13 +302,23 @@ def take_clock(worker: Any) -> dict[str, float]:
     return worker.__dict__.pop("fp8_nemo_spent")
 
 
-def refits(bench: Bench, repetitions: int) -> dict[str, Any]:
-    """Every glue in turn, `repetitions` rounds, after one that is not counted."""
-    names = ["stock", "fused", "fp8", "ledger", "full"]
-    found: dict[str, Any] = {name: {"rounds": []} for name in names}
+def refits(bench: Bench, repetitions: int, shares: list[str]) -> dict[str, Any]:
+    """Every glue in turn, `repetitions` rounds, after one that is not counted.
+
+    Args:
+        bench: the set-up.
+        repetitions: rounds.
+        shares: of the free memory, for the buffers through which a colocated refit goes. `full` is
+            timed with the first alone.
+    """
+    glues = ["stock", "fused", "fp8", "ledger", "full"]
+    kinds = {name: (name, shares[0]) for name in glues}
+    kinds |= {f"{name}, {share}": (name, share) for share in shares[1:] for name in glues[:-1]}
+    found: dict[str, Any] = {name: {"rounds": []} for name in kinds}
     for round_ in range(repetitions + 1):
-        for name in names:
-            bench.switch(GLUES[name])
+        for name, (glue, share) in kinds.items():
+            os.environ[BUFFERS] = share
+            bench.switch(GLUES[glue])
             export = max(bench.in_policy(time_export, True))
             encode = max(bench.in_policy(time_export, False))
             times = {"export": export, "encode": encode} | bench.refit()
@@ -312,9 +327,10 @@ def refits(bench: Bench, repetitions: int) -> dict[str, Any]:
                 found[name]["rounds"].append(times)
             else:
                 found[name]["bytes"] = bench.parts.policy.refit_bytes
-    for name in names:
-        bench.switch(GLUES[name])
-        found[name]["clocked rounds"] = [_clocked_refit(bench) for _ in range(repetitions)]
+    for name, (glue, share) in kinds.items():
+        os.environ[BUFFERS] = share
+        bench.switch(GLUES[glue])
+        found[name]["clocked rounds"] = [_clocked_refit(bench) for _ in range(CLOCKED)]
     for each in found.values():
         clocked_rounds = each["clocked rounds"]
         clocks = sorted({key for times in clocked_rounds for key in times})
@@ -562,6 +578,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence, for ranges")
     parser.add_argument("--sequences", type=int, default=512, help="for ranges")
+    parser.add_argument("--buffers", default="0.3", help="shares of free memory, for refit")
     parser.add_argument("--non-colocated", action="store_true", help="one GPU for the engine")
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo")
     options = parser.parse_args()
@@ -590,7 +607,7 @@ def main() -> None:
         print("set up", content["set-up seconds"], flush=True)
         bench = Bench(parts, plan.recipe, not options.non_colocated)
         work: dict[str, Callable[[], Any]] = {
-            "refit": lambda: refits(bench, options.repetitions),
+            "refit": lambda: refits(bench, options.repetitions, options.buffers.split(",")),
             "mismatch": lambda: mismatches(bench),
             "ranges": lambda: ranges(bench, options.tokens, options.sequences, options.repetitions),
             "faults": lambda: faults(bench, partial(keep, "faults")),
