@@ -25,7 +25,6 @@ from typing import Any
 import record
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from fp8_nemo.compose import compose
 from fp8_nemo.ledger import Ledger
@@ -128,10 +127,12 @@ def device_seconds(work: Callable[[], Any], device: torch.device) -> float | Non
     """The device's own seconds in one run, kernels and copies; None on a CPU."""
     if device.type != "cuda":
         return None
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+
+    def whole() -> None:
         work()
         wait(device)
-    return sum(each.self_device_time_total for each in seen.key_averages()) / 1e6
+
+    return sum(spent for _, spent in record.kernels(whole)) / 1e3 or None
 
 
 def watched(shape: Shape, rows: int, repetitions: int, device: torch.device) -> dict[str, Any]:

@@ -185,7 +185,8 @@ class Bench:
         engine: dict[str, Any] = {"start_seconds": ready, "eager": self.options.eager}
         engine |= self.names | call("described")
         kernels = engine["kernels"]
-        engine["kernel_as_asked"] = f"linear: {self.variant.kernel}" in kernels
+        linears = [kind for kind in kernels if kind.startswith("linear: ")]
+        engine["kernel_as_asked"] = linears == [f"linear: {self.variant.kernel}"]
         engine["kernels"] = ", ".join(f"{count} {name}" for name, count in kernels.items())
         keep(self.options, "engines", engine)
         print(json.dumps(engine, indent=1), flush=True)

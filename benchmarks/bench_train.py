@@ -113,11 +113,10 @@ def by_kind(kernels: Iterable[tuple[str, float]]) -> tuple[dict[str, float], dic
     kinds: dict[str, float] = {}
     others: dict[str, float] = {}
     for name, spent in kernels:
-        if spent and not name.startswith(("##", "Profiler", "nccl:")):  # ranges, not kernels
-            kind = kind_of(name)
-            kinds[kind] = kinds.get(kind, 0.0) + spent
-            if kind == "other":
-                others[name[:80]] = others.get(name[:80], 0.0) + spent
+        kind = kind_of(name)
+        kinds[kind] = kinds.get(kind, 0.0) + spent
+        if kind == "other":
+            others[name[:80]] = others.get(name[:80], 0.0) + spent
     return kinds, dict(sorted(others.items(), key=lambda pair: -pair[1])[:10])
 
 
@@ -183,19 +182,6 @@ def scored(
     return [start.elapsed_time(end) for start, end in marks[WARM_UP:]]
 
 
-def kernels(work: Callable[[], None]) -> list[tuple[str, float]]:
-    """Name and milliseconds of each kernel of some work; none where the profiler does not start."""
-    from torch.profiler import ProfilerActivity, profile
-
-    try:
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            work()
-    except (AssertionError, RuntimeError) as error:  # the times are worth having
-        print(f"no profile: {error}", flush=True)
-        return []
-    return [(each.key, each.self_device_time_total / 1e3) for each in seen.key_averages()]
-
-
 def measure(
     model: Any, batch: nemo_stack.MicroBatch, ends: bool, first: bool, n: int
 ) -> dict[str, Any]:
@@ -226,7 +212,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
         forwards, backwards = timed(forward, backward, before, n)
         memory = torch.cuda.max_memory_allocated() / 2**30
-        kinds, others = by_kind(kernels(once))
+        kinds, others = by_kind(record.kernels(once))
         alone = scored(model, forward, before, n)
     return {
         "forward": record.repeated(forwards), "backward": record.repeated(backwards),

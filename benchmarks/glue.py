@@ -331,10 +331,11 @@ def refits(bench: Bench, repetitions: int, shares: list[str]) -> dict[str, Any]:
             export = max(bench.in_policy(time_export, True))
             encode = max(bench.in_policy(time_export, False))
             found[name]["rounds"][round_] |= {"export": export, "encode": encode}
-    for name, (glue, share) in kinds.items():
-        os.environ[BUFFERS] = share
-        bench.switch(GLUES[glue])
-        found[name]["clocked rounds"] = [_clocked_refit(bench) for _ in range(CLOCKED)]
+    for _ in range(CLOCKED):
+        for name, (glue, share) in kinds.items():
+            os.environ[BUFFERS] = share
+            bench.switch(GLUES[glue])
+            found[name].setdefault("clocked rounds", []).append(_clocked_refit(bench))
     for each in found.values():
         clocked_rounds = each["clocked rounds"]
         clocks = sorted({key for times in clocked_rounds for key in times})
@@ -586,6 +587,8 @@ def main() -> None:
     parser.add_argument("--non-colocated", action="store_true", help="one GPU for the engine")
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo")
     options = parser.parse_args()
+    if options.non_colocated and "," in options.buffers:
+        parser.error("--buffers: NeMo RL shares memory in a colocated refit alone")
     cell = ["backend=nemo", "glue=ours", f"outputs={options.outputs}", *options.arguments]
     [plan] = compose_plans(cell, host_of)
     [frozen] = run_dir.freeze([plan])

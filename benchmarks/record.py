@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -42,6 +42,24 @@ def keep(out: Path, commit: str, **content: Any) -> None:
     new = out.with_name(f"{out.name}.new")
     new.write_text(json.dumps(head | content, indent=1) + "\n")
     new.replace(out)
+
+
+def kernels(work: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Name and milliseconds of each kernel and copy of some work that waits for its device.
+
+    None where the profiler does not start: the times beside it are worth having.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            work()
+    except (AssertionError, RuntimeError) as error:
+        print(f"no profile: {error}", flush=True)
+        return []
+    ranges = ("##", "Profiler", "nccl:")  # of kernels, which are there too
+    found = ((each.key, each.self_device_time_total / 1e3) for each in seen.key_averages())
+    return [(name, spent) for name, spent in found if spent and not name.startswith(ranges)]
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

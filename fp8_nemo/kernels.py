@@ -213,7 +213,7 @@ def _group_values(
     x, value, T, I, row_stride, column_stride, largest, ROWS: tl.constexpr, POW2: tl.constexpr
 ):
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    columns = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    columns = (tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = (rows < T) & (columns < I)
     held = tl.load(x + rows * row_stride + columns * column_stride, mask=inside, other=0.0)
     held = held.to(tl.float32)

@@ -227,11 +227,11 @@ def new_folder(path: Path) -> Path:
     """A folder for a result, made if it is missing.
 
     Raises:
-        FileExistsError: something lies in it.
+        FileExistsError: something lies in it, or another folder cannot take its place.
     """
     path.mkdir(parents=True, exist_ok=True)
-    if any(path.iterdir()):
-        raise FileExistsError(f"{path}: is not empty; name another folder")
+    if any(path.iterdir()) or path.is_mount() or path.resolve() == Path.cwd():
+        raise FileExistsError(f"{path}: is not a folder that is new, or empty; name another one")
     return path
 
 

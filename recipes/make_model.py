@@ -3,8 +3,7 @@
 python -m recipes.make_model fp8_nemo/local/models/tiny-llama model=tiny-llama
 python -m recipes.make_model models/small-llama-sum model=small-llama data=running-sum
 
-Ten minutes on two cores for the tiny ones; on a GPU two, with working four. Takes the groups
-`model`, `data`, `seed`. The folder is new or empty, and stays so until the model is whole.
+Takes the groups `model`, `data`, `seed`; the folder is new or empty until the model is whole.
 """
 
 from __future__ import annotations

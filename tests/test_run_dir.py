@@ -174,5 +174,5 @@ def test_each_attempt_has_its_own_log(plan):
 def test_a_new_folder_is_made_or_empty(tmp_path):
     inner = tmp_path / "a" / "b"
     assert run_dir.new_folder(inner) == run_dir.new_folder(inner) == inner and inner.is_dir()
-    with pytest.raises(FileExistsError, match="a: is not empty; name another folder"):
+    with pytest.raises(FileExistsError, match="a: is not a folder that is new"):
         run_dir.new_folder(tmp_path / "a")

@@ -1,6 +1,5 @@
 """benchmarks/side_by_side.py with real runs of the tiny model, on no GPU."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from fp8_nemo.report import find_runs, read_run
+from fp8_nemo.run_dir import Frozen
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import side_by_side  # noqa: E402
+
 SWEEP = ["-m", "model=tiny-llama", "precision=bf16,fp8-linear", "grpo=demo"]
 SMALL = ["grpo.prompts_per_step=4", "grpo.generations_per_prompt=2", "grpo.validate_every=10"]
 
@@ -32,20 +36,42 @@ def test_every_cell_runs_once_and_what_is_finished_is_left(tmp_path):
     assert "2 cells, 2 finished" in again.stdout and "exit" not in again.stdout
 
 
-def test_a_wrong_line_is_refused_before_anything_starts(tmp_path):
-    found = subprocess.run(command("grpo.steps=0", f"outputs={tmp_path}"), capture_output=True)
-    assert (
-        found.returncode == 2 and b"grpo.steps=0" in found.stderr and not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["grpo.steps=0"], "grpo.steps=0"),
+        (["cluster=slurm"], "side_by_side runs backend=local, cluster=here alone"),
+        (["model=small-llama", "backend=local"], "no such folder"),
+    ],
+)
+def test_a_wrong_line_is_refused_before_anything_starts(tmp_path, words, line):
+    found = subprocess.run(
+        command(*words, f"outputs={tmp_path}"), capture_output=True, text=True, cwd=tmp_path
     )
+    assert found.returncode == 2 and line in found.stderr
+    assert not list(tmp_path.iterdir())
 
 
-def test_asked_to_end_every_run_saves(tmp_path):
+def test_a_run_that_cannot_begin_gives_its_place_back(tmp_path):
+    runs = side_by_side.Runs(["0"], 1)
+    (tmp_path / "log").write_text("in the way")
+    cell = Frozen(tmp_path, "new", 0)
+    assert [runs.run(cell).code for _ in range(2)] == [1, 1]
+    runs.end()
+    (tmp_path / "log").unlink()
+    assert runs.run(cell).code == 130 and not runs.under_way
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_end_it_starts_none_and_what_runs_saves(tmp_path, number):
     pytest.importorskip("torch")
-    process = subprocess.Popen(command("grpo.steps=5000", f"outputs={tmp_path}"))
+    line = command("grpo.steps=5000", "seed=1,2", f"outputs={tmp_path}")  # four cells, two places
+    process = subprocess.Popen(line)
     deadline = time.monotonic() + 120
     while len(list(tmp_path.glob("**/metrics.jsonl"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.2)
-    os.kill(process.pid, signal.SIGTERM)
+    process.send_signal(number)
     assert process.wait(60) == 130
-    runs = find_runs(tmp_path)
-    assert len(runs) == 2 and all(list((run / "checkpoints").iterdir()) for run in runs)
+    begun = list(tmp_path.glob("**/metrics.jsonl"))
+    assert len(begun) == 2
+    assert all(list((file.parent / "checkpoints").iterdir()) for file in begun)

@@ -19,7 +19,7 @@ features, E experts, F expert features, A experts of a token, N tokens of an exp
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,19 +66,27 @@ def linear_of_values(x: Tensor, value_OI: Tensor, pow2: bool) -> Tensor:
 
 
 class LastInput:
-    """The input quantized last: Q, K and V of a layer take the same one, and so do gate and up."""
+    """The input quantized last: Q, K and V of a layer take the same one, and so do gate and up.
+
+    Its value lives as long as the input does, or until another one comes.
+    """
 
     def __init__(self) -> None:
-        self.x: Callable[[], Tensor | None] = lambda: None
-        self.kind: tuple[int, bool] | None = None
-        self.value: Tensor | None = None
+        self.held: tuple[weakref.ref[Tensor], int, bool, Tensor] | None = None
 
     def grouped(self, x: Tensor, pow2: bool) -> Tensor:
         """`group_values` of x, which must not be changed by the taker."""
-        if self.value is None or self.x() is not x or self.kind != (x._version, pow2):
-            self.value = group_values(x, pow2=pow2)
-            self.x, self.kind = weakref.ref(x), (x._version, pow2)
-        return self.value
+        if self.held is not None:
+            last, version, kind, value = self.held
+            if last() is x and (version, kind) == (x._version, pow2):
+                return value
+        value = group_values(x, pow2=pow2)
+        self.held = weakref.ref(x, self._forget), x._version, pow2, value
+        return value
+
+    def _forget(self, last: weakref.ref[Tensor]) -> None:
+        if self.held is not None and self.held[0] is last:
+            self.held = None
 
 
 _last = LastInput()
@@ -185,7 +193,8 @@ class Experts(nn.Module):
         """Sum of the chosen experts by their shares, in ascending order, so that it repeats."""
         mixed_TI = torch.zeros_like(hidden_TI)
         order = index_TA.flatten().argsort(stable=True)  # by expert, then by token
-        counts = index_TA.flatten().bincount(minlength=self.experts).tolist()  # the one host read
+        expert_E = torch.arange(self.experts, device=index_TA.device)
+        counts = (index_TA[..., None] == expert_E).sum((0, 1)).tolist()  # the one host read
         for index, chosen_N in enumerate(order.split(counts)):
             if not counts[index]:
                 continue

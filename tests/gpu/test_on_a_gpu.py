@@ -128,6 +128,8 @@ def test_a_tensor_need_not_lie_on_the_current_device():
     assert same(cpu, quantize_blocks(weight(256, 384).to(there)))
     slots = torch.zeros(1, dtype=torch.bool, device=there)
     assert same(cpu, quantize_list([weight(256, 384).to(there)], nonfinite_N=slots)[0])
+    x = weight(64, 384)
+    assert torch.equal(group_values(x), group_values(x.to(there)).cpu())
     amax_3, rows = torch.zeros(3, device=there), torch.full((5, 2, 64), -2.0).bfloat16().to(there)
     kernels.amax_rows([rows] * 3, torch.ones(5, dtype=torch.bool, device=there), amax_3)
     assert amax_3.tolist() == [2.0] * 3

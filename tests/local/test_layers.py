@@ -181,3 +181,23 @@ def test_values_of_a_weight_are_worked_out_once_inside_and_anew_outside():
         assert torch.equal(linear(x), before)  # which is why no refit may come in between
     assert torch.equal(linear(x), -before)
     assert torch.equal(before, layers.linear_fp8(x, held, False))
+
+
+def test_an_input_is_quantized_once_while_it_lives_and_is_as_it_was(monkeypatch):
+    seen = []
+
+    def group_values(x, *, pow2):
+        seen.append(pow2)
+        return x.double()
+
+    monkeypatch.setattr(layers, "group_values", group_values)
+    last, x = layers.LastInput(), torch.ones(2, 128)
+    assert last.grouped(x, False) is last.grouped(x, False) and seen == [False]
+    last.grouped(x, True)
+    x.add_(1)
+    assert torch.equal(last.grouped(x, True), x.double()) and seen == [False, True, True]
+    last.grouped(torch.ones(2, 128), True)  # gone at once, and its value with it
+    assert len(seen) == 4 and last.held is None
+    last.grouped(x, True)
+    del x
+    assert last.held is None
