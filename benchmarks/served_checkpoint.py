@@ -4,8 +4,9 @@ python benchmarks/served_checkpoint.py CHECKPOINT FOLDER --out FILE.json [--prom
 
 Converts the checkpoint (FOLDER/fp8-linear, FOLDER/fp8-kv-attn), lets vLLM sample from the source
 and from each result, and scores the same tokens with the local rollout model of that precision and
-with the local BF16 one; once more as vLLM serves it by default, with scales made powers of two. Of
-every pair of logprobs: the mismatch metrics, and quantiles of the difference. Needs a GPU and vLLM.
+with the local BF16 one; once more with scales made powers of two, which is vLLM's default. Of every
+pair of logprobs: the mismatch metrics, the standard error of the KL, and quantiles of the
+difference. Needs a GPU and vLLM.
 """
 
 # pyright: reportMissingImports=false
@@ -42,7 +43,7 @@ ROWS = {  # name: precision, and whether vLLM makes the scales powers of two
     "bf16": ("bf16", "0"),
     "fp8-linear": ("fp8-linear", "0"),
     "fp8-kv-attn": ("fp8-kv-attn", "0"),
-    "fp8-linear, as vLLM serves by default": ("fp8-linear", "1"),
+    "fp8-linear, scales made powers of two": ("fp8-linear", "1"),
 }
 
 
@@ -122,10 +123,16 @@ def compared(train_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor) -> dict[str,
     pair = LogprobPair(train_BR, rollout_BR, mask_BR)
     shares = torch.tensor(SHARES, dtype=torch.float64, device=pair.log_ratio_N.device)
     quantiles = pair.log_ratio_N.double().quantile(shares).tolist()
-    return mismatch_metrics(pair) | {
-        f"log ratio, quantile {share:g}": value
-        for share, value in zip(SHARES, quantiles, strict=True)
-    }
+    k3_N = torch.expm1(pair.log_ratio_N.double()) - pair.log_ratio_N
+    error = (k3_N.std() / len(k3_N) ** 0.5).item()
+    return (
+        mismatch_metrics(pair)
+        | {"KL, standard error": error}
+        | {
+            f"log ratio, quantile {share:g}": value
+            for share, value in zip(SHARES, quantiles, strict=True)
+        }
+    )
 
 
 def converted(source: Path, folder: Path, recipe: Recipe, texts: Iterable[str]) -> dict[str, Any]:
