@@ -68,10 +68,14 @@ def test_asked_to_end_it_starts_none_and_what_runs_saves(tmp_path, number):
     line = command("grpo.steps=5000", "seed=1,2", f"outputs={tmp_path}")  # four cells, two places
     process = subprocess.Popen(line)
     deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("**/metrics.jsonl"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    process.send_signal(number)
-    assert process.wait(60) == 130
-    begun = list(tmp_path.glob("**/metrics.jsonl"))
+    try:
+        while len(list(tmp_path.glob("tiny-llama/*/*/metrics.jsonl"))) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        process.send_signal(number)
+        assert process.wait(60) == 130
+    finally:
+        process.terminate()
+    begun = list(tmp_path.glob("tiny-llama/*/*/metrics.jsonl"))
     assert len(begun) == 2
     assert all(list((file.parent / "checkpoints").iterdir()) for file in begun)
