@@ -25,11 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
         plans = compose_plans(sys.argv[1:] if arguments is None else arguments, host_of)
         if lines := [line for plan in plans for line in problems_with(plan)]:
             raise ComposeError(lines)
+        jobs = submit.prepare(plans) if plans[0].recipe.cluster.kind == "slurm" else None
+        cells = freeze(submit.not_queued(plans)) if jobs is None else []
         for note in dict.fromkeys(note for plan in plans for note in plan.notes):
             print(f"note: {note}")
-        if plans[0].recipe.cluster.kind == "slurm":
-            return queue(plans, submit.prepare(plans))
-        return run(freeze(submit.not_queued(plans)))
+        return run(cells) if jobs is None else queue(plans, jobs)
     except (ComposeError, RunDirError, submit.SubmitError) as error:
         print(error, file=sys.stderr)
         return 2
