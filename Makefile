@@ -32,7 +32,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/shellcheck --severity=warning --shell=bash slurm/grpo.sbatch slurm/node.sh
+	$(BIN)/shellcheck --severity=warning --shell=bash slurm/grpo.sbatch slurm/node.sh benchmarks/node_job.sh
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
