@@ -35,7 +35,6 @@ from fp8_nemo.weights import kv_scale_names, named_shapes, wire_specs
 
 CALLS = 200  # of the observer, between two looks at the clock
 KV_SCALE = 0.02
-DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float32", "float8_e4m3fn")}
 
 
 def wait(device: torch.device) -> None:
@@ -60,11 +59,10 @@ class Refit:
         self.weights = named_weights(shape, device)
         names = [name for layer in range(shape.layers) for name in kv_scale_names(layer)]
         self.kv_scales = dict.fromkeys(names, KV_SCALE)
-        specs = wire_specs(named_shapes(shape), precision, shape.layers)
-        self.specs = specs
+        self.specs = wire_specs(named_shapes(shape), precision, shape.layers)
         self.engine = {
-            name: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype], device=device)
-            for name, spec in specs.items()
+            name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            for name, spec in self.specs.items()
         }
 
     def stream(self, precision: Precision, checksums: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -1,10 +1,10 @@
 """The FP8 contract as Triton kernels, for weights and activations, and the range of real rows.
 
 What they guarantee
-    Every byte and scale equals `quantize.quantize_blocks`, the torch reference. One program takes
-    one 128x128 block: it is read once, held in registers while its maximum is found, and written
-    once, so a weight of N elements moves 3N bytes, where NeMo RL's `cast_tensor_to_fp8_blockwise`
-    (main 7ea279a) moves about 49N. Nothing is read on the host.
+    Every byte, scale and value equals the torch reference of `quantize.py`. Of weights one program
+    takes one 128x128 block: it is read once, held in registers while its maximum is found, and
+    written once, so a weight of N elements moves 3N bytes, where NeMo RL's
+    `cast_tensor_to_fp8_blockwise` (main 7ea279a) moves about 49N. Nothing is read on the host.
 
 What they take care of
     A maximum is taken over the bits of absolute values: integers order them as floats do, and NaN
