@@ -20,9 +20,10 @@ up one by one only after something failed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -241,7 +242,7 @@ class Ledger:
     def _altered(self, sums: Mapping[str, Tensor], what: str) -> Iterator[str]:
         assert self.manifest is not None
         sent = dict(zip(self.manifest["names"], self.manifest["sums"], strict=True))
-        for name, value in _on_host(sums).items():
+        for name, value in on_host(sums).items():
             if value != int(sent[name], 16):
                 yield f"{name}: {what} (checksum)"
 
@@ -250,16 +251,16 @@ class Ledger:
         loaded = {name: tensors[name] for name in tensors.keys() - self.kv_scales.keys()}
         for name in sorted(_poisoned(loaded)):
             yield f"{name}: arrived, and was not loaded: the engine still holds its poison"
-        equal = {name: (tensors[name] == sent).all() for name, sent in self.kv_scales.items()}
-        for name in failing(equal):
-            sent = self.kv_scales[name].tolist()
-            yield f"{name}: the engine holds {tensors[name].tolist()}, sent {sent}"
+        held = on_host({name: tensors[name] for name in self.kv_scales})
+        for name, sent in on_host(self.kv_scales).items():
+            if held[name] != sent:
+                yield f"{name}: the engine holds {held[name]}, sent {sent}"
         for name, address in self.addresses.items():
             if tensors[name].data_ptr() != address:
                 yield f"{name}: its storage moved, CUDA graphs would read the old one"
         now = {name: checksum(tensors[name]) for name in self.part_sums}
-        loaded_sums = _on_host(self.part_sums)
-        for name, value in _on_host(now).items():
+        loaded_sums = on_host(self.part_sums)
+        for name, value in on_host(now).items():
             if value != loaded_sums[name]:
                 yield f"{name}: the engine's bytes are not the sender's (checksum)"
 
@@ -270,6 +271,14 @@ def failing(verdicts: Mapping[str, Tensor]) -> list[str]:
         return []
     passed = torch.stack(list(verdicts.values())).tolist()
     return [name for name, ok in zip(verdicts, passed, strict=True) if not ok]
+
+
+def on_host(numbers: Mapping[str, Tensor]) -> dict[str, Any]:
+    """One number each, of any types and sizes of one element: one read for all of them."""
+    if not numbers:
+        return {}
+    flat = [number.flatten() for number in numbers.values()]
+    return dict(zip(numbers, torch.cat(flat).tolist(), strict=True))
 
 
 def manifest(names: list[str], sums: list[Tensor]) -> Tensor:
@@ -303,12 +312,6 @@ def _spec_of_part(spec: WireSpec, of_wire: tuple[slice, ...]) -> WireSpec:
     return WireSpec(spec.dtype, tuple(len(range(*part.indices(side))) for part, side in sides))
 
 
-def _on_host(sums: Mapping[str, Tensor]) -> dict[str, int]:
-    if not sums:
-        return {}
-    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
-
-
 def _poison(tensors: Mapping[str, Tensor]) -> None:
     """NaN, which no trainer sends, into all of a block scale and the first element of the rest."""
     scales, bytes_, others = _by_poison(tensors)
@@ -335,8 +338,7 @@ def _poisoned(tensors: Mapping[str, Tensor]) -> list[str]:
         first_N = torch.stack(list(bytes_.values())).tolist()
         nan = (FP8_NAN, FP8_NAN | 0x80)
         found += [name for name, first in zip(bytes_, first_N, strict=True) if first in nan]
-    if others:
-        found += failing({name: torch.isfinite(first.float()) for name, first in others.items()})
+    found += [name for name, first in on_host(others).items() if not math.isfinite(first)]
     return found
 
 
@@ -351,7 +353,7 @@ def _by_poison(
         if name.endswith(weights.SCALE_SUFFIX):
             scales[name] = tensor
         elif tensor.dtype == FP8:
-            bytes_[name] = tensor.view(torch.uint8)[(0,) * tensor.ndim]
+            bytes_[name] = tensor.view(torch.uint8).as_strided((), ())
         else:
-            others[name] = tensor[(0,) * tensor.ndim]
+            others[name] = tensor.as_strided((), ())
     return scales, bytes_, others

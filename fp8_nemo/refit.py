@@ -9,6 +9,8 @@ that are not finite are refused before the manifest is sent: every weight leaves
 device, and all are read at once.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch._foreach_* is documented and public, its underscore notwithstanding.
 from __future__ import annotations
 
 import math
@@ -26,7 +28,6 @@ from fp8_nemo.ledger import (
     RefitError,
     RefitProof,
     checksum,
-    failing,
     manifest,
 )
 from fp8_nemo.quantize import Formula, quantize_list
@@ -95,8 +96,9 @@ def refit_stream(
     if not metadata_only and (broken := list(_nonfinite(verdicts))):
         raise RefitError(f"{name}: holds NaN or Inf in the trainer" for name in broken)
     if precision.rollout_kv == "fp8":
-        for name, scale in _checked_kv_scales(kv_scales or {}, num_layers, metadata_only).items():
-            tensor = scale.to(device)
+        scales = _checked_kv_scales(kv_scales or {}, num_layers, metadata_only)
+        together_N = torch.tensor([*scales.values()]).to(device)
+        for name, tensor in zip(scales, together_N.split(1), strict=True):
             names.append(name)
             sums += [checksum(tensor)] if checksums else []
             yield name, tensor
@@ -132,19 +134,20 @@ def encode(
         nonfinite_N=nonfinite_N,
     )
     found = dict(zip(chosen, quantized, strict=True))
-    verdicts, tensors = [nonfinite_N], []
+    plain = {name: pieces[name].to(torch.bfloat16) for name in pieces if not is_fp8[name]}
+    tensors = []
     for name, weight in group:
         wires = weights.wire_names(name, tuple(weight.shape))
         if name in found:
             for wire, fp8_OI, scale_inv_PQ in zip(wires, *found[name], strict=True):
                 tensors += [(wire, fp8_OI), (weights.scale_name(wire), scale_inv_PQ)]
         else:
-            plain = pieces[name].to(torch.bfloat16)
-            largest = torch.linalg.vector_norm(plain, math.inf)  # one pass, nothing in between
-            verdicts.append(~torch.isfinite(largest).view(1))
-            tensors += zip(wires, plain, strict=True)
-    others = [name for name in pieces if not is_fp8[name]]
-    return Encoded(tensors, [*chosen, *others], torch.cat(verdicts))
+            tensors += zip(wires, plain[name], strict=True)
+    if plain:
+        # One launch and one pass over all of them, with nothing in between; it keeps NaN.
+        largest_N = torch.stack(torch._foreach_norm(list(plain.values()), math.inf))
+        nonfinite_N = torch.cat([nonfinite_N, ~torch.isfinite(largest_N)])
+    return Encoded(tensors, [*chosen, *plain], nonfinite_N)
 
 
 def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
@@ -196,11 +199,12 @@ def _nonfinite(verdicts: Sequence[Encoded]) -> Iterator[str]:
 
 def _checked_kv_scales(
     kv_scales: Mapping[str, float], num_layers: int, metadata_only: bool
-) -> dict[str, Tensor]:
-    """KV scales by name as they travel, FP32 `[1]`, in layer order."""
+) -> dict[str, float]:
+    """KV scales by name as they travel, rounded to FP32, in layer order."""
     names = [name for layer in range(num_layers) for name in weights.kv_scale_names(layer)]
-    wanted = {name: torch.tensor([kv_scales.get(name, torch.nan)]) for name in names}
-    broken = failing({n: torch.isfinite(s[0]) & (s[0] > 0) for n, s in wanted.items()})
+    rounded = torch.tensor([kv_scales.get(name, math.nan) for name in names]).tolist()
+    wanted = dict(zip(names, rounded, strict=True))
+    broken = [name for name, scale in wanted.items() if not 0 < scale < math.inf]
     if broken and not metadata_only:
         raise RefitError(
             f"{name}: KV scale {kv_scales.get(name)} must be finite and above 0 in FP32"

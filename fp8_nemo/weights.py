@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from fp8_nemo.schema import Precision, Shape
@@ -37,6 +38,13 @@ class WireSpec(NamedTuple):
     shape: tuple[int, ...]
 
 
+@lru_cache(maxsize=2**16)
+def _in_layer(name: str) -> tuple[int, str] | None:
+    """Layer and the rest of a name; remembered, since every refit asks for the same 18,000."""
+    found = _IN_LAYER.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
+
+
 def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_layers: int) -> bool:
     """Whether the engine holds this weight in FP8.
 
@@ -46,10 +54,10 @@ def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_l
         precision: the recipe's precision.
         num_layers: layers of the model, for `precision.last_layers_bf16`.
     """
-    found = _IN_LAYER.fullmatch(name)
+    found = _in_layer(name)
     if precision.rollout_linear != "fp8" or not found:
         return False
-    layer, rest = int(found[1]), found[2]
+    layer, rest = found
     if not precision.first_layers_bf16 <= layer < num_layers - precision.last_layers_bf16:
         return False
     if rest in _SLABS:
@@ -60,8 +68,8 @@ def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_l
 
 def slab_projections(name: str) -> tuple[str, ...]:
     """The projections stacked in a slab of experts; empty if the name is a single weight."""
-    found = _IN_LAYER.fullmatch(name)
-    return _SLABS.get(found[2], ()) if found else ()
+    found = _in_layer(name)
+    return _SLABS.get(found[1], ()) if found else ()
 
 
 def wire_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:

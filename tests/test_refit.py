@@ -349,7 +349,7 @@ def test_a_scale_that_the_engine_did_not_load_keeps_its_poison_and_is_named(chec
 def test_a_kv_scale_that_the_engine_did_not_take_is_named():
     with fails(K1) as error:
         deliver(stream_of(made(DENSE)), *engine_for(DENSE), K1.__ne__)
-    assert "the engine holds [nan], sent [" in str(error.value)
+    assert "the engine holds nan, sent " in str(error.value)
 
 
 @pytest.mark.parametrize("name", [Q, S, EMBED, "model.layers.1.input_layernorm.weight"])

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fp8_nemo import weights
-from fp8_nemo.ledger import MANIFEST, SENTINEL, Ledger, Part, RefitError, RefitProof
+from fp8_nemo.ledger import MANIFEST, SENTINEL, Ledger, Part, RefitError, RefitProof, on_host
 from fp8_nemo.nemo.parts import Rank, engine_parts, layers_with_experts
 from fp8_nemo.nemo.settings import (
     VARIABLE,
@@ -338,12 +338,13 @@ def _keep_kv_scales(runner: Any, model: Any, layers: int) -> None:
 
 def _stale_host_copies(model: Any, sent: dict[str, Tensor]) -> Iterable[str]:
     """KV scales whose copy on the host, which some attention kernels take, is not what was sent."""
+    values = on_host(sent)
     for layer in range(len(sent) // 3):
         attention = _attention(model, layer)
         copies = (attention._q_scale_float, attention._k_scale_float, attention._v_scale_float)
         for name, copy in zip(weights.kv_scale_names(layer), copies, strict=True):
-            if copy != sent[name].item():
-                yield f"{name}: the engine's host copy is {copy}, sent {sent[name].item()}"
+            if copy != values[name]:
+                yield f"{name}: the engine's host copy is {copy}, sent {values[name]}"
 
 
 def _wait() -> None:
