@@ -302,7 +302,9 @@ def take_clock(worker: Any) -> dict[str, float]:
     return worker.__dict__.pop("fp8_nemo_spent")
 
 
-def refits(bench: Bench, repetitions: int, shares: list[str]) -> dict[str, Any]:
+def refits(
+    bench: Bench, repetitions: int, shares: list[str], keep: Callable[[Any], None]
+) -> dict[str, Any]:
     """Every glue in turn, `repetitions` rounds, after one that is not counted.
 
     Args:
@@ -310,6 +312,7 @@ def refits(bench: Bench, repetitions: int, shares: list[str]) -> dict[str, Any]:
         repetitions: rounds.
         shares: of the free memory, for the buffers through which a colocated refit goes. `full` is
             timed with the first alone.
+        keep: takes what is known after each round.
     """
     glues = ["stock", "fused", "fp8", "ledger", "full"]
     kinds = {name: (name, shares[0]) for name in glues}
@@ -325,17 +328,20 @@ def refits(bench: Bench, repetitions: int, shares: list[str]) -> dict[str, Any]:
                 found[name]["rounds"].append(times)
             else:
                 found[name]["bytes"] = bench.parts.policy.refit_bytes
+        keep(found)
     for round_ in range(repetitions):  # apart from the refits, whose memory they would take
         for name, (glue, _) in kinds.items():
             bench.switch(GLUES[glue])
             export = max(bench.in_policy(time_export, True))
             encode = max(bench.in_policy(time_export, False))
             found[name]["rounds"][round_] |= {"export": export, "encode": encode}
+        keep(found)
     for _ in range(CLOCKED):
         for name, (glue, share) in kinds.items():
             os.environ[BUFFERS] = share
             bench.switch(GLUES[glue])
             found[name].setdefault("clocked rounds", []).append(_clocked_refit(bench))
+        keep(found)
     for each in found.values():
         clocked_rounds = each["clocked rounds"]
         clocks = sorted({key for times in clocked_rounds for key in times})
@@ -614,7 +620,9 @@ def main() -> None:
         print("set up", content["set-up seconds"], flush=True)
         bench = Bench(parts, plan.recipe, not options.non_colocated)
         work: dict[str, Callable[[], Any]] = {
-            "refit": lambda: refits(bench, options.repetitions, options.buffers.split(",")),
+            "refit": lambda: refits(
+                bench, options.repetitions, options.buffers.split(","), partial(keep, "refit")
+            ),
             "mismatch": lambda: mismatches(bench),
             "ranges": lambda: ranges(bench, options.tokens, options.sequences, options.repetitions),
             "faults": lambda: faults(bench, partial(keep, "faults")),

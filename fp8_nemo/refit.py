@@ -176,15 +176,19 @@ def pieces_of(name: str, weight: Tensor) -> Tensor:
     return weight.unflatten(1, (len(projections), -1)).flatten(0, 1)
 
 
-def _handed_over(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _handed_over(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Tensors made on the current stream, safe on whichever stream each is taken.
 
     NeMo RL's NCCL sender pulls from buffers' streams in turn (packed_tensor.py).
     """
-    made_on = torch.cuda.current_stream() if torch.cuda.is_available() else None
-    done = made_on.record_event() if made_on else None
+    device = tensors[0][1].device
+    if device.type != "cuda":
+        yield from tensors
+        return
+    made_on = torch.cuda.current_stream(device)
+    done = made_on.record_event()
     for name, tensor in tensors:
-        if done and tensor.is_cuda and (taken_on := torch.cuda.current_stream()) != made_on:
+        if (taken_on := torch.cuda.current_stream(device)) != made_on:
             taken_on.wait_event(done)
             tensor.record_stream(taken_on)
         yield name, tensor
