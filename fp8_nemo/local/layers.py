@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from fp8_nemo.weights import is_fp8_weight, scale_shape
 
 ATTENTION = "fp8_nemo"
 PROBABILITY_BITS = 8  # FlashAttention 3 scales P to (0, 256], the upper range of E4M3
+SHOWN_TO_ALL = 1024  # tokens up to which all experts take them all: a GPU waits for launches then
 LOG2_E = 1.4426950408889634
 
 
@@ -191,6 +193,24 @@ class Experts(nn.Module):
 
     def forward(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
         """Sum of the chosen experts by their shares, in ascending order, so that it repeats."""
+        if hidden_TI.is_cuda and len(hidden_TI) <= SHOWN_TO_ALL:
+            return self._of_all(hidden_TI, index_TA, share_TA)
+        return self._of_chosen(hidden_TI, index_TA, share_TA)
+
+    def _of_all(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
+        """Every expert takes every token: nothing is read on the host, so a CUDA graph holds it."""
+        share_TE = share_TA.new_zeros(len(hidden_TI), self.experts).scatter_(1, index_TA, share_TA)
+        mixed_TI = torch.zeros_like(hidden_TI)
+        for index in range(self.experts):
+            gate, up = self.product(hidden_TI, "gate_up_proj", index).chunk(2, dim=-1)
+            output = self.product(self.act_fn(gate) * up, "down_proj", index)
+            output = output * share_TE[:, index, None]
+            output = output.masked_fill(share_TE[:, index, None] == 0, 0.0)
+            mixed_TI = mixed_TI + output.to(mixed_TI.dtype)
+        return mixed_TI
+
+    def _of_chosen(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
+        """Every expert takes the tokens that chose it; one read on the host."""
         mixed_TI = torch.zeros_like(hidden_TI)
         order = index_TA.flatten().argsort(stable=True)  # by expert, then by token
         expert_E = torch.arange(self.experts, device=index_TA.device)
@@ -242,16 +262,28 @@ class Fp8RolloutExperts(Experts, Fp8Held):
         return linear_of_values(x, self.value(slab, index), self.pow2)
 
 
+@dataclass
+class Room:
+    """Where a cache is written and read, for all its layers; tensors stay where they are."""
+
+    tokens: int
+    """Of a sequence, that there is room for."""
+    at_N: Tensor
+    """Places of the next tokens."""
+    width: int
+    """Places that are read, the next tokens' included; those not written yet hold zeros."""
+
+
 class KvLayer(DynamicLayer):
     """One layer's cache, in BF16, or in FP8 with the scales that the last refit brought.
 
-    Room for `tokens` is taken with the first ones, so that up to there none is copied again.
+    With a room, nothing is copied again, and a CUDA graph finds all of it where it was.
     """
 
-    def __init__(self, scales: tuple[Tensor, Tensor] | None, tokens: int = 0) -> None:
+    def __init__(self, scales: tuple[Tensor, Tensor] | None, room: Room | None = None) -> None:
         super().__init__()
-        self.scales, self.tokens = scales, tokens
-        self.rooms: list[Tensor] = []
+        self.scales, self.room = scales, room
+        self.stored: list[Tensor] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -260,17 +292,15 @@ class KvLayer(DynamicLayer):
         if self.scales is not None:
             key_states = quantize_tensor(key_states, self.scales[0])
             value_states = quantize_tensor(value_states, self.scales[1])
-        start = self.get_seq_length()
-        stop = start + key_states.shape[-2]
+        if self.room is None:
+            return super().update(key_states, value_states)
+        states = key_states, value_states
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if not self.rooms or stop > self.rooms[0].shape[-2]:
-            held = self.rooms or (key_states, value_states)
-            tokens = max(stop, self.tokens)
-            self.rooms = [_with_room(each[..., :start, :], tokens) for each in held]
-        for room, states in zip(self.rooms, (key_states, value_states), strict=True):
-            room[..., start:stop, :] = states
-        self.keys, self.values = (room[..., :stop, :] for room in self.rooms)
+            self.lazy_initialization(*states)
+            self.stored = [x.new_zeros(*x.shape[:2], self.room.tokens, x.shape[3]) for x in states]
+        for stored, new in zip(self.stored, states, strict=True):
+            _bits(stored).index_copy_(-2, self.room.at_N, _bits(new))
+        self.keys, self.values = (stored[..., : self.room.width, :] for stored in self.stored)
         return self.keys, self.values
 
 
@@ -299,9 +329,9 @@ def attention(
 def _attend_bf16(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
-    scores = (query.float() @ key.float().mT * scaling).masked_fill(~mask, -torch.inf)
+    scores = (product(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
     probability = scores.softmax(-1).nan_to_num()  # padded queries see no key
-    return probability.to(torch.bfloat16).float() @ value.float()
+    return product(probability.to(torch.bfloat16), value)
 
 
 def _attend_fp8(
@@ -309,19 +339,33 @@ def _attend_fp8(
 ) -> Tensor:
     """FlashAttention 3's order of operations: last tile first, a running maximum, P in (0, 256]."""
     exponent = scaling * LOG2_E * module.q_scale * module.k_scale
-    query = quantize_tensor(query, module.q_scale).float()
-    top = query.new_full((*query.shape[:-1], 1), -torch.inf)
-    total, output = torch.zeros_like(top), torch.zeros_like(query)
+    query = quantize_tensor(query, module.q_scale)
+    top = torch.full((*query.shape[:-1], 1), -torch.inf, device=query.device)
+    total, output = torch.zeros_like(top), torch.zeros(query.shape, device=query.device)
     for tile in reversed(key_tiles(query, key)):
-        scores = (query @ key[..., tile, :].float().mT).masked_fill(~mask[..., tile], -torch.inf)
+        scores = product(query, key[..., tile, :].mT).masked_fill(~mask[..., tile], -torch.inf)
         raised = torch.maximum(top, scores.amax(-1, keepdim=True))
         origin = torch.where(raised == -torch.inf, 0.0, raised * exponent)
         probability = torch.exp2(scores * exponent - (origin - PROBABILITY_BITS))
         shrink = torch.where(raised == -torch.inf, 1.0, torch.exp2((top - raised) * exponent))
         total = total * shrink + probability.sum(-1, keepdim=True)  # of P before it is rounded
-        output = output * shrink + probability.to(FP8).float() @ value[..., tile, :].float()
+        output = output * shrink + product(probability.to(FP8), value[..., tile, :])
         top = raised
     return output * (module.v_scale / total.clamp(min=torch.finfo(total.dtype).tiny))
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` of BF16 or FP8 values in FP32: `[B, K, G, T, N]` times `[B, K, 1, N, S]`.
+
+    BF16 holds every E4M3 number, so on a GPU both go into one BF16 product with FP32 results, which
+    reads a cache once; torch does not differentiate it (2.11), and has it on CUDA alone.
+    """
+    if not left.is_cuda or torch.is_grad_enabled():
+        return left.float() @ right.float()
+    B, K, G, T, _ = left.shape
+    rows, columns = left.to(torch.bfloat16).flatten(2, 3), right.to(torch.bfloat16)[:, :, 0]
+    found = torch.bmm(rows.flatten(0, 1), columns.flatten(0, 1), out_dtype=torch.float32)
+    return found.view(B, K, G, T, -1)
 
 
 def key_tiles(query: Tensor, key: Tensor) -> list[slice]:
@@ -370,23 +414,19 @@ def attention_modules(model: PreTrainedModel) -> list[Any]:
     return [layer.self_attn for layer in model.model.layers]
 
 
-def new_cache(model: PreTrainedModel, tokens: int = 0) -> Cache:
-    """An empty cache in the model's format, with room for sequences of that many tokens."""
+def new_cache(model: PreTrainedModel, room: Room | None = None) -> Cache:
+    """An empty cache in the model's format; it grows with every token where there is no room."""
     return Cache(
         layers=[
-            KvLayer(
-                (module.k_scale, module.v_scale) if module.k_scale is not None else None, tokens
-            )
+            KvLayer((module.k_scale, module.v_scale) if module.k_scale is not None else None, room)
             for module in attention_modules(model)
         ]
     )
 
 
-def _with_room(held: Tensor, tokens: int) -> Tensor:
-    """`[B, K, T, D]` in room for more tokens, which is not initialized."""
-    room = held.new_empty((*held.shape[:-2], tokens, held.shape[-1]))
-    room[..., : held.shape[-2], :] = held
-    return room
+def _bits(x: Tensor) -> Tensor:
+    """FP8 as the integers that torch can copy by index."""
+    return x.view(torch.uint8) if x.dtype == FP8 else x
 
 
 def _prepare_attention(model: PreTrainedModel, fp8_kv: bool) -> None:

@@ -17,7 +17,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -42,12 +42,26 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-STEPS, BATCH = 2500, 256
-STEPS_WORKING, BATCH_WORKING = 1000, 64  # where an answer is many lines, each of them learned from
-LEARNING_RATE = 1.0e-3
-WARM_UP = 20
 CARELESS = 0.5  # of the answers, in the last fifth of the steps
 CARELESS_WORKING = 0.7  # of the answers that have working
+
+
+class Teaching(NamedTuple):
+    """How a model is trained: `Teaching(2500, 256, 1.0e-3, 20)`."""
+
+    steps: int
+    batch: int
+    """Problems of a step."""
+    learning_rate: float
+    """At the peak."""
+    warm_up: int
+    """Steps until then."""
+
+
+ANSWERS = Teaching(2500, 256, 1.0e-3, 20)
+WORKING = Teaching(600, 64, 3.0e-4, 100)
+"""Every line is an example of its own, so fewer steps teach it. 113M parameters did not learn it at
+1e-3 after 20 steps of warm-up, and at 3e-4 within 300 steps (docs/log.md, 2026-11-21)."""
 
 
 def make_chat() -> Chat:
@@ -95,12 +109,9 @@ def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
     return family(**numbers, **(experts if shape.experts else {}))
 
 
-def steps_for(problems: list[Problem]) -> int:
-    """Steps of the shipped recipe.
-
-    With working every line is an example of its own, and fewer steps teach it (docs/log.md).
-    """
-    return STEPS_WORKING if problems[0].working else STEPS
+def teaching_for(problems: list[Problem]) -> Teaching:
+    """That of the shipped recipe."""
+    return WORKING if problems[0].working else ANSWERS
 
 
 def train_model(
@@ -108,7 +119,7 @@ def train_model(
     chat: Chat,
     problems: list[Problem],
     *,
-    steps: int,
+    teaching: Teaching,
     seed: int,
     report: Callable[[int, float], None],
 ) -> None:
@@ -118,17 +129,18 @@ def train_model(
         model: FP32 weights, trained in place.
         chat: the model's tokenizer.
         problems: to learn; held-out ones are not among them.
-        steps: of `BATCH` problems each, `BATCH_WORKING` with working.
+        teaching: for how long, and how.
         seed: order of the problems, and which answers are wrong.
         report: called after each step with its number and loss.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
-    draw, batch = random.Random(seed), BATCH_WORKING if problems[0].working else BATCH
+    steps, batch, peak, warm_up = teaching
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.01)
+    draw = random.Random(seed)
     # On a GPU in BF16; the masters stay FP32.
     half = torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda")
     model.train()
     for step in range(1, steps + 1):
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * _schedule(step, steps)
+        optimizer.param_groups[0]["lr"] = peak * _schedule(step, steps, warm_up)
         chosen = draw.choices(problems, k=batch)
         if step > steps * 4 // 5:
             chosen = [careless(each, draw) for each in chosen]
@@ -182,10 +194,10 @@ def _answer(problem: Problem) -> str:
     return problem.working or problem.output
 
 
-def _schedule(step: int, steps: int) -> float:
+def _schedule(step: int, steps: int, warm_up: int) -> float:
     """Share of the peak learning rate: linear warm-up, then cosine down to a tenth."""
     cosine = 0.55 + 0.45 * math.cos(math.pi * step / steps)
-    return min(step / WARM_UP, cosine)
+    return min(step / warm_up, cosine)
 
 
 def new_model(shape: Shape, chat: Chat, seed: int) -> PreTrainedModel:

@@ -23,6 +23,9 @@ from fp8_nemo.local.chat import Chat
 from fp8_nemo.refit import Ledger, RefitProof
 from fp8_nemo.schema import Precision
 
+WIDTH = 256
+"""Places of a cache that a captured step reads, or a multiple of it."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -92,38 +95,27 @@ class Engine:
         generator: torch.Generator,
     ) -> Batch:
         """Sample a response per prompt at temperature 1, until all ended or reached the limit."""
-        prompt_BT, mask_BT = pad_left(prompts, chat.pad, self.model.device)
-        cache = layers.new_cache(self.model, prompt_BT.shape[1] + max_new_tokens)
-        tokens_BT, ended_B = (
-            prompt_BT,
-            torch.zeros(len(prompts), dtype=torch.bool).to(mask_BT.device),
-        )
-        logprobs, real = [], []
-        new_B1 = prompt_BT
+        tokens_BT, mask_BT = pad_left(prompts, chat.pad, self.model.device)
+        decoder = Decoder(self.model, tokens_BT, mask_BT, max_new_tokens)
+        ended_B1 = torch.zeros_like(mask_BT[:, :1])
+        tokens, logprobs, real = [tokens_BT], [], []
         with layers.values_once(self.model):
-            while len(logprobs) < max_new_tokens and not ended_B.all():
-                logprob_BV = self._next(new_B1, mask_BT, cache)
+            logprob_BV = decoder.first()
+            while True:
                 new_B1 = torch.multinomial(logprob_BV.exp(), 1, generator=generator)
-                new_B1 = new_B1.masked_fill(ended_B[:, None], chat.pad)
-                logprobs.append(logprob_BV.gather(1, new_B1).masked_fill(ended_B[:, None], 0.0))
-                real.append(~ended_B[:, None])
-                tokens_BT = torch.cat([tokens_BT, new_B1], dim=1)
-                mask_BT = torch.cat([mask_BT, real[-1]], dim=1)
-                ended_B = ended_B | (new_B1[:, 0] == chat.end)
-        return Batch(tokens_BT, mask_BT, torch.cat(real, dim=1), torch.cat(logprobs, dim=1))
-
-    def _next(self, new_BT: Tensor, mask_BT: Tensor, cache: object) -> Tensor:
-        """Logprobs `[B, V]` of the next token; `new_BT` are the tokens not in the cache yet."""
-        new = new_BT.shape[1]
-        output = self.model(
-            input_ids=new_BT,
-            attention_mask=causal_mask(mask_BT, new),
-            position_ids=positions(mask_BT)[:, -new:],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1].float().log_softmax(-1)
+                new_B1 = new_B1.masked_fill(ended_B1, chat.pad)
+                logprobs.append(logprob_BV.gather(1, new_B1).masked_fill(ended_B1, 0.0))
+                tokens.append(new_B1)
+                real.append(~ended_B1)
+                ended_B1 = ended_B1 | (new_B1 == chat.end)
+                if len(logprobs) == max_new_tokens or ended_B1.all():
+                    break
+                logprob_BV = decoder.next(new_B1, real[-1])
+        real_BR = torch.cat(real, dim=1)
+        return Batch(
+            torch.cat(tokens, dim=1), torch.cat([mask_BT, real_BR], dim=1), real_BR,
+            torch.cat(logprobs, dim=1),
+        )  # fmt: skip
 
     def wire_tensors(self) -> dict[str, Tensor]:
         """The engine's own tensors by wire name; experts are views into their slabs."""
@@ -139,6 +131,76 @@ class Engine:
             else:
                 found[_vllm_name(name)] = tensor
         return {name: tensor for name, tensor in found.items() if "inv_freq" not in name}
+
+
+class Decoder:
+    """A batch on its way through a model, token by token, with its cache.
+
+    On a CPU a step reads as many places as are written. On a GPU it reads a multiple of `WIDTH`, is
+    captured once for each, and replayed: launching the 1,400 kernels of a token of a model with 12
+    layers took three times as long as their work (docs/log.md, 2026-11-21).
+
+    Args:
+        model: in rollout precision.
+        tokens_BT: prompts, left-padded.
+        mask_BT: true at their tokens.
+        more: tokens that will follow.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokens_BT: Tensor, mask_BT: Tensor, more: int
+    ) -> None:
+        self.model, self.tokens_BT = model, tokens_BT
+        self.written = tokens_BT.shape[1]
+        places_T = torch.arange(self.written, device=mask_BT.device)
+        self.room = layers.Room(self.written + more, places_T, self.written)
+        self.cache = layers.new_cache(model, self.room)
+        self.mask_BS = torch.nn.functional.pad(mask_BT, (0, more))
+        self.token_B1, self.place_1 = tokens_BT[:, -1:].clone(), places_T[-1:].clone()
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def first(self) -> Tensor:
+        """Logprobs `[B, V]` of what follows the prompts."""
+        return self._forward(self.tokens_BT)
+
+    def next(self, token_B1: Tensor, real_B1: Tensor) -> Tensor:
+        """Logprobs `[B, V]` of what follows one more token; overwritten by the next call.
+
+        Args:
+            token_B1: of each sequence.
+            real_B1: false where the sequence has ended.
+        """
+        self.token_B1.copy_(token_B1)
+        self.room.at_N = self.place_1.fill_(self.written)
+        self.mask_BS[:, self.written] = real_B1[:, 0]
+        self.written += 1
+        self.room.width = self.written
+        return self._replayed() if token_B1.is_cuda else self._forward(self.token_B1)
+
+    def _forward(self, tokens_BN: Tensor) -> Tensor:
+        """Logprobs after tokens that go into the cache."""
+        new, mask_BS = tokens_BN.shape[1], self.mask_BS[:, : self.room.width]
+        output = self.model(
+            input_ids=tokens_BN,
+            attention_mask=causal_mask(mask_BS, new),
+            position_ids=positions(mask_BS)[:, -new:],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float().log_softmax(-1)
+
+    def _replayed(self) -> Tensor:
+        self.room.width = min(self.room.tokens, -(-self.written // WIDTH) * WIDTH)
+        if self.room.width not in self.graphs:
+            self._forward(self.token_B1)  # compiles, and makes all values: a graph could not
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logprob_BV = self._forward(self.token_B1)
+            self.graphs[self.room.width] = graph, logprob_BV
+        graph, logprob_BV = self.graphs[self.room.width]
+        graph.replay()
+        return logprob_BV
 
 
 def _load_unproven(stream: Iterable[tuple[str, Tensor]], tensors: dict[str, Tensor]) -> RefitProof:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from fp8_nemo import run_dir
+from fp8_nemo.local import layers, rollout
 from fp8_nemo.local.grpo import Run
+from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.quantize import (
     dequantize_blocks,
     group_values,
@@ -174,3 +176,42 @@ def test_a_run_on_a_gpu_repeats_itself(make_plan, tmp_path, model):
         rows = run_dir.read_metrics(frozen.path)
         curves.append([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows])
     assert json.dumps(curves[0]) == json.dumps(curves[1])
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8-kv-attn"])
+def test_a_replayed_step_gives_what_a_launched_one_gives(make_plan, monkeypatch, model, precision):
+    [frozen] = run_dir.freeze([plan := make_plan(f"model={model}", f"precision={precision}")])
+    run = Run(plan, frozen.path)
+    run.progress.kv_scales = run._scales_of_prompts() if run.fp8_kv else {}
+    run._refit()
+    run.chat.end = -1  # nothing ends before the second width
+    prompts = [run.chat.prompt(each.input) for each in run.problems.validation[:8]]
+
+    def sample():
+        generator = torch.Generator("cuda").manual_seed(0)
+        return run.engine.generate(prompts, run.chat, rollout.WIDTH + 20, generator)
+
+    def launched(decoder):
+        width = rollout.WIDTH * -(-decoder.written // rollout.WIDTH)
+        decoder.room.width = min(decoder.room.tokens, width)
+        return decoder._forward(decoder.token_B1)
+
+    replayed = sample()
+    scored_BR = run.policy.logprobs(replayed)
+    pair = LogprobPair(scored_BR, replayed.rollout_BR, replayed.response_mask_BR)
+    assert mismatch_metrics(pair)["mismatch/kl"] < (2e-4 if precision == "bf16" else 0.02)
+    monkeypatch.setattr(rollout.Decoder, "_replayed", launched)
+    expected = sample()
+    assert torch.equal(replayed.tokens_BT, expected.tokens_BT)
+    torch.testing.assert_close(replayed.rollout_BR, expected.rollout_BR)
+
+
+def test_a_product_of_bf16_or_fp8_values_is_that_of_fp32():
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        left = torch.randn(2, 3, 4, 5, 64, device="cuda").to(dtype)
+        right = torch.randn(2, 3, 1, 64, 7, device="cuda").to(dtype)
+        with torch.no_grad():
+            found = layers.product(left, right)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, left.float() @ right.float(), rtol=1e-6, atol=1e-5)

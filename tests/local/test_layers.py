@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fp8_nemo.local import layers
 from fp8_nemo.quantize import (
@@ -151,17 +153,43 @@ def test_the_bf16_cache_stores_what_it_is_given():
     assert torch.equal(keys, key)
 
 
-@pytest.mark.parametrize("tokens", [0, 4, 6, 9])
+@pytest.mark.parametrize("tokens", [7, 9])
 @pytest.mark.parametrize("scales", [None, (torch.tensor([0.5]), torch.tensor([0.25]))])
 def test_a_cache_holds_the_same_with_room_taken_at_once_and_token_by_token(tokens, scales):
     key, value = random(2, 2, 7, 64), random(2, 3, 7, 64)[:, :2]
-    cache = layers.KvLayer(scales, tokens)
+    room = layers.Room(tokens, torch.arange(4), 4)
+    cache, growing = layers.KvLayer(scales, room), layers.KvLayer(scales)
+    at = set()
     for start, stop in ((0, 4), (4, 5), (5, 7)):
-        keys, values = cache.update(key[:, :, start:stop], value[:, :, start:stop])
-        assert cache.get_seq_length() == stop
-    whole = layers.KvLayer(scales).update(key, value)
-    for found, expected in zip((keys, values), whole, strict=True):
-        assert torch.equal(found.float(), expected.float())
+        new = key[:, :, start:stop], value[:, :, start:stop]
+        room.at_N, room.width = torch.arange(start, stop), stop
+        grown = growing.update(*new)
+        for found, expected in zip(cache.update(*new), grown, strict=True):
+            assert torch.equal(found.float(), expected.float())
+        at.add(cache.keys.data_ptr())
+    assert len(at) == 1  # where a CUDA graph looks
+    room.width = tokens
+    for found, expected in zip(cache.update(*new), grown, strict=True):
+        assert torch.equal(found[:, :, :7].float(), expected.float())
+        assert not found[:, :, 7:].float().any()  # 0 times what is not written must be 0
+
+
+def test_experts_that_take_every_token_give_what_the_chosen_ones_give():
+    config = Qwen3MoeConfig(
+        hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
+    )
+    experts = Qwen3MoeExperts(config)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    experts = layers.Bf16Experts(experts.bfloat16(), False)
+    hidden_TI, index_TA = random(5, 64), torch.tensor([[0, 3], [7, 3], [3, 1], [1, 0], [2, 3]])
+    share_TA = torch.rand(5, 2).bfloat16()
+    chosen_TI = experts._of_chosen(hidden_TI, index_TA, share_TA)
+    all_TI = experts._of_all(hidden_TI, index_TA, share_TA)
+    assert chosen_TI.abs().max() > 0.1
+    torch.testing.assert_close(all_TI, chosen_TI)
+    experts.down_proj.data[5] = torch.nan  # which nobody chose
+    torch.testing.assert_close(experts._of_all(hidden_TI, index_TA, share_TA), chosen_TI)
 
 
 def test_values_of_a_weight_are_worked_out_once_inside_and_anew_outside():

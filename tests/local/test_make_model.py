@@ -46,7 +46,7 @@ def test_a_model_learns_and_is_read_back_from_hugging_face_files(tmp_path, extra
         model,
         chat,
         arithmetic(1, 0).train,
-        steps=10,
+        teaching=make_model.ANSWERS._replace(steps=10),
         seed=0,
         report=lambda step, loss: losses.append(loss),
     )

@@ -110,11 +110,13 @@ def test_a_refit_fills_fp8_weights_with_the_trainers_quantized_bytes(model):
     )
 
 
-def test_the_kv_cache_really_stores_fp8_with_the_scales_of_the_refit():
+def test_the_kv_cache_really_stores_fp8_with_the_scales_of_the_refit(monkeypatch):
     _, engine, _ = pair_of("tiny-llama", FP8_ALL)
     seen = []
-    original = engine._next
-    engine._next = lambda new, mask, cache: seen.append(cache) or original(new, mask, cache)
+    original = layers.new_cache
+    monkeypatch.setattr(
+        layers, "new_cache", lambda *given: seen.append(original(*given)) or seen[-1]
+    )
     sample(engine, "tiny-llama")
     assert all(layer.keys.dtype == layer.values.dtype == FP8 for layer in seen[-1].layers)
     assert seen[-1].layers[0].scales[0].item() == pytest.approx(0.05)
