@@ -89,7 +89,10 @@ def measured_on(content: Mapping[str, Any]) -> str:
 def tables(title: str, value: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Titles and rows of everything in a value that reads as a table."""
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-        yield title, [of_run(each) if "rows" in each else flat(each) for each in value]
+        yield (
+            title,
+            [of_run(each) if isinstance(each.get("rows"), list) else flat(each) for each in value],
+        )
     elif isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         yield title, [{title: each} for each in value]
     elif isinstance(value, dict) and any(has_tables(each) for each in value.values()):
@@ -134,7 +137,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of plain values; what is nested gets a dotted name, what is raw is left out."""
     found: dict[str, Any] = {}
     for key, value in row.items():
-        if key in RAW:
+        if key in RAW and not (isinstance(value, dict) and "median" in value):
             continue
         if isinstance(value, dict):
             found |= {f"{key} {name}": each for name, each in flat(value).items()}

@@ -37,6 +37,10 @@ def test_a_result_names_its_command_its_machine_and_its_torch(file):
         ({"m": {"k": 1}, "n": {"k": 2}}, [("x", [{"": "m", "k": 1}, {"": "n", "k": 2}])]),
         ({"m": 1.0}, [("x", [{"": "m", "value": 1.0}])]),
         ([{"rounds": [1, 2], "median": 3}], [("x", [{"median": 3}])]),
+        (
+            [{"rows": 768, "seconds": {"median": 2.0, "repetitions": [2.0]}}],
+            [("x", [{"rows": 768, "seconds median": 2.0}])],
+        ),
         ({"verl": {"commit": "a", "rows": [{"v": 1}]}}, [("x, verl", [{"v": 1}])]),
         (["one"], [("x", [{"x": "one"}])]),
         ([], []),
