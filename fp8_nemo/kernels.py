@@ -1,7 +1,8 @@
-"""The FP8 contract as Triton kernels, for weights and activations, and the range of real rows.
+"""The FP8 contract as Triton kernels: weights, activations, ranges of rows, attention of one token.
 
 What they guarantee
-    Every byte, scale and value equals the torch reference of `quantize.py`. Of weights one program
+    Every byte, scale and value equals the torch reference of `quantize.py`; what attention sums,
+    it sums in another order than the reference of `local/layers.py`. Of weights one program
     takes one 128x128 block: it is read once, held in registers while its maximum is found, and
     written once, so a weight of N elements moves 3N bytes, where NeMo RL's
     `cast_tensor_to_fp8_blockwise` (main 7ea279a) moves about 49N. Nothing is read on the host.
@@ -13,7 +14,8 @@ What they take care of
     not be the tensor's: every launch says where.
 
 Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts, N weights,
-R rows (tokens), H heads, D head dimension, T tokens.
+R rows (tokens), H heads, D head dimension, T tokens, B sequences, K key heads, G = H/K, S places in
+a cache.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -122,6 +124,43 @@ def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None
             *qkv_RHD, *sizes, keep_R, amax_3.view(torch.int32), R,
             ROWS=ROWS_AT_ONCE, num_warps=WARPS,
         )  # fmt: skip
+
+
+def attend_fp8(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask_BS: Tensor,
+    exponent: Tensor,
+    v_scale: Tensor,
+    tile: int,
+    headroom: int,
+) -> Tensor:
+    """Attention of one new token over an FP8 cache, in FlashAttention 3's order, in one launch.
+
+    Args:
+        query: E4M3 `[B, K, G, 1, D]`, contiguous, D a power of two.
+        key: E4M3 `[B, K, 1, S, D]`, any strides whose last is 1.
+        value: as `key`.
+        mask_BS: false where a place holds no token; any strides.
+        exponent: FP32 `[1]`, what a product is multiplied by before it is a power of two.
+        v_scale: FP32 `[1]`.
+        tile: keys whose probabilities are rounded against one maximum.
+        headroom: probabilities are scaled by two to this power before they are rounded.
+
+    Returns:
+        FP32 `[B, K, G, 1, D]`.
+    """
+    B, K, G, _, D = query.shape
+    output = torch.empty(query.shape, device=query.device)
+    with torch.cuda.device(query.device):
+        _attend_fp8[(B, K * G)](
+            query, key, value, mask_BS, exponent, v_scale, output, G, key.shape[-2],
+            *(key.stride(n) for n in (0, 1, 3)), *(value.stride(n) for n in (0, 1, 3)),
+            *mask_BS.stride(), headroom, torch.finfo(torch.float32).tiny,
+            D=D, TILE=tile, HELD=triton.next_power_of_2(tile), num_warps=WARPS,
+        )  # fmt: skip
+    return output
 
 
 def _sizes(weight_OI: Tensor) -> tuple[int, int, int, int]:
@@ -265,3 +304,40 @@ def _amax_of_rows(x, values, D, row_stride, head_stride, keep, amax, R, ROWS: tl
         bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
         largest = tl.maximum(largest, bits)
     tl.atomic_max(amax, tl.max(tl.max(largest, 1), 0) << 16)
+
+
+@triton.jit
+def _attend_fp8(
+    query, key, value, mask, exponent, v_scale, output, G, S,
+    key_row, key_head, key_place, value_row, value_head, value_place, mask_row, mask_place,
+    headroom, tiny, D: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    features, inner = tl.arange(0, D), tl.arange(0, HELD)
+    at = (row * tl.num_programs(1) + head) * D + features
+    asked = tl.load(query + at).to(tl.float32)
+    power = tl.load(exponent)
+    key += row * key_row + (head // G) * key_head
+    value += row * value_row + (head // G) * value_head
+    top, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    found = tl.zeros((D,), tl.float32)
+    tiles = tl.cdiv(S, TILE)
+    for n in range(tiles):
+        places = (tiles - 1 - n) * TILE + inner
+        inside = (inner < TILE) & (places < S)
+        seen = tl.load(mask + row * mask_row + places * mask_place, mask=inside, other=0) != 0
+        within = places[:, None] * key_place + features[None, :]
+        held = tl.load(key + within, mask=inside[:, None], other=0.0).to(tl.float32)
+        scores = tl.where(seen, tl.sum(held * asked[None, :], 1), float("-inf"))
+        raised = tl.maximum(top, tl.max(scores, 0))
+        none = raised == float("-inf")
+        origin = tl.where(none, 0.0, raised * power)
+        probability = tl.exp2(scores * power - (origin - headroom))
+        shrink = tl.where(none, 1.0, tl.exp2((top - raised) * power))
+        total = total * shrink + tl.sum(probability, 0)  # of P before it is rounded
+        rounded = probability.to(tl.float8e4nv).to(tl.float32)
+        within = places[:, None] * value_place + features[None, :]
+        held = tl.load(value + within, mask=inside[:, None], other=0.0).to(tl.float32)
+        found = found * shrink + tl.sum(held * rounded[:, None], 0)
+        top = raised
+    tl.store(output + at, found * (tl.load(v_scale) / tl.maximum(total, tiny)))

@@ -340,6 +340,13 @@ def _attend_fp8(
     """FlashAttention 3's order of operations: last tile first, a running maximum, P in (0, 256]."""
     exponent = scaling * LOG2_E * module.q_scale * module.k_scale
     query = quantize_tensor(query, module.q_scale)
+    if query.is_cuda and query.shape[-2] == 1:
+        from fp8_nemo import kernels
+
+        return kernels.attend_fp8(
+            query, key, value, mask[:, 0, 0, 0], exponent, module.v_scale,
+            tile=key_tiles(query, key)[0].stop, headroom=PROBABILITY_BITS,
+        )  # fmt: skip
     top = torch.full((*query.shape[:-1], 1), -torch.inf, device=query.device)
     total, output = torch.zeros_like(top), torch.zeros(query.shape, device=query.device)
     for tile in reversed(key_tiles(query, key)):

@@ -1,6 +1,7 @@
 """On a CUDA device: the bytes of a CPU, and runs that repeat themselves. `pytest -m gpu`."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,3 +216,22 @@ def test_a_product_of_bf16_or_fp8_values_is_that_of_fp32():
             found = layers.product(left, right)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, left.float() @ right.float(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("groups", "places", "D"), [(1, 300, 64), (4, 5, 64), (4, 200, 128), (2, 129, 64)]
+)
+def test_attention_of_a_token_over_an_fp8_cache_is_that_of_a_cpu(groups, places, D):
+    draw = torch.Generator().manual_seed(0)
+    room = [torch.randn(3, 2, places + 7, D, generator=draw) / 0.03 for _ in "kv"]
+    key, value = (x.clamp(-448, 448).to(torch.float8_e4m3fn)[:, :, None, :places] for x in room)
+    query = torch.randn(3, 2, groups, 1, D, generator=draw).bfloat16()
+    mask = torch.rand(3, 1, 1, 1, places, generator=draw) > 0.3
+    mask[0], mask[1, ..., : places // 2] = False, False
+
+    def attended(device):
+        scales = {n: torch.tensor([0.02], device=device) for n in ("q_scale", "k_scale", "v_scale")}
+        module, given = SimpleNamespace(**scales), (x.to(device) for x in (query, key, value, mask))
+        return layers._attend_fp8(module, *given, D**-0.5).cpu()
+
+    torch.testing.assert_close(attended("cuda"), attended("cpu"), rtol=1e-3, atol=1e-3)
