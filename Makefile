@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUTPUTS ?= outputs/demo
+BENCH ?= outputs/bench
 
-.PHONY: demo test test-slurm test-browser notebooks lint format clean
+.PHONY: demo test test-slurm test-browser bench notebooks lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m recipes.grpo -m sweep=demo outputs=$(OUTPUTS)
@@ -22,6 +23,14 @@ test-slurm: $(VENV)/installed
 test-browser: $(VENV)/installed
 	sh .ci/install-chromium
 	$(BIN)/python -m pytest -q tests/test_html.py
+
+# On a GPU, where NeMo RL's packages are (docs/nemo.md); Llama 3.1 8B's shape, random weights.
+bench: $(VENV)/installed
+	mkdir -p $(BENCH)
+	$(BIN)/python benchmarks/bench_quantize.py --out $(BENCH)/quantize.json
+	$(BIN)/python benchmarks/bench_refit.py --out $(BENCH)/refit.json
+	$(BIN)/python benchmarks/bench_train.py --out $(BENCH)/train-8b.json
+	$(BIN)/python benchmarks/bench_rollout.py --out $(BENCH)/rollout-8b.json
 
 # Executes every notebook where it lies, so that what it stores is what the code says now.
 notebooks: $(VENV)/installed

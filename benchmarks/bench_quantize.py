@@ -26,7 +26,6 @@ import record
 import torch
 from torch import Tensor
 
-from fp8_nemo import kernels
 from fp8_nemo.quantize import Fp8Weight, quantize_blocks, quantize_list
 
 REPETITIONS = 10
@@ -224,6 +223,7 @@ def main() -> None:
     parser.add_argument("--verl", type=Path, help="verl/utils/kernel/fp8_kernel.py")
     parser.add_argument("--warps", type=int, nargs="*", default=[], help="also try these")
     options = parser.parse_args()
+    record.need("triton", "vllm", "nemo_rl", "transformer_engine")
     torch.manual_seed(0)
     others: dict[str, Callable[[Tensor], Any]] = {"stock": stock()}
     if options.verl:
@@ -244,6 +244,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     record.show("quantizing: bandwidth, share of a copy's, and how many times slower others", shown)
     for warps in options.warps:
+        from fp8_nemo import kernels
+
         kernels.WARPS = warps
         content["warps"][warps] = {case.name: measure(case, {})["of_copy"] for case in CASES}
         record.keep(options.out, options.commit, **content)

@@ -450,6 +450,7 @@ def main() -> int:
     """Measure one precision, or all; the table."""
     words = sys.argv[1:]
     options = parse(words)
+    record.need("vllm", device=False)
     if options.precision:
         run_one(options)
         return 0

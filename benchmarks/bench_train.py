@@ -269,6 +269,7 @@ def main() -> None:
     for tokens in map(int, options.tokens.split(",")):
         if tokens % (128 * options.sequences):
             parser.error(f"--tokens {tokens}: not {options.sequences} sequences of whole 128s")
+    record.need("nemo_rl", "megatron", "transformer_engine")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         todo = []

@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,19 @@ def add_options(parser: ArgumentParser) -> None:
     """`--out` and `--commit`, which every benchmark takes."""
     parser.add_argument("--out", type=Path, required=True, help="the results file")
     parser.add_argument("--commit", default="", help="of the code, where it is no clone")
+
+
+def need(*packages: str, device: bool = True) -> None:
+    """End here, with what to do, unless these packages, and a CUDA device, are there."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        sys.exit(f"{Path(sys.argv[0]).name}: needs {', '.join(missing)}; run it where NeMo RL's "
+                 "packages are, its container or its environment (docs/nemo.md)")  # fmt: skip
+    import torch
+
+    if device and not torch.cuda.is_available():
+        sys.exit(f"{Path(sys.argv[0]).name}: needs a CUDA device; torch {torch.__version__} sees "
+                 "none (nvidia-smi, CUDA_VISIBLE_DEVICES)")  # fmt: skip
 
 
 def repeated(numbers: Sequence[float]) -> dict[str, Any]:

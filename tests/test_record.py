@@ -1,0 +1,30 @@
+"""A benchmark that cannot run here says so in a line, and what to do."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+@pytest.mark.parametrize("script", ["bench_quantize", "bench_rollout", "bench_train"])
+def test_a_benchmark_names_the_packages_that_it_lacks(script, tmp_path):
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--out", str(tmp_path / "x.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and not (tmp_path / "x.json").exists()
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"{script}.py: needs ") and "docs/nemo.md" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_told():
+    code = "import record; record.need('json')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "needs a CUDA device" in done.stderr
