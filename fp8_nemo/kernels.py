@@ -1,4 +1,4 @@
-"""The FP8 contract as Triton kernels: weights, activations, ranges of rows, attention of one token.
+"""The FP8 contract as Triton kernels: weights, activations, ranges, checksums, a token's attention.
 
 What they guarantee
     Every byte, scale and value equals the torch reference of `quantize.py`; what attention sums,
@@ -37,6 +37,7 @@ COLUMNS = tl.constexpr(8)  # of the table of weights: three addresses, first blo
 ROWS_AT_ONCE = 16
 GROUPS_AT_ONCE = 32  # rows of activations that one program takes, one group of 128 of each
 HEADS_AT_ONCE = tl.constexpr(1024)  # values of a row that one turn reads
+BYTES_AT_ONCE = 8192  # of a checksum, that one program sums
 ALIGNED = 16  # bytes; what a thread loads at once
 
 
@@ -161,6 +162,22 @@ def attend_fp8(
             D=D, TILE=tile, HELD=triton.next_power_of_2(tile), num_warps=WARPS,
         )  # fmt: skip
     return output
+
+
+def checksum(bytes_N: Tensor, period: int) -> Tensor:
+    """`sum_n (1 + n mod period) byte_n`, an INT64 scalar, in one launch that reads each byte once.
+
+    Args:
+        bytes_N: UINT8 on a CUDA device, contiguous.
+        period: at most 2**23, so that a product fits INT32.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=bytes_N.device)
+    if N := bytes_N.numel():
+        with torch.cuda.device(bytes_N.device):
+            _checksum[(triton.cdiv(N, BYTES_AT_ONCE),)](
+                bytes_N, total, N, period, SIZE=BYTES_AT_ONCE, num_warps=WARPS
+            )
+    return total
 
 
 def _sizes(weight_OI: Tensor) -> tuple[int, int, int, int]:
@@ -341,3 +358,12 @@ def _attend_fp8(
         found = found * shrink + tl.sum(held * rounded[:, None], 0)
         top = raised
     tl.store(output + at, found * (tl.load(v_scale) / tl.maximum(total, tiny)))
+
+
+@triton.jit
+def _checksum(bytes_, total, N, period, SIZE: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    inner = tl.arange(0, SIZE)
+    byte = tl.load(bytes_ + start + inner, mask=start + inner < N, other=0).to(tl.int32)
+    factor = 1 + ((start % period).to(tl.int32) + inner) % period
+    tl.atomic_add(total, tl.sum((byte * factor).to(tl.int64), 0))

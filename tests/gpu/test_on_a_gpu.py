@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fp8_nemo import run_dir
+from fp8_nemo.ledger import checksum
 from fp8_nemo.local import layers, rollout
 from fp8_nemo.local.grpo import Run
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
@@ -235,3 +236,12 @@ def test_attention_of_a_token_over_an_fp8_cache_is_that_of_a_cpu(groups, places,
         return layers._attend_fp8(module, *given, D**-0.5).cpu()
 
     torch.testing.assert_close(attended("cuda"), attended("cpu"), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4096, 8191, 8193, 65521 * 3 + 5, 2**24])
+def test_a_gpu_sums_bytes_as_a_cpu_does(count):
+    random = torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(count))
+    tensor = random.to(torch.uint8)
+    assert checksum(tensor.cuda()).item() == checksum(tensor).item()
+    swapped = tensor.roll(1).cuda()
+    assert count == 1 or checksum(swapped).item() != checksum(tensor).item()
