@@ -35,6 +35,7 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 WARPS = 4  # within 3 points of the fastest of 4, 8, 16 (benchmarks/results/quantize-h200.json)
 COLUMNS = tl.constexpr(8)  # of the table of weights: three addresses, first block, O, I, P, Q
 ROWS_AT_ONCE = 16
+SIDE = 64  # of the square of a product that one program makes
 GROUPS_AT_ONCE = 32  # rows of activations that one program takes, one group of 128 of each
 HEADS_AT_ONCE = tl.constexpr(1024)  # values of a row that one turn reads
 BYTES_AT_ONCE = 8192  # of a checksum, that one program sums
@@ -92,22 +93,56 @@ def quantize_list(
     return results
 
 
-def group_values(x_TI: Tensor, pow2: bool) -> Tensor:
-    """The FP32 values of activations after 1x128 quantization along the last axis, in one launch.
+def quantize_groups(x_TI: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
+    """Quantize activations or gradients 1x128 along the last axis, in one launch.
 
     Args:
         x_TI: BF16 or FP32 `[T, I]` on a CUDA device, of any strides.
         pow2: scales that are powers of two.
+
+    Returns:
+        FP8 bytes `[T, I]` and FP32 group scales `[T, Q]`.
     """
     T, I = x_TI.shape
-    value_TI = torch.empty(T, I, device=x_TI.device)
-    if value_TI.numel():
+    fp8_TI = torch.empty(T, I, dtype=torch.float8_e4m3fn, device=x_TI.device)
+    scale_inv_TQ = torch.empty(T, triton.cdiv(I, 128), device=x_TI.device)
+    if fp8_TI.numel():
         with torch.cuda.device(x_TI.device):
-            _group_values[(triton.cdiv(T, GROUPS_AT_ONCE), triton.cdiv(I, 128))](
-                x_TI, value_TI, T, I, *x_TI.stride(), torch.finfo(x_TI.dtype).max,
+            _quantize_groups[(triton.cdiv(T, GROUPS_AT_ONCE), triton.cdiv(I, 128))](
+                x_TI, fp8_TI, scale_inv_TQ, T, I, *x_TI.stride(), torch.finfo(x_TI.dtype).max,
                 ROWS=GROUPS_AT_ONCE, POW2=pow2, num_warps=WARPS,
             )  # fmt: skip
-    return value_TI
+    return fp8_TI, scale_inv_TQ
+
+
+def product(
+    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """`left right^T` of FP8 operands, 128 features at a time, each partial sum times its scales.
+
+    FP16 holds every E4M3 number, and its products are exact in FP32. The tensor cores' own FP8
+    products are summed with 14 bits on Hopper (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), which
+    is what DeepGEMM works around; a reference has no need to.
+
+    Args:
+        left: bytes `[T, K]` and scales `[T, Q]`, of any strides.
+        right: bytes `[O, K]` and scales `[O, Q]`, or `[P, Q]` of blocks, of any strides.
+        dtype: of the result.
+
+    Returns:
+        `[T, O]`.
+    """
+    (a, a_scale), (b, b_scale) = left, right
+    (T, K), O = a.shape, len(b)
+    result = torch.empty(T, O, dtype=dtype, device=a.device)
+    if result.numel():
+        with torch.cuda.device(a.device):
+            _product[(triton.cdiv(T, SIDE), triton.cdiv(O, SIDE))](
+                a, a_scale, b, b_scale, result, T, O, K,
+                *a.stride(), *a_scale.stride(), *b.stride(), *b_scale.stride(),
+                PER_SCALE=1 if len(b_scale) == O else 128, SIDE=SIDE, num_warps=WARPS,
+            )  # fmt: skip
+    return result
 
 
 def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None:
@@ -265,9 +300,10 @@ def _quantize_block(
 
 
 @triton.jit
-def _group_values(
-    x, value, T, I, row_stride, column_stride, largest, ROWS: tl.constexpr, POW2: tl.constexpr
-):
+def _quantize_groups(
+    x, fp8, scale_inv, T, I, row_stride, column_stride, largest,
+    ROWS: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     columns = (tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = (rows < T) & (columns < I)
@@ -275,12 +311,39 @@ def _group_values(
     held = held.to(tl.float32)
     bits = held.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(bits, 1, keep_dims=True).to(tl.float32, bitcast=True)
-    scale, scale_inv = _scales(amax, largest, POW2)
+    scale, inverse = _scales(amax, largest, POW2)
     scaled = held * scale
-    fp8 = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX).to(tl.float8e4nv)
-    # A minimum drops NaN, which is to stay.
-    found = tl.where(scaled == scaled, fp8.to(tl.float32) * scale_inv, float("nan"))
-    tl.store(value + rows * I + columns, found, mask=inside)
+    clamped = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
+    clamped = tl.where(scaled == scaled, clamped, scaled)  # a minimum drops NaN, which is to stay
+    tl.store(fp8 + rows * I + columns, clamped.to(tl.float8e4nv), mask=inside)
+    tl.store(scale_inv + rows * tl.num_programs(1) + tl.program_id(1), inverse, mask=rows < T)
+
+
+@triton.jit
+def _product(
+    a, a_scale, b, b_scale, result, T, O, K,
+    a_row, a_column, a_scale_row, a_scale_column, b_row, b_column, b_scale_row, b_scale_column,
+    PER_SCALE: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    columns = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    total = tl.zeros((SIDE, SIDE), tl.float32)
+    for n in range(tl.cdiv(K, BLOCK)):
+        places = n * BLOCK + tl.arange(0, BLOCK)
+        inside = (rows < T)[:, None] & (places < K)[None, :]
+        at = rows[:, None] * a_row + places[None, :] * a_column
+        left = tl.load(a + at, mask=inside, other=0.0).to(tl.float16)
+        inside = (places < K)[:, None] & (columns < O)[None, :]
+        at = places[:, None] * b_column + columns[None, :] * b_row
+        right = tl.load(b + at, mask=inside, other=0.0).to(tl.float16)
+        at = rows * a_scale_row + n * a_scale_column
+        left_scale = tl.load(a_scale + at, mask=rows < T, other=0.0)
+        at = columns // PER_SCALE * b_scale_row + n * b_scale_column
+        right_scale = tl.load(b_scale + at, mask=columns < O, other=0.0)
+        total += tl.dot(left, right) * (left_scale[:, None] * right_scale[None, :])
+    at = rows[:, None] * O + columns[None, :]
+    inside = (rows < T)[:, None] & (columns < O)[None, :]
+    tl.store(result + at, total.to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -154,6 +154,11 @@ def quantize_groups(x_TI: Tensor, *, pow2: bool = False) -> Fp8Groups:
 
     The last axis is the one that the product reduces. NaN and Inf pass through as NaN.
     """
+    if x_TI.is_cuda and x_TI.dtype in (torch.bfloat16, torch.float32):
+        from fp8_nemo import kernels
+
+        found = kernels.quantize_groups(x_TI.flatten(0, -2), pow2)
+        return Fp8Groups(*(each.unflatten(0, x_TI.shape[:-1]) for each in found))
     I = x_TI.shape[-1]
     groups = pad(x_TI.float(), (0, -I % BLOCK)).unflatten(-1, (-1, BLOCK))
     amax_TQ = groups.abs().amax(dim=-1)
@@ -168,15 +173,6 @@ def dequantize_groups(fp8_groups: Fp8Groups) -> Tensor:
     I = fp8_TI.shape[-1]
     groups = pad(fp8_TI.float(), (0, -I % BLOCK)).unflatten(-1, (-1, BLOCK))
     return (groups * scale_inv_TQ[..., None]).flatten(-2)[..., :I]
-
-
-def group_values(x_TI: Tensor, *, pow2: bool = False) -> Tensor:
-    """The FP32 values of activations or gradients after `quantize_groups`; one launch on CUDA."""
-    if x_TI.is_cuda and x_TI.dtype in (torch.bfloat16, torch.float32):
-        from fp8_nemo import kernels
-
-        return kernels.group_values(x_TI.flatten(0, -2), pow2).view(x_TI.shape)
-    return dequantize_groups(quantize_groups(x_TI, pow2=pow2))
 
 
 def quantize_tensor(x: Tensor, scale_inv: Tensor) -> Tensor:

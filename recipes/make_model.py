@@ -44,16 +44,14 @@ def make(folder: Path, recipe: Recipe, problems: list[Problem]) -> None:
     chat = make_model.make_chat()
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = make_model.new_model(recipe.model.shape, chat, recipe.seed)
-    teaching = make_model.teaching_for(problems)
+    how = make_model.teaching_for(problems)
     with Progress() as bar:
-        task = bar.add_task(recipe.model.name, total=teaching.steps)
+        task = bar.add_task(recipe.model.name, total=how.steps)
 
         def report(step: int, loss: float) -> None:
             bar.update(task, completed=step, description=f"{recipe.model.name} loss {loss:.3f}")
 
-        make_model.train_model(
-            model, chat, problems, teaching=teaching, seed=recipe.seed, report=report
-        )
+        make_model.train_model(model, chat, problems, teaching=how, seed=recipe.seed, report=report)
     make_model.save_model(model, chat, folder)
     print(f"{folder}: {recipe.model.name}, {model.num_parameters():,} parameters")
 

@@ -2,7 +2,8 @@
 
 Every product takes operands as the real kernels do and multiplies them in FP32: BF16 values for
 `bf16`; FP8 bytes times their scales for `fp8`. Results are rounded to BF16. What a layer does
-between its products is transformers' business, in BF16, on both sides.
+between its products is transformers' business, in BF16, on both sides. On a GPU FP8 bytes and a
+token's attention go into kernels of `kernels.py`, which sum in another order.
 
 Training in FP8 quantizes both operands of all three products along the axis that each reduces
 (TransformerEngine's Float8BlockScaling): `y = x w^T` and `dx = dy w` share the weight's blocks; `dw
@@ -31,10 +32,12 @@ from transformers.cache_utils import DynamicLayer
 
 from fp8_nemo.quantize import (
     FP8,
+    Fp8Groups,
     Fp8Weight,
     dequantize_blocks,
-    group_values,
+    dequantize_groups,
     quantize_blocks,
+    quantize_groups,
     quantize_tensor,
 )
 from fp8_nemo.schema import Precision
@@ -57,32 +60,62 @@ def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return nn.functional.linear(x.float(), weight.float(), bias).to(x.dtype)
 
 
+Operand = Tensor | tuple[Tensor, Tensor]
+"""Of a product in FP8: its FP32 values on a CPU, its bytes and scales on a GPU."""
+
+
 def linear_fp8(x: Tensor, weight: Fp8Weight, pow2: bool) -> Tensor:
     """`x` quantized 1x128 on the fly, the weight as held; FP32 products, BF16 result."""
-    return linear_of_values(x, dequantize_blocks(weight), pow2)
+    return multiplied(_last.grouped(x, pow2), operand(weight), x.dtype)
 
 
-def linear_of_values(x: Tensor, value_OI: Tensor, pow2: bool) -> Tensor:
-    """`linear_fp8` with the FP32 values that a weight's bytes and scales stand for."""
-    return nn.functional.linear(_last.grouped(x, pow2), value_OI).to(x.dtype)
+def multiplied(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
+    """`left right^T`: exact products of what the bytes stand for, summed in FP32.
+
+    Args:
+        left: `[..., T, K]`.
+        right: `[O, K]`.
+        dtype: of the result `[..., T, O]`.
+    """
+    if isinstance(left, Tensor):
+        assert isinstance(right, Tensor)
+        return nn.functional.linear(left, right).to(dtype)
+    assert not isinstance(right, Tensor)
+    from fp8_nemo import kernels
+
+    fp8, scale_inv = left
+    found = kernels.product((fp8.flatten(0, -2), scale_inv.flatten(0, -2)), right, dtype)
+    return found.unflatten(0, fp8.shape[:-1])
+
+
+def operand(held: Fp8Weight | Fp8Groups) -> Operand:
+    """What `multiplied` takes of bytes and scales."""
+    if held[0].is_cuda:
+        return held
+    return dequantize_blocks(held) if isinstance(held, Fp8Weight) else dequantize_groups(held)
+
+
+def transposed(right: Operand) -> Operand:
+    """`[O, K]` as `[K, O]`."""
+    return right.T if isinstance(right, Tensor) else (right[0].T, right[1].T)
 
 
 class LastInput:
     """The input quantized last: Q, K and V of a layer take the same one, and so do gate and up.
 
-    Its value lives as long as the input does, or until another one comes.
+    Its operand lives as long as the input does, or until another one comes.
     """
 
     def __init__(self) -> None:
-        self.held: tuple[weakref.ref[Tensor], int, bool, Tensor] | None = None
+        self.held: tuple[weakref.ref[Tensor], int, bool, Operand] | None = None
 
-    def grouped(self, x: Tensor, pow2: bool) -> Tensor:
-        """`group_values` of x, which must not be changed by the taker."""
+    def grouped(self, x: Tensor, pow2: bool) -> Operand:
+        """The operand that x is in groups, which must not be changed by the taker."""
         if self.held is not None:
             last, version, kind, value = self.held
             if last() is x and (version, kind) == (x._version, pow2):
                 return value
-        value = group_values(x, pow2=pow2)
+        value = operand(quantize_groups(x, pow2=pow2))
         self.held = weakref.ref(x, self._forget), x._version, pow2, value
         return value
 
@@ -110,10 +143,11 @@ class Fp8Product(torch.autograd.Function):
         """`dx = dy w` and `dw = dy^T x`."""
         x, *fp8_weight = ctx.saved_tensors
         dy_TO, x_TI = grads[0].flatten(0, -2), x.flatten(0, -2)
-        dy, dy_T, x_T = (group_values(each, pow2=ctx.pow2) for each in (dy_TO, dy_TO.T, x_TI.T))
-        dx_TI = dy @ dequantize_blocks(Fp8Weight(*fp8_weight))
-        dw_OI = dy_T @ x_T.T
-        return dx_TI.view_as(x).to(x.dtype), dw_OI.to(x.dtype), None
+        dy, dy_T, x_T = (
+            operand(quantize_groups(each, pow2=ctx.pow2)) for each in (dy_TO, dy_TO.T, x_TI.T)
+        )
+        dx_TI = multiplied(dy, transposed(operand(Fp8Weight(*fp8_weight))), x.dtype)
+        return dx_TI.view_as(x), multiplied(dy_T, x_T, x.dtype), None
 
 
 class Bf16Linear(nn.Linear):
@@ -137,17 +171,17 @@ class Fp8TrainLinear(nn.Linear):
 class Fp8Held(nn.Module):
     """A module that holds real FP8 bytes and block scales, filled by refits alone."""
 
-    values: dict[tuple[str, int | None], Tensor] | None = None
-    """What they stand for, kept inside `values_once` alone."""
+    values: dict[tuple[str, int | None], Operand] | None = None
+    """Their operands, kept inside `values_once` alone."""
 
-    def value(self, name: str, index: int | None = None) -> Tensor:
-        """The FP32 values `[O, I]` of a weight, or of one expert of a slab."""
+    def value(self, name: str, index: int | None = None) -> Operand:
+        """The operand `[O, I]` that a weight is, or one expert of a slab."""
         if self.values is not None and (name, index) in self.values:
             return self.values[name, index]
         held = Fp8Weight(getattr(self, name), getattr(self, f"{name}_scale_inv"))
         if index is not None:
             held = Fp8Weight(held.fp8_OI[index], held.scale_inv_PQ[index])
-        value_OI = dequantize_blocks(held)
+        value_OI = operand(held)
         if self.values is not None:
             self.values[name, index] = value_OI
         return value_OI
@@ -155,7 +189,7 @@ class Fp8Held(nn.Module):
 
 @contextmanager
 def values_once(model: nn.Module) -> Iterator[None]:
-    """Inside, FP8 weights become FP32 values once, not at every token; no refit comes in here."""
+    """Inside, FP8 weights become operands once, not at every token; no refit comes in here."""
     modules = [module for module in model.modules() if isinstance(module, Fp8Held)]
     for module in modules:
         module.values = {}
@@ -177,7 +211,8 @@ class Fp8RolloutLinear(Fp8Held):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., I]` to `[..., O]`."""
-        return _with_bias(linear_of_values(input, self.value("weight"), self.pow2), self.bias)
+        found = multiplied(_last.grouped(input, self.pow2), self.value("weight"), input.dtype)
+        return _with_bias(found, self.bias)
 
 
 class Experts(nn.Module):
@@ -259,7 +294,7 @@ class Fp8RolloutExperts(Experts, Fp8Held):
 
     def product(self, x: Tensor, slab: str, index: int) -> Tensor:
         """FP8 operands."""
-        return linear_of_values(x, self.value(slab, index), self.pow2)
+        return multiplied(_last.grouped(x, self.pow2), self.value(slab, index), x.dtype)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from fp8_nemo.local.grpo import Run
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.quantize import (
     dequantize_blocks,
-    group_values,
+    dequantize_groups,
     quantize_blocks,
     quantize_groups,
     quantize_list,
@@ -35,6 +35,10 @@ def weight(*shape: int) -> torch.Tensor:
     random[..., :128, :128] *= 1e-30  # small blocks, where a device that flushes subnormals differs
     random[..., 128:256, :128] = 0
     return random.bfloat16()
+
+
+def values(x: torch.Tensor, pow2: bool = False) -> torch.Tensor:
+    return dequantize_groups(quantize_groups(x, pow2=pow2))
 
 
 @pytest.mark.parametrize("pow2", [False, True])
@@ -133,7 +137,7 @@ def test_a_tensor_need_not_lie_on_the_current_device():
     slots = torch.zeros(1, dtype=torch.bool, device=there)
     assert same(cpu, quantize_list([weight(256, 384).to(there)], nonfinite_N=slots)[0])
     x = weight(64, 384)
-    assert torch.equal(group_values(x), group_values(x.to(there)).cpu())
+    assert torch.equal(values(x), values(x.to(there)).cpu())
     amax_3, rows = torch.zeros(3, device=there), torch.full((5, 2, 64), -2.0).bfloat16().to(there)
     kernels.amax_rows([rows] * 3, torch.ones(5, dtype=torch.bool, device=there), amax_3)
     assert amax_3.tolist() == [2.0] * 3
@@ -148,11 +152,11 @@ def test_a_gpu_gives_activations_the_values_of_a_cpu(shape, dtype, pow2):
         x[0] = 0
         for each in (x, x.mT) if x.ndim == 2 else (x,):
             there = each.cuda() if each.is_contiguous() else x.cuda().mT
-            assert torch.equal(group_values(each, pow2=pow2), group_values(there, pow2=pow2).cpu())
+            assert torch.equal(values(each, pow2), values(there, pow2).cpu())
     for bad in (float("nan"), float("inf"), float("-inf")):
         x = torch.randn(3, 256).to(dtype)
         x[1, 5] = bad
-        cpu, gpu = group_values(x), group_values(x.cuda()).cpu()
+        cpu, gpu = values(x), values(x.cuda()).cpu()
         assert torch.equal(cpu.isnan(), gpu.isnan()) and gpu.isnan().sum() == 128
         assert torch.equal(cpu.nan_to_num(), gpu.nan_to_num())
 
@@ -245,3 +249,23 @@ def test_a_gpu_sums_bytes_as_a_cpu_does(count):
     assert checksum(tensor.cuda()).item() == checksum(tensor).item()
     swapped = tensor.roll(1).cuda()
     assert count == 1 or checksum(swapped).item() != checksum(tensor).item()
+
+
+@pytest.mark.parametrize("sizes", [(5, 7, 130), (1, 128, 128), (200, 300, 384), (70, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_in_fp8_are_those_of_the_values_that_the_bytes_stand_for(sizes, dtype):
+    T, O, K = sizes
+    draw = torch.Generator().manual_seed(0)
+    x, w, y = (torch.randn(*s, generator=draw).cuda() for s in ((T, K), (O, K), (K, O)))
+    groups, other, block = quantize_groups(x), quantize_groups(w), quantize_blocks(w)
+    across = quantize_blocks(y)  # of a weight that is taken the other way round, as dx does
+    for right, value in (
+        (other, dequantize_groups(other)),
+        (block, dequantize_blocks(block)),
+        (tuple(each.T for each in across), dequantize_blocks(across).T),
+    ):
+        found = kernels.product(groups, right, dtype)
+        expected = (dequantize_groups(groups).double() @ value.double().T).to(dtype)
+        assert found.dtype == dtype
+        rtol = 1e-5 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)

@@ -214,11 +214,12 @@ def test_values_of_a_weight_are_worked_out_once_inside_and_anew_outside():
 def test_an_input_is_quantized_once_while_it_lives_and_is_as_it_was(monkeypatch):
     seen = []
 
-    def group_values(x, *, pow2):
+    def quantize(x, *, pow2):
         seen.append(pow2)
         return x.double()
 
-    monkeypatch.setattr(layers, "group_values", group_values)
+    monkeypatch.setattr(layers, "quantize_groups", quantize)
+    monkeypatch.setattr(layers, "operand", lambda held: held)
     last, x = layers.LastInput(), torch.ones(2, 128)
     assert last.grouped(x, False) is last.grouped(x, False) and seen == [False]
     last.grouped(x, True)
