@@ -116,6 +116,14 @@ def working(numbers: Sequence[int], slip: Callable[[int], int] = lambda result: 
     return "\n".join(lines)
 
 
+def longest_answer(data: Data) -> int:
+    """Characters of the longest right answer of problems that are made, its end counted as one."""
+    assert data.difficulty is not None, "the plan fills it in"
+    if data.name == "arithmetic":
+        return data.difficulty + 2
+    return len(working(sorted(NUMBERS, reverse=True)[: data.difficulty])) + 1
+
+
 MAKERS: dict[str, Callable[[int, int], Split]] = {
     "arithmetic": arithmetic,
     "running-sum": running_sum,

@@ -21,6 +21,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from fp8_nemo.data import longest_answer
 from fp8_nemo.estimate import HEADROOM, memory_per_gpu
 from fp8_nemo.host import MAIN, Host, gpus, host_mistakes
 from fp8_nemo.keys import VLLM, leaves
@@ -342,3 +343,10 @@ def _local_notes(recipe: Recipe) -> Iterator[str]:
     for key, (is_set, reason) in without_effect.items():
         if is_set:
             yield f"{key}: no effect, {reason}"
+    limit = recipe.grpo.max_new_tokens or LOCAL_BASE["max_new_tokens"]
+    if recipe.data.is_made and limit < (needed := longest_answer(_with_difficulty(recipe.data))):
+        yield (
+            f"grpo.max_new_tokens: {limit} cuts right answers off, {recipe.data.name} has some of "
+            f"{needed} characters, each a token of the models made here; raise it (grpo=small has "
+            "400), or lower data.difficulty"
+        )

@@ -11,6 +11,7 @@ from fp8_nemo.data import (
     Split,
     arithmetic,
     load_problems,
+    longest_answer,
     read_jsonl,
     reward,
     running_sum,
@@ -111,6 +112,19 @@ def test_no_seed_trains_on_the_numbers_of_a_held_out_sum(difficulty):
         assert not held_out & {frozenset(each.input.split("+")) for each in split.train}
     assert splits[0].train != splits[1].train
     assert splits[0] == running_sum(difficulty, seed=1)
+
+
+@pytest.mark.parametrize("difficulty", [2, 3, 30])
+def test_no_answer_is_longer_than_the_longest(difficulty):
+    lengths = {len(each.working) for each in running_sum(difficulty, 0).train}
+    longest = longest_answer(Data("running-sum", difficulty=difficulty)) - 1
+    assert max(lengths) <= longest <= max(lengths) + 7  # 20,000 problems do not meet every carry
+
+
+def test_no_plain_answer_is_longer_than_the_longest():
+    for difficulty in (1, 2, 3):
+        lengths = {len(each.output) for each in arithmetic(difficulty, 0).train}
+        assert max(lengths) + 1 == longest_answer(Data("arithmetic", difficulty=difficulty))
 
 
 def test_thirty_numbers_are_several_hundred_characters():

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fp8_nemo"
 VERBS = sorted((PACKAGE.parent / "recipes").glob("*.py"))
 ORDER = (
-    *("schema", "weights", "estimate", "model_dir", "host", "keys", "overrides"),
+    *("schema", "data", "weights", "estimate", "model_dir", "host", "keys", "overrides"),
     *("measurement", "plan"),
     *(
         "describe",
@@ -19,7 +19,6 @@ ORDER = (
         "run_dir",
         "frozen_code",
         "submit",
-        "data",
         "kernels",
         "quantize",
         "recalibrate",
@@ -40,7 +39,7 @@ ORDER = (
     ),
 )
 WITHOUT_TORCH = (
-    *ORDER[:15],
+    *ORDER[:16],
     "health",
     "report",
     "twin",
