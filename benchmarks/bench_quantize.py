@@ -8,7 +8,7 @@ host's clock, with both. Bandwidth is bytes read plus written; `of_copy` is its 
 `dst.copy_(src)` of as many bytes, measured in turn with it. `stock` is NeMo RL's
 `cast_tensor_to_fp8_blockwise`, with the FP32 copy that its caller makes; `verl` the Triton kernel
 of the file given (verl/utils/kernel/fp8_kernel.py). Bytes are compared with TransformerEngine's
-blockwise quantizer, where it is installed.
+blockwise quantizer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The FP8 contract as Triton kernels: weights, activations, ranges, checksums, a token's attention.
+"""The FP8 contract as Triton kernels: quantizing, products, ranges, checksums, a token's attention.
 
 What they guarantee
-    Every byte, scale and value equals the torch reference of `quantize.py`; what attention sums,
-    it sums in another order than the reference of `local/layers.py`. Of weights one program
+    Every byte, scale and value equals the torch reference of `quantize.py`; products and attention
+    sum in another order than their reference in `local/layers.py`. Of weights one program
     takes one 128x128 block: it is read once, held in registers while its maximum is found, and
     written once, so a weight of N elements moves 3N bytes, where NeMo RL's
     `cast_tensor_to_fp8_blockwise` (main 7ea279a) moves about 49N. Nothing is read on the host.
@@ -14,8 +14,8 @@ What they take care of
     not be the tensor's: every launch says where.
 
 Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts, N weights,
-R rows (tokens), H heads, D head dimension, T tokens, B sequences, K key heads, G = H/K, S places in
-a cache.
+R rows (tokens), H heads, D head dimension, T tokens. Of a product K is the axis that it sums; of
+attention B sequences, K key heads, G = H/K, S places in a cache.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false

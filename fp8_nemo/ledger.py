@@ -278,7 +278,7 @@ def failing(verdicts: Mapping[str, Tensor]) -> list[str]:
 
 
 def on_host(numbers: Mapping[str, Tensor]) -> dict[str, Any]:
-    """One number each, of any types and sizes of one element: one read for all of them."""
+    """One number each, in one read for all; of one type, or of types that promote without loss."""
     if not numbers:
         return {}
     flat = [number.flatten() for number in numbers.values()]

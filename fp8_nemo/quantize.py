@@ -19,7 +19,7 @@ What it refuses
     once per refit; without one it is read, and raised, at once.
 
 On a CUDA device the exact formula runs as a Triton kernel (`kernels.py`), one pass and one launch
-for a weight, a slab or a list; on a CPU as torch operations, which are its reference.
+for a weight, a slab, a list or activations; on a CPU as torch operations, which are its reference.
 
 `formula="stock"` repeats NeMo RL's `cast_tensor_to_fp8_blockwise` (main 7ea279a) for comparisons:
 it multiplies by a rounded reciprocal (two roundings) and pads with the last element's value.

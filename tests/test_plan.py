@@ -104,7 +104,7 @@ def test_an_option_without_effect_is_a_note_so_that_sweeps_compose():
 
 def test_answers_that_would_be_cut_off_are_a_note():
     [note] = plan("data=running-sum", "grpo=demo").notes
-    assert note.startswith("grpo.max_new_tokens: 8 cuts right answers off")
+    assert note.startswith("grpo.max_new_tokens: 8 may cut right answers off")
     assert "357 characters" in note
     assert plan("data=running-sum", "grpo=demo", "grpo.max_new_tokens=357").notes == ()
 

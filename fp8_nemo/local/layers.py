@@ -45,7 +45,6 @@ from fp8_nemo.weights import is_fp8_weight, scale_shape
 
 ATTENTION = "fp8_nemo"
 PROBABILITY_BITS = 8  # FlashAttention 3 scales P to (0, 256], the upper range of E4M3
-SHOWN_TO_ALL = 1024  # tokens up to which all experts take them all: a GPU waits for launches then
 LOG2_E = 1.4426950408889634
 
 
@@ -188,6 +187,16 @@ class Fp8Held(nn.Module):
 
 
 @contextmanager
+def without_host_reads() -> Iterator[None]:
+    """Inside, experts do not ask the device who chose them: a CUDA graph could not hold that."""
+    Experts.take_all = True
+    try:
+        yield
+    finally:
+        Experts.take_all = False
+
+
+@contextmanager
 def values_once(model: nn.Module) -> Iterator[None]:
     """Inside, FP8 weights become operands once, not at every token; no refit comes in here."""
     modules = [module for module in model.modules() if isinstance(module, Fp8Held)]
@@ -218,6 +227,9 @@ class Fp8RolloutLinear(Fp8Held):
 class Experts(nn.Module):
     """A layer's experts in two slabs, `gate_up_proj` `[E, 2F, I]` and `down_proj` `[E, I, F]`."""
 
+    take_all = False
+    """Whether every expert takes every token, inside `without_host_reads` alone."""
+
     def __init__(self, experts: Any, pow2: bool) -> None:
         super().__init__()
         self.act_fn, self.experts, self.pow2 = experts.act_fn, experts.num_experts, pow2
@@ -228,19 +240,20 @@ class Experts(nn.Module):
 
     def forward(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
         """Sum of the chosen experts by their shares, in ascending order, so that it repeats."""
-        if hidden_TI.is_cuda and len(hidden_TI) <= SHOWN_TO_ALL:
-            return self._of_all(hidden_TI, index_TA, share_TA)
-        return self._of_chosen(hidden_TI, index_TA, share_TA)
+        mix = self._of_all if Experts.take_all else self._of_chosen
+        return mix(hidden_TI, index_TA, share_TA)
 
     def _of_all(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
-        """Every expert takes every token: nothing is read on the host, so a CUDA graph holds it."""
-        share_TE = share_TA.new_zeros(len(hidden_TI), self.experts).scatter_(1, index_TA, share_TA)
+        """Every expert takes every token."""
+        expert_E = torch.arange(self.experts, device=index_TA.device)
+        share_TE = torch.where(index_TA[..., None] == expert_E, share_TA[..., None], 0.0).sum(1)
+        inner = [self.product(hidden_TI, "gate_up_proj", index) for index in range(self.experts)]
         mixed_TI = torch.zeros_like(hidden_TI)
-        for index in range(self.experts):
-            gate, up = self.product(hidden_TI, "gate_up_proj", index).chunk(2, dim=-1)
-            output = self.product(self.act_fn(gate) * up, "down_proj", index)
-            output = output * share_TE[:, index, None]
-            output = output.masked_fill(share_TE[:, index, None] == 0, 0.0)
+        for index, both in enumerate(inner):
+            gate, up = both.chunk(2, dim=-1)
+            share_T1 = share_TE[:, index, None]
+            output = self.product(self.act_fn(gate) * up, "down_proj", index) * share_T1
+            output = output.masked_fill(share_T1 == 0, 0.0)  # NaN of an expert that nobody chose
             mixed_TI = mixed_TI + output.to(mixed_TI.dtype)
         return mixed_TI
 
@@ -334,7 +347,7 @@ class KvLayer(DynamicLayer):
             self.lazy_initialization(*states)
             self.stored = [x.new_zeros(*x.shape[:2], self.room.tokens, x.shape[3]) for x in states]
         for stored, new in zip(self.stored, states, strict=True):
-            _bits(stored).index_copy_(-2, self.room.at_N, _bits(new))
+            _write(stored, self.room.at_N, new)
         self.keys, self.values = (stored[..., : self.room.width, :] for stored in self.stored)
         return self.keys, self.values
 
@@ -364,9 +377,9 @@ def attention(
 def _attend_bf16(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
-    scores = (product(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
+    scores = (attended(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
     probability = scores.softmax(-1).nan_to_num()  # padded queries see no key
-    return product(probability.to(torch.bfloat16), value)
+    return attended(probability.to(torch.bfloat16), value)
 
 
 def _attend_fp8(
@@ -375,7 +388,7 @@ def _attend_fp8(
     """FlashAttention 3's order of operations: last tile first, a running maximum, P in (0, 256]."""
     exponent = scaling * LOG2_E * module.q_scale * module.k_scale
     query = quantize_tensor(query, module.q_scale)
-    if query.is_cuda and query.shape[-2] == 1:
+    if query.is_cuda and query.shape[-2] == 1 and query.shape[-1].bit_count() == 1:
         from fp8_nemo import kernels
 
         return kernels.attend_fp8(
@@ -385,24 +398,25 @@ def _attend_fp8(
     top = torch.full((*query.shape[:-1], 1), -torch.inf, device=query.device)
     total, output = torch.zeros_like(top), torch.zeros(query.shape, device=query.device)
     for tile in reversed(key_tiles(query, key)):
-        scores = product(query, key[..., tile, :].mT).masked_fill(~mask[..., tile], -torch.inf)
+        scores = attended(query, key[..., tile, :].mT).masked_fill(~mask[..., tile], -torch.inf)
         raised = torch.maximum(top, scores.amax(-1, keepdim=True))
         origin = torch.where(raised == -torch.inf, 0.0, raised * exponent)
         probability = torch.exp2(scores * exponent - (origin - PROBABILITY_BITS))
         shrink = torch.where(raised == -torch.inf, 1.0, torch.exp2((top - raised) * exponent))
         total = total * shrink + probability.sum(-1, keepdim=True)  # of P before it is rounded
-        output = output * shrink + product(probability.to(FP8), value[..., tile, :])
+        output = output * shrink + attended(probability.to(FP8), value[..., tile, :])
         top = raised
     return output * (module.v_scale / total.clamp(min=torch.finfo(total.dtype).tiny))
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def attended(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` of BF16 or FP8 values in FP32: `[B, K, G, T, N]` times `[B, K, 1, N, S]`.
 
-    BF16 holds every E4M3 number, so on a GPU both go into one BF16 product with FP32 results, which
-    reads a cache once; torch does not differentiate it (2.11), and has it on CUDA alone.
+    Of one token on a GPU, both go as BF16, which holds every E4M3 number, into one product with
+    FP32 results: it reads a cache once. torch does not differentiate that (2.11), so texts that are
+    scored, with gradients and without, take the other way.
     """
-    if not left.is_cuda or torch.is_grad_enabled():
+    if not left.is_cuda or left.shape[-2] > 1 or torch.is_grad_enabled():
         return left.float() @ right.float()
     B, K, G, T, _ = left.shape
     rows, columns = left.to(torch.bfloat16).flatten(2, 3), right.to(torch.bfloat16)[:, :, 0]
@@ -466,9 +480,19 @@ def new_cache(model: PreTrainedModel, room: Room | None = None) -> Cache:
     )
 
 
-def _bits(x: Tensor) -> Tensor:
-    """FP8 as the integers that torch can copy by index."""
-    return x.view(torch.uint8) if x.dtype == FP8 else x
+def _write(stored: Tensor, at_N: Tensor, new: Tensor) -> None:
+    """`stored[..., at_N, :] = new`; torch can copy FP8 by index as integers alone.
+
+    Places differ, so that every order gives the same. Deterministic mode would sort them first.
+    """
+    if new.dtype == FP8:
+        stored, new = stored.view(torch.uint8), new.view(torch.uint8)
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
+    try:
+        stored.index_copy_(-2, at_N, new)
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _prepare_attention(model: PreTrainedModel, fp8_kv: bool) -> None:

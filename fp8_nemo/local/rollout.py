@@ -158,6 +158,7 @@ class Decoder:
         self.mask_BS = torch.nn.functional.pad(mask_BT, (0, more))
         self.token_B1, self.place_1 = tokens_BT[:, -1:].clone(), places_T[-1:].clone()
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle() if tokens_BT.is_cuda else None
 
     def first(self) -> Tensor:
         """Logprobs `[B, V]` of what follows the prompts."""
@@ -193,10 +194,11 @@ class Decoder:
     def _replayed(self) -> Tensor:
         self.room.width = min(self.room.tokens, -(-self.written // WIDTH) * WIDTH)
         if self.room.width not in self.graphs:
-            self._forward(self.token_B1)  # compiles, and makes all values: a graph could not
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logprob_BV = self._forward(self.token_B1)
+            with layers.without_host_reads():
+                self._forward(self.token_B1)  # compiles kernels, which a capture cannot
+                with torch.cuda.graph(graph, pool=self.pool):
+                    logprob_BV = self._forward(self.token_B1)
             self.graphs[self.room.width] = graph, logprob_BV
         graph, logprob_BV = self.graphs[self.room.width]
         graph.replay()

@@ -201,7 +201,8 @@ def test_a_replayed_step_gives_what_a_launched_one_gives(make_plan, monkeypatch,
     def launched(decoder):
         width = rollout.WIDTH * -(-decoder.written // rollout.WIDTH)
         decoder.room.width = min(decoder.room.tokens, width)
-        return decoder._forward(decoder.token_B1)
+        with layers.without_host_reads():
+            return decoder._forward(decoder.token_B1)
 
     replayed = sample()
     scored_BR = run.policy.logprobs(replayed)
@@ -213,14 +214,23 @@ def test_a_replayed_step_gives_what_a_launched_one_gives(make_plan, monkeypatch,
     torch.testing.assert_close(replayed.rollout_BR, expected.rollout_BR)
 
 
-def test_a_product_of_bf16_or_fp8_values_is_that_of_fp32():
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        left = torch.randn(2, 3, 4, 5, 64, device="cuda").to(dtype)
-        right = torch.randn(2, 3, 1, 64, 7, device="cuda").to(dtype)
-        with torch.no_grad():
-            found = layers.product(left, right)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, left.float() @ right.float(), rtol=1e-6, atol=1e-5)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_what_one_token_attends_to_is_multiplied_as_in_fp32(dtype):
+    left = torch.randn(2, 3, 4, 1, 64, device="cuda").to(dtype)
+    right = torch.randn(2, 3, 1, 64, 7, device="cuda").to(dtype)
+    with torch.no_grad():
+        found = layers.attended(left, right)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, left.float() @ right.float(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])
+def test_texts_are_scored_the_same_with_gradients_and_without(make_plan, model):
+    [frozen] = run_dir.freeze([plan := make_plan(f"model={model}", "precision=fp8-e2e")])
+    run = Run(plan, frozen.path)
+    run._refit()
+    batch = run._sample(run.problems.validation[:8], torch.Generator("cuda").manual_seed(0))
+    assert torch.equal(run.policy.logprobs(batch), run.policy._score(batch).detach())
 
 
 @pytest.mark.parametrize(
