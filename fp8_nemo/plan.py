@@ -347,6 +347,6 @@ def _local_notes(recipe: Recipe) -> Iterator[str]:
     if recipe.data.is_made and limit < (needed := longest_answer(_with_difficulty(recipe.data))):
         yield (
             f"grpo.max_new_tokens: {limit} may cut right answers off, {recipe.data.name} has some "
-            f"of {needed} characters, each a token of the models made here; raise it (grpo=small has "
-            "400), or lower data.difficulty"
+            f"of {needed} characters, each a token of the models made here; raise it (grpo=small "
+            "has 400), or lower data.difficulty"
         )
