@@ -95,6 +95,7 @@ class Refit:
             "FP8, loaded under the ledger": partial(self.loaded, False),
             "FP8, loaded under full": partial(self.loaded, True),
         }
+        is_short = len(self.specs) < MOST_PROFILED
         for kind, work in kinds.items():
             seconds, asked = [], []
             for _ in range(repetitions + 1):
@@ -106,12 +107,9 @@ class Refit:
                 asked.append(allocations(self.device) - before)
             yield {
                 "stream": kind, "bytes": sent, "seconds": record.repeated(seconds[1:]),
-                "device": device_seconds(work, self.device) if self._is_short() else None,
+                "device": device_seconds(work, self.device) if is_short else None,
                 "allocations": record.repeated(asked[1:]),
             }  # fmt: skip
-
-    def _is_short(self) -> bool:
-        return len(self.specs) < MOST_PROFILED
 
     def _forget(self) -> None:
         gc.collect()
