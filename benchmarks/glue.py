@@ -15,7 +15,10 @@ inside the workers, say where each side's host was (`where`). `--buffers 0.3,0.0
 with other buffers than NeMo RL's own share of the free memory, by NRL_REFIT_BUFFER_MEMORY_RATIO.
 `mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and
 not, and NeMo RL's calibration. `faults` breaks a refit in each way and says what stock and ours
-made of it.
+made of it. `--anyway` goes on with an engine whose FP8 weights are not the plan's, as with a router
+gate: the line that would have stopped a run is in the file, and what each refit made of it.
+`--after FILE` waits, set up, until that file is there: several set-ups start together, and each
+measures alone.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md).
 """
 
@@ -45,7 +48,7 @@ from fp8_nemo.ledger import RefitError
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.nemo import driver, session
 from fp8_nemo.nemo.checkout import host_of
-from fp8_nemo.nemo.engine import refit_problems, refit_reports
+from fp8_nemo.nemo.engine import EngineError, refit_problems, refit_reports
 from fp8_nemo.nemo.settings import VARIABLE, has_receiver
 from fp8_nemo.schema import Glue, Recalibrate, Recipe
 from fp8_nemo.weights import kv_scale_names
@@ -369,8 +372,12 @@ def mismatches(bench: Bench) -> dict[str, Any]:
     found, prompts = {}, bench.prompts()
     for name in ("stock", "ledger", "stock bytes"):
         bench.switch(GLUES[name])
-        bench.refit()
-        found[name] = bench.sampled(prompts)
+        try:
+            bench.refit()
+            found[name] = bench.sampled(prompts)
+        except Exception as error:  # what a run would stop with
+            found[name] = {"error": _first_reason(bench, error)[:400]}
+            bench.rest()
         print(name, found[name], flush=True)
     return found
 
@@ -570,6 +577,17 @@ def _first_reason(bench: Bench, error: Exception) -> str:
     return (refit_problems(bench.parts.generation) or [driver._reason(error)])[0]
 
 
+def _check_and_note(
+    check: Callable[..., None], note: Callable[[str], None], dtypes: dict[str, str], recipe: Recipe
+) -> None:
+    """What a run would stop with at its start, noted instead of raised."""
+    try:
+        check(dtypes, recipe)
+    except EngineError as error:
+        note(str(error))
+        print(error, flush=True)
+
+
 def _clean(bench: Bench, glue: str) -> None:
     bench.switch(GLUES[glue])
     bench.refit()
@@ -591,6 +609,10 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=512, help="for ranges")
     parser.add_argument("--buffers", default="0.3", help="shares of free memory, for refit")
     parser.add_argument("--non-colocated", action="store_true", help="one GPU for the engine")
+    parser.add_argument(
+        "--anyway", action="store_true", help="with an engine that is not the plan's"
+    )
+    parser.add_argument("--after", type=Path, help="a file to wait for, set up")
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo")
     options = parser.parse_args()
     if options.non_colocated and "," in options.buffers:
@@ -614,10 +636,16 @@ def main() -> None:
         content[name] = found
         record.keep(options.out, options.commit, **content)
 
+    if options.anyway:
+        session.check_engine = partial(
+            _check_and_note, session.check_engine, partial(keep, "engine")
+        )
     start = time.perf_counter()
     with driver.own_ray(), session.opened(plan, frozen.path, root, more) as parts:
         content["set-up seconds"] = time.perf_counter() - start
         print("set up", content["set-up seconds"], flush=True)
+        while options.after and not options.after.exists():
+            time.sleep(0.5)
         bench = Bench(parts, plan.recipe, not options.non_colocated)
         work: dict[str, Callable[[], Any]] = {
             "refit": lambda: refits(
