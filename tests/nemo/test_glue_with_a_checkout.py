@@ -130,6 +130,39 @@ def test_a_refused_stream_goes_on_to_its_known_end_and_is_raised_after_it(nemo_p
     worker.fp8_nemo_raise_refused()  # told once: a refit by stock's iterator may follow
 
 
+@imports
+@pytest.mark.parametrize(
+    ("glue", "left_alone"),
+    [
+        ([], True),
+        (["glue.quantize=stock", "glue.transfer=bf16", "glue.verify=off"], False),  # it observes
+    ],
+)
+def test_collections_leave_alone_what_set_up_made_where_the_refit_is_ours(
+    glue, left_alone, nemo_path, monkeypatch
+):
+    import gc
+
+    from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
+
+    from fp8_nemo.compose import compose
+    from fp8_nemo.nemo import settings
+    from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
+
+    [recipe] = compose(["backend=nemo", "model=tiny-llama", "precision=fp8-kv-attn", *glue])
+    for name, value in settings.to_environment(recipe).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(MegatronPolicyWorkerImpl, "prepare_refit_info", lambda worker: {"a": 1})
+    made_by_set_up = [{} for _ in range(1000)]
+    try:
+        before = gc.get_freeze_count()
+        assert Fp8PolicyWorkerImpl.__new__(Fp8PolicyWorkerImpl).prepare_refit_info() == {"a": 1}
+        grown = gc.get_freeze_count() - before
+        assert (grown >= len(made_by_set_up)) is left_alone
+    finally:
+        gc.unfreeze()
+
+
 def in_a_process(tmp_path, code, **environment):
     """Run code as a vLLM process would, a copy of this package and its metadata on the path."""
     from fp8_nemo.frozen_code import freeze_code
