@@ -66,7 +66,7 @@ TRANSFER = "prepare_for_generation/transfer_and_update_weights"
 AROUND = ("policy.offload_before_refit", "policy.offload_after_refit",
           "generation.prepare_for_generation")  # fmt: skip
 """What a colocated refit waits for beside the transfer: the two sides change places in memory."""
-SAMPLES = 128  # of each prompt: 16 left a standard error of 20%
+SAMPLES = {"mismatch": 128, "faults": 16}  # of each prompt; 16 leave a standard error of 20%
 CLOCKED = 3
 BUFFERS = "NRL_REFIT_BUFFER_MEMORY_RATIO"  # what NeMo RL reads before each refit (grpo.py:2360)
 
@@ -162,13 +162,13 @@ class Bench:
         error = k3_N.std().item() / math.sqrt(len(k3_N))
         return mismatch_metrics(pair) | {"kl standard error": error, "tokens": len(k3_N)}
 
-    def prompts(self) -> Any:
-        """The first prompts of the data, each many times."""
+    def prompts(self, samples: int) -> Any:
+        """The first prompts of the data, each so many times."""
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
         count = self.recipe.grpo.prompts_per_step or 1
         batch = session.first_prompts(self.parts, count)
-        repeated = {key: value.repeat_interleave(SAMPLES, 0) for key, value in batch.items()}
+        repeated = {key: value.repeat_interleave(samples, 0) for key, value in batch.items()}
         return BatchedDataDict(repeated)
 
 
@@ -371,7 +371,7 @@ def _clocked_refit(bench: Bench) -> dict[str, float]:
 
 def mismatches(bench: Bench) -> dict[str, Any]:
     """What the same prompts show after a refit by each glue."""
-    found, prompts = {}, bench.prompts()
+    found, prompts = {}, bench.prompts(SAMPLES["mismatch"])
     for name in ("stock", "ledger", "stock bytes"):
         bench.switch(GLUES[name])
         try:
@@ -532,7 +532,7 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
     Every faulty refit follows a clean one and an update (weights times 4, exactly undone after), so
     that what is lost leaves something old. Rows are kept as they come.
     """
-    experts, found, prompts = bench.recipe.model.shape.experts, [], bench.prompts()
+    experts, found, prompts = bench.recipe.model.shape.experts, [], bench.prompts(SAMPLES["faults"])
     name = f"model.layers.1.mlp.{'experts.0.' if experts else ''}gate_proj.weight"
     usual = dict(bench.parts.policy.kv_scales)
     for fault, (side, inject) in FAULTS.items():

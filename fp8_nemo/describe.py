@@ -1,24 +1,34 @@
 """A plan in words and numbers, for people: what it does, what it weighs, what was looked at.
 
-Counts are exact, memory is an estimate that says so, and speeds are not here: they are measured.
+Counts are exact; memory and speed are estimates that say so.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Column, Table
 
-from fp8_nemo.estimate import GPU_GIB, HEADROOM, estimate, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.estimate import (
+    FITTED,
+    GPU_GIB,
+    HEADROOM,
+    Decode,
+    decode_of_engine,
+    estimate,
+    kv_cache_tokens,
+    memory_per_gpu,
+    refit_seconds,
+)
 from fp8_nemo.host import Host, data_parallel, gpus
 from fp8_nemo.keys import command_line
 from fp8_nemo.overrides import micro_batch_tokens, path_overrides
 from fp8_nemo.plan import Plan
-from fp8_nemo.schema import Recipe, as_typed
+from fp8_nemo.schema import Precision, Recipe, as_typed
 
 SHOWN_GPUS = ("h100", "h200")
 
@@ -113,6 +123,7 @@ def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
         f"{count // parallel.rollout_tensor} engines, TP {parallel.rollout_tensor}, "
         f"EP {parallel.rollout_expert}",
         "memory": "; ".join(_memory_texts(recipe, count, tokens)) + "; an estimate",
+        "speed": "; ".join(_speed_texts(recipe, count, tokens, overrides)),
         "environment": f"{environment}; hub cache {home}",
         "checked": _checked(plan, host),
     }
@@ -129,6 +140,40 @@ def _memory_texts(recipe: Recipe, count: int, tokens: int) -> Iterator[str]:
     memory = memory_per_gpu(recipe, count, tokens)
     yield memory.text(memory.worst)
     yield f"KV cache of an engine {kv_cache_tokens(recipe, memory):,} tokens"
+
+
+def _speed_texts(
+    recipe: Recipe, count: int, tokens: int, overrides: Mapping[str, Any]
+) -> Iterator[str]:
+    """Decode and refit, where this model was measured; beside BF16 with the same cache."""
+    batch = overrides["grpo.num_prompts_per_step"] * overrides["grpo.num_generations_per_prompt"]
+    sequences = -(-batch // (count // recipe.model.parallel.rollout_tensor))
+    context = overrides["policy.max_total_sequence_length"] // 2
+
+    def decode(gpu: str, precision: Precision) -> Decode | None:
+        there = replace(recipe, cluster=replace(recipe.cluster, gpu=gpu), precision=precision)
+        return decode_of_engine(there, memory_per_gpu(there, count, tokens), sequences, context)
+
+    found = decode(recipe.cluster.gpu, recipe.precision)
+    plain = decode(recipe.cluster.gpu, Precision())
+    if found is None or plain is None:
+        yield "not measured for this model and layout (docs/speed.md)"
+        return
+    yield (
+        f"decode, {found.running} of an engine's {sequences} sequences of {context:,} tokens in "
+        "its cache"
+    )
+    for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
+        if there := decode(gpu, recipe.precision):
+            yield f"{gpu} {there.tokens_per_second:,.0f} tokens/s"
+    if recipe.precision.rollout_linear == "fp8":
+        ratio = found.tokens_per_second / plain.tokens_per_second
+        yield f"{ratio:.2f} times BF16 with {plain.running} in its cache"
+    shape = recipe.model.shape
+    wire = recipe.precision if recipe.glue.transfer == "fp8" else Precision()
+    fixed = FITTED[recipe.model.name, shape.layers].refit
+    took = refit_seconds(shape, wire, recipe.cluster.gpu, fixed)
+    yield f"refit {took:.1f} s of transfer; estimates, fitted on an H200"
 
 
 def _checked(plan: Plan, host: Host) -> str:

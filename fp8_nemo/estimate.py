@@ -7,13 +7,14 @@ held against a measurement yet.
 
 `decode_seconds` and `refit_seconds` are bytes over bandwidth and operations over arithmetic rate,
 plus one fixed cost per model, which benchmarks/fit_estimate.py fits on half of what was measured
-and tests on the other half. `recipes.plan` does not print them: no fixed cost is known yet.
+and tests on the other half: `FITTED`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fp8_nemo.schema import Precision, Recipe, Shape
 from fp8_nemo.weights import BLOCK, SCALE_SUFFIX, is_fp8_weight, named_shapes, wire_specs
@@ -51,6 +52,21 @@ MEMORY_REACHED = 0.88
 """A large copy on an H200: 4.22 of 4.8 TB/s (benchmarks/results/quantize-h200.json)."""
 PRODUCTS_REACHED = 0.8
 """Assumed: no benchmark here has measured it yet."""
+
+
+class Fitted(NamedTuple):
+    """What neither bytes nor operations explain: `Fitted(2.8e-3, 0.31)`."""
+
+    decode: float
+    """Seconds of a decode step."""
+    refit: float
+    """Seconds of a refit's transfer."""
+
+
+FITTED = {("llama31-8b", 32): Fitted(decode=2.8e-3, refit=0.31)}
+"""By model and layers, on one H200; of what was not fitted, decode steps come out within 16%, KV
+capacity within 0.1%, a refit within 28% (benchmarks/results/estimate-h200.json). No other model was
+measured."""
 CACHE_BLOCK = 16
 """Tokens of one block of vLLM's KV cache."""
 ALLOWANCE_GIB = 6.0
@@ -236,6 +252,32 @@ def decode_seconds(
     """
     work = decode_work(shape, precision, batch, context)
     return work.seconds(GPU_SPEED[gpu].reached(), precision.rollout_kv == "fp8") + fixed
+
+
+class Decode(NamedTuple):
+    """What one engine decodes: `Decode(160, 9800.0)`."""
+
+    running: int
+    """Sequences that its KV cache holds at once."""
+    tokens_per_second: float
+
+
+def decode_of_engine(recipe: Recipe, memory: Memory, sequences: int, context: int) -> Decode | None:
+    """An engine's speed while all its sequences are under way; None where nothing was measured.
+
+    Args:
+        recipe: its engines on one GPU each, as what was fitted.
+        memory: `memory_per_gpu` of it.
+        sequences: of one engine.
+        context: tokens of each, on average.
+    """
+    model, gpu = recipe.model, recipe.cluster.gpu
+    fitted = FITTED.get((model.name, model.shape.layers))
+    if fitted is None or model.parallel.rollout_tensor > 1:
+        return None
+    running = max(1, min(sequences, kv_cache_tokens(recipe, memory) // context))
+    step = decode_seconds(model.shape, recipe.precision, running, context, gpu, fitted.decode)
+    return Decode(running, running / step)
 
 
 def decode_floor(shape: Shape, precision: Precision, batch: int, context: float, gpu: str) -> float:

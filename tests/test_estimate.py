@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from fp8_nemo.estimate import (
+    FITTED,
     GPU_SPEED,
     decode_floor,
     decode_seconds,
@@ -230,3 +231,15 @@ def test_halves_alternate_across_precisions_and_a_true_constant_is_found(tmp_pat
     assert gates["llama31-8b: decode"]["worst error"] < 1e-9
     assert gates["llama31-8b: KV capacity"]["holds"]
     assert gates["llama31-8b: refit"]["limit"] == 0.2
+
+
+def test_the_constants_are_those_of_the_results_file_and_its_gates_hold():
+    file = Path(__file__).parents[1] / "benchmarks" / "results" / "estimate-h200.json"
+    content = json.loads(file.read_text())
+    for (model, _), constants in FITTED.items():
+        rows = [row for row in content["constants"] if row["model"] == model]
+        found = {key: value for row in rows for key, value in row.items()}
+        assert constants.decode == pytest.approx(found["decode_seconds"], rel=0.02)
+        assert constants.refit == pytest.approx(found["refit_seconds"], rel=0.02)
+        gates = {gate["what"]: gate["holds"] for gate in content["gates"]}
+        assert gates[f"{model}: decode"] and gates[f"{model}: KV capacity"]

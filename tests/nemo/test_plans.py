@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import shlex
 from itertools import product
 from pathlib import Path
@@ -439,6 +440,33 @@ def test_memory_counts_weights_and_optimizer_exactly():
     half = memory_per_gpu(found, 16, 4096).phases["train"]
     assert half["optimizer"] == train["optimizer"] / 2
     assert memory.headroom("train") == 1 - sum(train.values()) / (GPU_GIB["h100"] * GIB)
+
+
+def speed_of(*arguments):
+    return dict(describe(plan("grpo=demo", "data=arithmetic", *arguments), MAIN))["speed"]
+
+
+def test_a_plan_says_what_a_measured_model_decodes_and_that_a_full_cache_halves_it():
+    cell = ["model=llama31-8b", "cluster.gpu=h200", "grpo.max_new_tokens=4000"]
+    cell += ["grpo.prompts_per_step=256", "cluster.gpus_per_node=8", "cluster.nodes=1"]
+    plain, fp8 = (speed_of(*cell, f"precision={name}") for name in ("bf16", "fp8-kv-attn"))
+    sequences = re.compile(r"decode, (\d+) of an engine's 256 sequences of ([\d,]+) tokens")
+    rate = re.compile(r"h200 ([\d,]+) tokens/s")
+    held = [int(sequences.search(text)[1]) for text in (plain, fp8)]
+    assert held[0] < 256 and abs(held[1] - 2 * held[0]) <= 1  # half the bytes a token
+    rates = [int(rate.search(text)[1].replace(",", "")) for text in (plain, fp8)]
+    assert f"{rates[1] / rates[0]:.2f} times BF16 with {held[0]} in its cache" in fp8
+    assert rates[1] > 1.5 * rates[0] and "times BF16" not in plain
+    assert all("h100" in text and "refit 0.3 s of transfer" in text for text in (plain, fp8))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [["model=qwen3-30b-a3b"], ["model=llama31-8b", "model.shape.layers=16"],
+     ["model=llama31-8b", "model.parallel.rollout_tensor=2"]],
+)  # fmt: skip
+def test_a_plan_gives_no_speed_of_what_was_not_measured(other):
+    assert speed_of(*other).startswith("not measured")
 
 
 def test_what_people_read_names_layout_memory_and_what_was_checked():
