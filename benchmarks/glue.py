@@ -11,8 +11,9 @@ weights, prompts, process and machine.
 the rest of it is offloading the policy and waking the engine, each with its seconds; `export` is
 NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of a refit is
 transfer and load, and what `ledger` adds to `fp8` is the proof. Three more rounds, with clocks
-inside the workers, say where each side's host was (`where`). `--buffers 0.3,0.03` does it again
-with other buffers than NeMo RL's own share of the free memory, by NRL_REFIT_BUFFER_MEMORY_RATIO.
+inside the workers, say where each side's host was (`where`), Python's collections included.
+`--buffers 0.3,0.03` does it again with other buffers than NeMo RL's own share of the free memory, by
+NRL_REFIT_BUFFER_MEMORY_RATIO.
 `mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and
 not, and NeMo RL's calibration. `faults` breaks a refit in each way and says what stock and ours
 made of it. `--anyway` goes on with an engine whose FP8 weights are not the plan's, as with a router
@@ -310,7 +311,9 @@ def take_clock(worker: Any) -> dict[str, float]:
 def refits(
     bench: Bench, repetitions: int, shares: list[str], keep: Callable[[Any], None]
 ) -> dict[str, Any]:
-    """Every glue in turn, `repetitions` rounds, after one that is not counted.
+    """Every glue in turn, `repetitions` rounds; a glue's first refit is not counted.
+
+    A run has one glue, whose receiver looks the engine's tensors up once.
 
     Args:
         bench: the set-up.
@@ -323,16 +326,13 @@ def refits(
     kinds = {name: (name, shares[0]) for name in glues}
     kinds |= {f"{name}, {share}": (name, share) for share in shares[1:] for name in glues[:-1]}
     found: dict[str, Any] = {name: {"rounds": []} for name in kinds}
-    for round_ in range(repetitions + 1):
+    for _ in range(repetitions):
         for name, (glue, share) in kinds.items():
             os.environ[BUFFERS] = share
-            bench.switch(GLUES[glue])
-            times = bench.refit()
+            _clean(bench, glue)
+            found[name]["rounds"].append(bench.refit())
             bench.rest()
-            if round_:
-                found[name]["rounds"].append(times)
-            else:
-                found[name]["bytes"] = bench.parts.policy.refit_bytes
+            found[name]["bytes"] = bench.parts.policy.refit_bytes
         keep(found)
     for round_ in range(repetitions):  # apart from the refits, whose memory they would take
         for name, (glue, _) in kinds.items():
@@ -344,7 +344,7 @@ def refits(
     for _ in range(CLOCKED):
         for name, (glue, share) in kinds.items():
             os.environ[BUFFERS] = share
-            bench.switch(GLUES[glue])
+            _clean(bench, glue)
             found[name].setdefault("clocked rounds", []).append(_clocked_refit(bench))
         keep(found)
     for each in found.values():
@@ -362,11 +362,12 @@ def _clocked_refit(bench: Bench) -> dict[str, float]:
     """One refit with clocks in both sides' workers; seconds by name."""
     bench.in_policy(clock_policy)
     bench.in_vllm(clock_vllm)
-    bench.refit()
-    bench.rest()
+    times = bench.refit()
     sides = bench.in_policy(take_clock) + bench.in_vllm(take_clock)
     bench.in_vllm(mend_vllm)
-    return {key: spent for side in sides for key, spent in side.items()}
+    bench.rest()
+    clocks = {key: spent for side in sides for key, spent in side.items()}
+    return {name: times[name] for name in ("refit", "transfer")} | clocks
 
 
 def mismatches(bench: Bench) -> dict[str, Any]:
