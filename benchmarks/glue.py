@@ -12,8 +12,8 @@ the rest of it is offloading the policy and waking the engine, each with its sec
 NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of a refit is
 transfer and load, and what `ledger` adds to `fp8` is the proof. Three more rounds, with clocks
 inside the workers, say where each side's host was (`where`), Python's collections included.
-`--buffers 0.3,0.03` does it again with other buffers than NeMo RL's own share of the free memory, by
-NRL_REFIT_BUFFER_MEMORY_RATIO.
+`--buffers 0.3,0.03` does it again with other buffers than NeMo RL's own share of the free memory,
+by NRL_REFIT_BUFFER_MEMORY_RATIO.
 `mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and
 not, and NeMo RL's calibration. `faults` breaks a refit in each way and says what stock and ours
 made of it. `--anyway` goes on with an engine whose FP8 weights are not the plan's, as with a router
