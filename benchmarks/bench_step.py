@@ -194,31 +194,44 @@ def _train_row(
 
 
 def refit(recipe: Recipe, _: Load, files: Files) -> Found:
-    """As NeMo RL's loop waits for it, with our glue; stock where nothing is in FP8."""
-    content, file = _glue(recipe, files, "refit")
-    glue = "ledger" if recipe.precision.rollout_linear == "fp8" else "stock"
-    return Found(content[glue]["median"]["refit"], file)
+    """As NeMo RL's loop waits for it, with our glue; stock where nothing is in FP8.
+
+    The same weights travel in every FP8 precision. Where BF16's own was not measured, stock's of an
+    FP8 engine stands for it: as many bytes, which that engine quantizes too.
+    """
+    fp8 = [name for name in ROLLOUT if name != "bf16"]
+    quantized = recipe.precision.rollout_linear == "fp8"
+    content, file = _glue(recipe, files, "refit", fp8 if quantized else ["bf16", *fp8])
+    return Found(content["ledger" if quantized else "stock"]["median"]["refit"], file)
 
 
 def recalibrate(recipe: Recipe, load: Load, files: Files) -> Found:
-    """What it adds to the logprob forward to watch the ranges; nothing without FP8 KV."""
+    """What it adds to the logprob forward to watch the ranges, in BF16 training as in FP8.
+
+    Nothing without FP8 KV.
+    """
     if recipe.precision.rollout_kv != "fp8":
         return Found(0.0, "none: BF16 cache")
-    content, file = _glue(recipe, files, "ranges")
+    content, file = _glue(recipe, files, "ranges", [recipe.precision.name, "fp8-kv-attn"])
     measured = content["tokens"] / int(_word(files[file], "cluster.gpus_per_node") or 1)
     ours = sequences(recipe) * (load.prompt + load.response) / gpus(recipe)
     return Found(max(0.0, content["overhead"]) * ours / measured, file)
 
 
-def _glue(recipe: Recipe, files: Files, part: str) -> tuple[dict[str, Any], str]:
+def _glue(
+    recipe: Recipe, files: Files, part: str, precisions: Sequence[str]
+) -> tuple[dict[str, Any], str]:
+    """Of a colocated set-up of this model, the first of these precisions that was measured."""
     model, precision = recipe.model.name, recipe.precision.name
+    found = {}
     for file, content in files.items():
-        cell = (_word(content, "model"), _word(content, "precision"))
         layers = int(_word(content, "model.shape.layers") or whole(recipe))
-        if not content.get(part) or layers != recipe.model.shape.layers:
-            continue
-        if cell == (model, precision):
-            return content[part], file
+        alike = _word(content, "model") == model and layers == recipe.model.shape.layers
+        if alike and content.get(part) and content.get("colocated", True):
+            found.setdefault(_word(content, "precision"), (content[part], file))
+    for name in precisions:
+        if name in found:
+            return found[name]
     raise Missing(
         f"{part} of {model} in {precision}: python benchmarks/glue.py --outputs outputs --out FILE "
         f"--parts {part} -- model={model} precision={precision} cluster.gpus_per_node=1 ..."
@@ -275,7 +288,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.add_options(parser)
     parser.add_argument("--results", type=Path, nargs="+", required=True, help="measured phases")
-    parser.add_argument("--precisions", default="bf16,fp8-linear,fp8-kv-attn,fp8-e2e")
+    parser.add_argument("--precisions", default=",".join(ROLLOUT))
     parser.add_argument("--prompt", type=float, default=256, help="mean tokens of a prompt")
     parser.add_argument("--tokens", type=float, help="mean tokens of a response")
     parser.add_argument("--run", type=Path, help="a run directory to hold the prediction against")

@@ -130,6 +130,19 @@ def test_bf16_refits_with_stock_and_fp8_with_our_ledger():
         assert bench_step.refit(recipe, load, everything(precision)) == (seconds, "glue.json")
 
 
+def test_what_travels_alike_stands_for_another_precision_and_another_transport_for_none():
+    load, files = Load(256, 3840, 4096), {"kv.json": glue_file("fp8-kv-attn", refit=REFITS)}
+    for precision, seconds in (("bf16", 2.0), ("fp8-linear", 2.5), ("fp8-e2e", 2.5)):
+        recipe = plan_of(f"precision={precision}").recipe
+        assert bench_step.refit(recipe, load, files) == (seconds, "kv.json")
+    own = {"stock": {"median": {"refit": 1.5}, "rounds": []}}
+    files["own.json"] = glue_file("bf16", refit=own)
+    recipe = plan_of("precision=bf16").recipe
+    assert bench_step.refit(recipe, load, files) == (1.5, "own.json")
+    with pytest.raises(Missing, match="--parts refit"):
+        bench_step.refit(recipe, load, {"a.json": files["own.json"] | {"colocated": False}})
+
+
 def test_recalibration_grows_with_the_tokens_of_a_gpu_and_is_nothing_in_bf16():
     load = Load(256, 3840, 4096)
     recipe = plan_of("precision=fp8-kv-attn").recipe
