@@ -323,7 +323,8 @@ def main() -> int:
         return 2
     if real:
         rows = [{"of": "predicted"} | rows[0], {"of": "measured", "cell": rows[0]["cell"]} | real]
-    record.keep(options.out, options.commit, rows=rows)
+    how = "Sums of phases that the files under `sources` measured, on their machines."
+    record.keep(options.out, options.commit, notes=[how], rows=rows)
     for row in rows:
         print(row["cell"], row.get("sources", "measured in the run"))
     shown = ["of", "cell", "gpus", "response", *PHASES, "step", "times_bf16"]
