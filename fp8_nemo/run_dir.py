@@ -293,15 +293,17 @@ def write_environment(run_dir: Path) -> None:
 def call_verb(verb: str, *arguments: str) -> int:
     """Run one of the recipes in a fresh process of this interpreter; its exit code.
 
-    Ctrl-C reaches the child too, which stops and says so; this waits for it. SIGTERM is passed on.
+    Ctrl-C reaches the child too, which stops and says so; this waits for it, and gives INTERRUPTED
+    where the child had just ended well. SIGTERM is passed on.
     """
+    asked = list[int]()
+    # An exception could fall between the child's end and the reading of its code, which is then 0.
+    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
     child = subprocess.Popen([sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments])
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    while True:
-        try:
-            return child.wait()
-        except KeyboardInterrupt:
-            continue
+    code = child.wait()
+    signal.signal(signal.SIGINT, before)
+    return INTERRUPTED if asked and not code else code
 
 
 def _existing(plan: Plan) -> Frozen:

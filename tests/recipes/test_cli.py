@@ -317,6 +317,18 @@ def test_ctrl_c_stops_run_and_sweep_with_one_line_and_the_run_goes_on_later(tmp_
     assert len(list((tmp_path / "outputs").glob("*/*/*/metrics.jsonl"))) == 1
 
 
+def test_ctrl_c_ends_a_sweep_also_where_its_cell_ends_well():
+    code = (
+        "import os, signal, threading\n"
+        "from fp8_nemo.run_dir import call_verb\n"
+        "ask = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))\n"
+        "ask.start()\n"
+        "print(call_verb('plan', 'model=tiny-llama'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "130" and not done.stderr
+
+
 def test_a_directory_that_another_process_runs_is_refused(tmp_path):
     line = [*SMALL, f"outputs={tmp_path}/outputs"]
     assert verb("grpo", *line).returncode == 0
