@@ -1,6 +1,6 @@
 """What a step of a real recipe takes, put together from measured phases; and beside a real step.
 
-python benchmarks/bench_step.py --out FILE.json --results benchmarks/results/*.json \
+python benchmarks/bench_step.py --out FILE.json --results ROLLOUT.json TRAIN.json GLUE.json \
     [--precisions bf16,fp8-kv-attn] [--tokens 4096] [-- model=llama31-8b cluster=slurm KEY=VALUE]
 python benchmarks/bench_step.py --out FILE.json --results ... --run RUN_DIR
 

@@ -3,11 +3,11 @@
 python benchmarks/fit_estimate.py benchmarks/results/rollout-*-h200.json
     [--refit benchmarks/results/glue-8b-h200.json] --out benchmarks/results/estimate-h200.json
 
-Of each model: one fixed cost of a decode step, from bench_rollout's `resident` points of vLLM
-(gate: the others within 20%); the reserve of an engine beside weights and cache (gate: KV capacity
-of the others within 5%); and from benchmarks/glue.py's file one fixed cost of a refit. Points
-alternate like the squares of a chessboard, precisions down and points across, so that neither half
-has all the large batches or one precision.
+Of each model: one fixed cost of a decode step, from bench_rollout's `resident` points of vLLM with
+the kernels that a plan asks for (gate: the others within 20%); the reserve of an engine beside
+weights and cache (gate: KV capacity of the others within 5%); and from benchmarks/glue.py's file
+one fixed cost of a refit. Points alternate like the squares of a chessboard, precisions down and
+points across, so that neither half has all the large batches or one precision.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fp8_nemo.estimate import (
 from fp8_nemo.schema import Precision, Shape
 
 OPTIONS = ("fp8-kv-attn", "fp8-linear", "bf16")
+UNUSED = "cutlass"  # a kernel that no plan asks for
 GLUES = {"stock": "bf16", "ledger": "fp8-linear"}  # what travels; FP8 KV scales weigh nothing
 
 
@@ -90,7 +91,7 @@ def option_of(variant: str) -> str:
 def decode_points(content: Mapping[str, Any], model: str) -> Iterator[Measured]:
     """The resident points of a file, precision by precision, by context and batch."""
     rows = [r for r in content["rows"] if r["model"] == model and r["regime"] == "resident"]
-    rows = [r for r in rows if r["engine"] == "vLLM"]
+    rows = [r for r in rows if r["engine"] == "vLLM" and not r["precision"].endswith(UNUSED)]
     for down, variant in enumerate(dict.fromkeys(row["precision"] for row in rows)):
         shape, precision = recipe_parts(model, option_of(variant))
         mine = [row for row in rows if row["precision"] == variant]

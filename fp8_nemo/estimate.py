@@ -34,11 +34,14 @@ class Speed:
     bf16: float
     """FLOP/s of dense products on the tensor cores."""
     fp8: float
+    fp8_cache: float = math.inf
+    """Bytes a second of an FP8 cache that attention reads, where that is less than `bandwidth`."""
 
     def reached(self) -> Speed:
         """What real kernels get of it."""
-        bandwidth = self.bandwidth * MEMORY_REACHED
-        return Speed(bandwidth, self.bf16 * PRODUCTS_REACHED, self.fp8 * PRODUCTS_REACHED)
+        products = self.bf16 * PRODUCTS_REACHED, self.fp8 * PRODUCTS_REACHED
+        memory, cache = self.bandwidth * MEMORY_REACHED, self.bandwidth * FP8_CACHE_REACHED
+        return Speed(memory, *products, cache)
 
 
 GPU_SPEED = {
@@ -49,13 +52,16 @@ GPU_SPEED = {
 """NVIDIA's datasheets of the SXM parts (H100, H200; HGX B200 by eight): the rates printed there are
 with sparsity, these are half of them."""
 MEMORY_REACHED = 0.88
-"""A large copy on an H200: 4.22 of 4.8 TB/s (benchmarks/results/quantize-h200.json)."""
+"""A large copy on an H200: 4.20 of 4.8 TB/s (benchmarks/results/quantize-h200.json)."""
+FP8_CACHE_REACHED = 0.62
+"""vLLM's attention on an H200: what 64 sequences of 4k tokens take more than of 1k, 4.3 ms for 12.9
+GB (benchmarks/results/rollout-8b-h200.json). A BF16 cache is read as fast as a copy."""
 PRODUCTS_REACHED = 0.8
 """Assumed: no benchmark here has measured it yet."""
 
 
 class Fitted(NamedTuple):
-    """What neither bytes nor operations explain: `Fitted(2.8e-3, 0.31)`."""
+    """What neither bytes nor operations explain: `Fitted(2e-3, 0.31)`."""
 
     decode: float
     """Seconds of a decode step."""
@@ -63,10 +69,10 @@ class Fitted(NamedTuple):
     """Seconds of a refit's transfer."""
 
 
-FITTED = {("llama31-8b", 32): Fitted(decode=2.8e-3, refit=0.31)}
-"""By model and layers, on one H200; of what was not fitted, decode steps come out within 16%, KV
-capacity within 0.1%, a refit within 28% (benchmarks/results/estimate-h200.json). No other model was
-measured."""
+FITTED = {("llama31-8b", 32): Fitted(decode=1.97e-3, refit=0.31)}
+"""By model and layers, on one H200 (benchmarks/results/estimate-h200.json): decode steps of up to
+64 sequences come out within 10%, of 256 they take 13 to 33% longer, since each costs the host
+something; a refit's transfer within 28%. No other model was measured."""
 CACHE_BLOCK = 16
 """Tokens of one block of vLLM's KV cache."""
 ALLOWANCE_GIB = 6.0
@@ -198,8 +204,9 @@ class DecodeWork:
         """The larger of reading and multiplying, for weights and for the cache, one after other."""
         linear = self.fp8_flops / speed.fp8 + self.bf16_flops / speed.bf16
         attention = self.attention_flops / (speed.fp8 if fp8_attention else speed.bf16)
+        cache = min(speed.bandwidth, speed.fp8_cache) if fp8_attention else speed.bandwidth
         return max(self.weight_bytes / speed.bandwidth, linear) + max(
-            self.kv_bytes / speed.bandwidth, attention
+            self.kv_bytes / cache, attention
         )
 
 
