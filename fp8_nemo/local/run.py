@@ -14,6 +14,9 @@ from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products on a GPU
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# How often a thread looks before it sleeps. With libgomp's 300,000 a run beside one busy process on
+# two cores took 37 s, so 10, and alone the 9 that both take (docs/log.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import torch
 import transformers
