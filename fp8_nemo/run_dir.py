@@ -297,8 +297,10 @@ def call_verb(verb: str, *arguments: str) -> int:
     where the child had just ended well. SIGTERM is passed on.
     """
     asked = list[int]()
-    # An exception could fall between the child's end and the reading of its code, which is then 0.
-    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as in a script's background, where the child ignores it too
+        # An exception could fall between the child's end and the reading of its code, then 0.
+        signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
     child = subprocess.Popen([sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments])
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     code = child.wait()
