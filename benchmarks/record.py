@@ -7,6 +7,7 @@ its median; docs/results.md and the notebooks are made of these files and of not
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
@@ -49,13 +50,21 @@ def repeated(numbers: Sequence[float]) -> dict[str, Any]:
 def keep(out: Path, commit: str, **content: Any) -> None:
     """Write the results so far, whole or not at all; called after every row, to lose none."""
     head = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(),
         "commit": commit or None,
         "environment": _environment(),
     }
     new = out.with_name(f"{out.name}.new")
     new.write_text(json.dumps(head | content, indent=1) + "\n")
     new.replace(out)
+
+
+def _command() -> str:
+    """What was typed, torchrun's part of it too, which hands on the rest alone."""
+    launcher = ()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = ("-m", "torch.distributed.run", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"])
+    return " ".join(["python", *launcher, *sys.argv])
 
 
 def kernels(work: Callable[[], Any]) -> list[tuple[str, float]]:

@@ -171,9 +171,10 @@ def _speed_texts(
         yield f"{ratio:.2f} times BF16 with {plain.running} in its cache"
     shape = recipe.model.shape
     wire = recipe.precision if recipe.glue.transfer == "fp8" else Precision()
-    fixed = FITTED[recipe.model.name, shape.layers].refit
-    took = refit_seconds(shape, wire, recipe.cluster.gpu, fixed)
-    yield f"refit {took:.1f} s of transfer; estimates, fitted on an H200"
+    if (fixed := FITTED[recipe.model.name, shape.layers].refit) is not None:
+        took = refit_seconds(shape, wire, recipe.cluster.gpu, fixed)
+        yield f"refit {took:.1f} s of transfer"
+    yield "estimates, fitted on an H200"
 
 
 def _checked(plan: Plan, host: Host) -> str:

@@ -61,18 +61,21 @@ PRODUCTS_REACHED = 0.8
 
 
 class Fitted(NamedTuple):
-    """What neither bytes nor operations explain: `Fitted(2e-3, 0.31)`."""
+    """What neither bytes nor operations explain: `Fitted(2e-3, 0.32)`."""
 
     decode: float
     """Seconds of a decode step."""
-    refit: float
-    """Seconds of a refit's transfer."""
+    refit: float | None = None
+    """Seconds of a refit's transfer; None where none was measured."""
 
 
-FITTED = {("llama31-8b", 32): Fitted(decode=1.97e-3, refit=0.31)}
+FITTED = {
+    ("llama31-8b", 32): Fitted(decode=1.97e-3, refit=0.324),
+    ("qwen3-30b-a3b", 48): Fitted(decode=3.92e-3),
+}
 """By model and layers, on one H200 (benchmarks/results/estimate-h200.json): decode steps of up to
-64 sequences come out within 10%, of 256 they take 13 to 33% longer, since each costs the host
-something; a refit's transfer within 28%. No other model was measured."""
+64 sequences come out within 10%, of 256 they take 7 to 33% longer, since each costs the host
+something; a refit's transfer within 13%. No other model was measured."""
 CACHE_BLOCK = 16
 """Tokens of one block of vLLM's KV cache."""
 ALLOWANCE_GIB = 6.0

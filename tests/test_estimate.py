@@ -246,6 +246,9 @@ def test_the_constants_are_those_of_the_results_file_and_its_gates_hold():
         rows = [row for row in content["constants"] if row["model"] == model]
         found = {key: value for row in rows for key, value in row.items()}
         assert constants.decode == pytest.approx(found["decode_seconds"], rel=0.02)
-        assert constants.refit == pytest.approx(found["refit_seconds"], rel=0.02)
         gates = {gate["what"]: gate["holds"] for gate in content["gates"]}
         assert gates[f"{model}: decode"] and gates[f"{model}: KV capacity"]
+        assert ("refit_seconds" in found) == (constants.refit is not None)
+        if constants.refit is not None:
+            assert constants.refit == pytest.approx(found["refit_seconds"], rel=0.02)
+            assert gates[f"{model}: refit"]
