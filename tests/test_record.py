@@ -1,5 +1,7 @@
 """A benchmark that cannot run here says so in a line, and what to do."""
 
+import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -28,3 +30,16 @@ def test_a_missing_device_is_told():
         [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1 and "needs a CUDA device" in done.stderr
+
+
+def test_the_command_of_a_results_file_has_torchruns_part(tmp_path):
+    (tmp_path / "bench.py").write_text(
+        "import os, pathlib, record\n"
+        "if os.environ['RANK'] == '0':\n    record.keep(pathlib.Path('x.json'), 'c', rows=[])\n"
+    )
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, "bench.py", "--out", "x.json"]
+    own = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    subprocess.run(command, cwd=tmp_path, env=own, check=True, timeout=300, capture_output=True)
+    found = json.loads((tmp_path / "x.json").read_text())["command"]
+    assert found == " ".join(["python", *command[1:]])
