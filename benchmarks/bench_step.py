@@ -11,7 +11,7 @@ rollout      prompts at the measured prompt speed, then `tokens` at the measured
              nearest batch and context (bench_rollout; each within a tenth)
 logprob      one forward per micro-batch, twice with a reference policy (bench_train, `scored`)
 train        forward and backward; the first micro-batch of each optimizer step quantizes weights
-refit        a refit of this precision (glue --parts refit: `ledger`; `stock` of BF16)
+refit        a refit of this precision (glue --parts refit: `ledger`; `fused` of BF16)
 recalibrate  what watching the ranges adds, per token (glue --parts ranges), under FP8 KV
 
 Each number names its file; one that was not measured is an error that names the command. Left out:
@@ -194,15 +194,15 @@ def _train_row(
 
 
 def refit(recipe: Recipe, _: Load, files: Files) -> Found:
-    """As NeMo RL's loop waits for it, with our glue; stock where nothing is in FP8.
+    """As NeMo RL's loop waits for it, with our glue.
 
-    The same weights travel in every FP8 precision. Where BF16's own was not measured, stock's of an
-    FP8 engine stands for it: as many bytes, which that engine quantizes too.
+    The same weights travel in every FP8 precision. Where BF16's own was not measured, `fused` of an
+    FP8 engine stands for it: as many bytes from our worker, which that engine quantizes too.
     """
     fp8 = [name for name in ROLLOUT if name != "bf16"]
     quantized = recipe.precision.rollout_linear == "fp8"
     content, file = _glue(recipe, files, "refit", fp8 if quantized else ["bf16", *fp8])
-    return Found(content["ledger" if quantized else "stock"]["median"]["refit"], file)
+    return Found(content["ledger" if quantized else "fused"]["median"]["refit"], file)
 
 
 def recalibrate(recipe: Recipe, load: Load, files: Files) -> Found:

@@ -56,7 +56,8 @@ def glue_file(precision="bf16", **parts):
 
 
 REFITS = {
-    "stock": {"median": {"refit": 2.0}, "rounds": []},
+    "stock": {"median": {"refit": 9.0}, "rounds": []},
+    "fused": {"median": {"refit": 2.0}, "rounds": []},
     "ledger": {"median": {"refit": 2.5}, "rounds": []},
 }
 RANGES = {"tokens": 1000, "overhead": 0.1}
@@ -123,7 +124,7 @@ def test_without_a_penalty_there_is_no_pass_of_the_reference_policy():
     assert both.seconds == 2 * one.seconds
 
 
-def test_bf16_refits_with_stock_and_fp8_with_our_ledger():
+def test_bf16_refits_unproven_and_fp8_with_the_ledger():
     load = Load(256, 3840, 4096)
     for precision, seconds in (("bf16", 2.0), ("fp8-linear", 2.5)):
         recipe = plan_of(f"precision={precision}").recipe
@@ -135,7 +136,7 @@ def test_what_travels_alike_stands_for_another_precision_and_another_transport_f
     for precision, seconds in (("bf16", 2.0), ("fp8-linear", 2.5), ("fp8-e2e", 2.5)):
         recipe = plan_of(f"precision={precision}").recipe
         assert bench_step.refit(recipe, load, files) == (seconds, "kv.json")
-    own = {"stock": {"median": {"refit": 1.5}, "rounds": []}}
+    own = {"fused": {"median": {"refit": 1.5}, "rounds": []}}
     files["own.json"] = glue_file("bf16", refit=own)
     recipe = plan_of("precision=bf16").recipe
     assert bench_step.refit(recipe, load, files) == (1.5, "own.json")
