@@ -61,10 +61,11 @@ def keep(out: Path, commit: str, **content: Any) -> None:
 
 def _command() -> str:
     """What was typed, torchrun's part of it too, which hands on the rest alone."""
-    launcher = ()
+    launcher = "python"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = ("-m", "torch.distributed.run", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"])
-    return " ".join(["python", *launcher, *sys.argv])
+        count = os.environ["LOCAL_WORLD_SIZE"]
+        launcher = f"python -m torch.distributed.run --nproc-per-node {count}"
+    return " ".join([launcher, *sys.argv])
 
 
 def kernels(work: Callable[[], Any]) -> list[tuple[str, float]]:
