@@ -370,8 +370,8 @@ def _clocked_refit(bench: Bench) -> dict[str, float]:
     return {name: times[name] for name in ("refit", "transfer")} | clocks
 
 
-def mismatches(bench: Bench) -> dict[str, Any]:
-    """What the same prompts show after a refit by each glue."""
+def mismatches(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
+    """What the same prompts show after a refit by each glue; rows are kept as they come."""
     found, prompts = {}, bench.prompts(SAMPLES["mismatch"])
     for name in ("stock", "ledger", "stock bytes"):
         bench.switch(GLUES[name])
@@ -381,6 +381,7 @@ def mismatches(bench: Bench) -> dict[str, Any]:
         except Exception as error:  # what a run would stop with
             found[name] = {"error": _first_reason(bench, error)[:400]}
             bench.rest()
+        keep(found)
         print(name, found[name], flush=True)
     return found
 
@@ -654,7 +655,7 @@ def main() -> None:
             "refit": lambda: refits(
                 bench, options.repetitions, options.buffers.split(","), partial(keep, "refit")
             ),
-            "mismatch": lambda: mismatches(bench),
+            "mismatch": lambda: mismatches(bench, partial(keep, "mismatch")),
             "ranges": lambda: ranges(bench, options.tokens, options.sequences, options.repetitions),
             "faults": lambda: faults(bench, partial(keep, "faults")),
         }

@@ -27,8 +27,11 @@ def test_what_is_streamed_are_the_bytes_of_the_estimate_and_all_of_it_lands(mode
     weighs = estimate(recipe.model.shape, recipe.precision)
     sent = {row["stream"]: row["bytes"] for row in content["stream"]}
     assert sent["FP8, loaded under the ledger"] == sent["FP8, loaded under full"]
-    assert sent["FP8, loaded under full"] == weighs.refit_bytes
+    assert sent["FP8, loaded under full"] == sent["FP8, loaded"] == weighs.refit_bytes
     assert 0 < sent["FP8"] - weighs.refit_bytes < 2e5  # sentinel and manifest, which names all
     assert 0 < sent["BF16"] - weighs.refit_bytes_bf16 < 2e5
     for row in content["stream"]:
         assert len(row["seconds"]["repetitions"]) == 3 and row["seconds"]["median"] > 0
+    ratios = {row["stream"]: row["of_loaded"] for row in content["stream"]}
+    assert ratios["FP8, loaded"] == 1 and ratios["FP8"] is None
+    assert ratios["FP8, loaded under full"] > 1  # checksums of every byte, thrice
