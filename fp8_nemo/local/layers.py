@@ -3,7 +3,8 @@
 Every product takes operands as the real kernels do and multiplies them in FP32: BF16 values for
 `bf16`; FP8 bytes times their scales for `fp8`. Results are rounded to BF16. What a layer does
 between its products is transformers' business, in BF16, on both sides. On a GPU FP8 bytes and a
-token's attention go into kernels of `kernels.py`, which sum in another order.
+token's attention over an FP8 cache go into kernels of `kernels.py`, its attention over a BF16 cache
+and norms into torch's, one launch each: they sum in another order, and round elsewhere in BF16.
 
 Training in FP8 quantizes both operands of all three products along the axis that each reduces
 (TransformerEngine's Float8BlockScaling): `y = x w^T` and `dx = dy w` share the weight's blocks; `dw
@@ -23,6 +24,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -377,9 +379,22 @@ def attention(
 def _attend_bf16(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
+    if query.is_cuda and query.shape[-2] == 1:
+        return attend_one(query, key, value, mask, scaling)
     scores = (attended(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
     probability = scores.softmax(-1).nan_to_num()  # padded queries see no key
     return attended(probability.to(torch.bfloat16), value)
+
+
+def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Attention of one token over a BF16 cache that is read once, P rounded as engines round it.
+
+    The G query heads of a key head go in as so many queries: all see the same keys.
+    """
+    found = nn.functional.scaled_dot_product_attention(
+        query[:, :, :, 0], key[:, :, 0], value[:, :, 0], attn_mask=mask[:, :, 0], scale=scaling
+    )
+    return found[:, :, :, None]
 
 
 def _attend_fp8(
@@ -410,18 +425,8 @@ def _attend_fp8(
 
 
 def attended(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` of BF16 or FP8 values in FP32: `[B, K, G, T, N]` times `[B, K, 1, N, S]`.
-
-    Of one token on a GPU, both go as BF16, which holds every E4M3 number, into one product with
-    FP32 results: it reads a cache once. torch does not differentiate that (2.11), so texts that are
-    scored, with gradients and without, take the other way.
-    """
-    if not left.is_cuda or left.shape[-2] > 1 or torch.is_grad_enabled():
-        return left.float() @ right.float()
-    B, K, G, T, _ = left.shape
-    rows, columns = left.to(torch.bfloat16).flatten(2, 3), right.to(torch.bfloat16)[:, :, 0]
-    found = torch.bmm(rows.flatten(0, 1), columns.flatten(0, 1), out_dtype=torch.float32)
-    return found.view(B, K, G, T, -1)
+    """`left @ right` of BF16 or FP8 values in FP32."""
+    return left.float() @ right.float()
 
 
 def key_tiles(query: Tensor, key: Tensor) -> list[slice]:
@@ -449,6 +454,7 @@ def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
             module.__class__ = Fp8TrainLinear if fp8 else Bf16Linear
             setattr(module, "pow2", pow2)  # noqa: B010 (its class has changed)
     _prepare_attention(model, fp8_kv=False)
+    _fuse_norms(model)
 
 
 def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
@@ -463,6 +469,7 @@ def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
         elif isinstance(module, nn.Linear):
             module.__class__ = Bf16Linear
     _prepare_attention(model, fp8_kv=precision.rollout_kv == "fp8")
+    _fuse_norms(model)
 
 
 def attention_modules(model: PreTrainedModel) -> list[Any]:
@@ -501,6 +508,19 @@ def _prepare_attention(model: PreTrainedModel, fp8_kv: bool) -> None:
         for name in ("q_scale", "k_scale", "v_scale"):
             scale = torch.full((1,), torch.nan, device=model.device) if fp8_kv else None
             module.register_buffer(name, scale)
+
+
+def _fuse_norms(model: PreTrainedModel) -> None:
+    """On a GPU, one launch for a norm where transformers takes eight, on both sides."""
+    for module in model.modules() if model.device.type == "cuda" else ():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(rms_norm, module)
+
+
+def rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+    """Transformers' RMSNorm by torch's kernel, which rounds to BF16 once, after the weight."""
+    weight = norm.weight
+    return nn.functional.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
 
 
 def _is_fp8(model: PreTrainedModel, name: str, precision: Precision) -> bool:

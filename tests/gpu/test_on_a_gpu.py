@@ -1,6 +1,8 @@
 """On a CUDA device: the bytes of a CPU, and runs that repeat themselves. `pytest -m gpu`."""
 
 import json
+from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,8 @@ from fp8_nemo import run_dir
 from fp8_nemo.ledger import checksum
 from fp8_nemo.local import layers, rollout
 from fp8_nemo.local.grpo import Run
+from fp8_nemo.local.policy import load_model
+from fp8_nemo.local.rollout import causal_mask
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.quantize import (
     dequantize_blocks,
@@ -214,14 +218,34 @@ def test_a_replayed_step_gives_what_a_launched_one_gives(make_plan, monkeypatch,
     torch.testing.assert_close(replayed.rollout_BR, expected.rollout_BR)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_what_one_token_attends_to_is_multiplied_as_in_fp32(dtype):
-    left = torch.randn(2, 3, 4, 1, 64, device="cuda").to(dtype)
-    right = torch.randn(2, 3, 1, 64, 7, device="cuda").to(dtype)
-    with torch.no_grad():
-        found = layers.attended(left, right)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, left.float() @ right.float(), rtol=1e-6, atol=1e-5)
+@pytest.mark.parametrize(("groups", "places", "D"), [(1, 256, 64), (4, 512, 64), (2, 129, 128)])
+def test_attention_of_a_token_over_a_bf16_cache_is_that_of_a_cpu(groups, places, D):
+    draw = torch.Generator().manual_seed(0)
+    room = [torch.randn(3, 2, places + 7, D, generator=draw).bfloat16() for _ in "kv"]
+    key, value = (x[:, :, None, :places] for x in room)
+    query = torch.randn(3, 2, groups, 1, D, generator=draw).bfloat16()
+    mask = torch.rand(3, 1, 1, 1, places, generator=draw) > 0.3
+    given = (query, key, value, mask)
+    found = layers._attend_bf16(None, *(x.cuda() for x in given), D**-0.5).cpu().float()
+    expected = layers._attend_bf16(None, *given, D**-0.5)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])
+def test_a_model_with_fused_norms_says_what_transformers_says(make_plan, model):
+    plan = make_plan(f"model={model}", "precision=bf16")
+    fused = load_model(Path(plan.recipe.model.path), torch.device("cuda"))
+    plain = deepcopy(fused)
+    layers.set_train_precision(fused, plan.recipe.precision)
+    layers.set_train_precision(plain, plan.recipe.precision)
+    for module in plain.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = type(module).forward.__get__(module)
+    tokens = torch.arange(3, 35, device="cuda")[None] % plan.recipe.model.shape.vocab
+    mask = causal_mask(torch.ones_like(tokens, dtype=torch.bool))
+    both = [each(tokens, attention_mask=mask).logits.float() for each in (fused, plain)]
+    assert not torch.equal(*both)  # they round elsewhere
+    torch.testing.assert_close(*(x.log_softmax(-1) for x in both), rtol=0.05, atol=0.1)
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import Qwen3MoeConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from fp8_nemo.local import layers
@@ -230,3 +231,26 @@ def test_an_input_is_quantized_once_while_it_lives_and_is_as_it_was(monkeypatch)
     last.grouped(x, True)
     del x
     assert last.held is None
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_attention_of_one_token_is_that_of_many_but_for_rounding(groups):
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 2, groups, 1, 64, generator=draw).bfloat16()
+    key, value = (torch.randn(3, 2, 1, 40, 64, generator=draw).bfloat16() for _ in "kv")
+    mask = torch.rand(3, 1, 1, 1, 40, generator=draw) > 0.5
+    found = layers.attend_one(query, key, value, mask, 0.125).float()
+    expected = layers._attend_bf16(None, query, key, value, mask, 0.125)
+    assert found.shape == expected.shape and not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=5e-3)
+
+
+@pytest.mark.parametrize("shape", [(5, 768), (2, 7, 4, 64)])
+def test_a_norm_in_one_launch_is_transformers_but_for_one_rounding(shape):
+    draw = torch.Generator().manual_seed(0)
+    norm = LlamaRMSNorm(shape[-1], eps=1e-5).bfloat16()
+    norm.weight.data.normal_(1.0, 0.2, generator=draw)
+    x = (3 * torch.randn(shape, generator=draw)).bfloat16()
+    found, expected = layers.rms_norm(norm, x), norm(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
