@@ -1,6 +1,7 @@
 """Our glue against NeMo RL's own, in one real set-up of NeMo RL: refit, mismatch, ranges, faults.
 
-python benchmarks/glue.py --outputs outputs --out FILE.json [--parts refit,mismatch,ranges,faults]
+python benchmarks/glue.py --outputs outputs --out FILE.json
+    [--parts refit,mismatch,ranges,bytes,faults]
     [--non-colocated] -- model=small-llama model.path=DIR precision=fp8-kv-attn
 
 Sets NeMo RL up once for the cell that is named, and then changes nothing but the glue: policy and
@@ -15,9 +16,11 @@ inside the workers, say where each side's host was (`where`), Python's collectio
 `--buffers 0.3,0.03` does it again with other buffers than NeMo RL's own share of the free memory,
 by NRL_REFIT_BUFFER_MEMORY_RATIO.
 `mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and
-not, and NeMo RL's calibration. `faults` breaks a refit in each way and says what stock and ours
-made of it. `--anyway` goes on with an engine whose FP8 weights are not the plan's, as with a router
-gate: the line that would have stopped a run is in the file, and what each refit made of it.
+not, and NeMo RL's calibration. `bytes`, of a dense model in `fp8-e2e`, is the share of each weight
+that the trainer's last forward and the engine held alike, bytes and scales. `faults` breaks a refit
+in each way and says what stock and ours made of it. `--anyway` goes on with an engine whose FP8
+weights are not the plan's, as with a router gate: the line that would have stopped a run is in the
+file, and what each refit made of it.
 `--after FILE` waits, set up, until that file is there: several set-ups start together, and each
 measures alone.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md).
@@ -39,6 +42,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import held_alike
 import record
 
 from fp8_nemo import run_dir
@@ -162,6 +166,14 @@ class Bench:
         k3_N = torch.expm1(pair.log_ratio_N) - pair.log_ratio_N
         error = k3_N.std().item() / math.sqrt(len(k3_N))
         return mismatch_metrics(pair) | {"kl standard error": error, "tokens": len(k3_N)}
+
+    def score_prompts(self) -> None:
+        """A forward of the trainer."""
+        from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+        prompts = self.prompts(1)
+        data = {key: prompts[key] for key in ("input_ids", "input_lengths")}
+        self.parts.policy.get_logprobs(BatchedDataDict(data))
 
     def prompts(self, samples: int) -> Any:
         """The first prompts of the data, each so many times."""
@@ -383,6 +395,60 @@ def mismatches(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
             bench.rest()
         keep(found)
         print(name, found[name], flush=True)
+    return found
+
+
+def bytes_alike(bench: Bench) -> dict[str, Any]:
+    """Per glue, layer and weight: the share of bytes that both sides hold alike.
+
+    TransformerEngine quantizes fused matrices, in whose blocks Q, K and V meet where a head is not
+    128 wide; vLLM holds them apart.
+    """
+    found: dict[str, Any] = {}
+    for name in ("stock", "ledger", "stock bytes"):
+        bench.switch(GLUES[name])
+        bench.refit()
+        [engine, *_] = bench.in_vllm(fp8_of_engine)  # asleep, it holds nothing
+        bench.rest()
+        bench.score_prompts()
+        [trainer, *_] = bench.in_policy(fp8_of_trainer)
+        shape, rows = bench.recipe.model.shape, []
+        for fused, (bytes_OI, scale_PQ) in trainer.items():
+            for wire, mine in held_alike.split_fused(fused, bytes_OI, scale_PQ, shape).items():
+                theirs = held_alike.with_rows(*engine[wire])
+                rows.append({"weight": wire} | held_alike.alike(mine, theirs))
+        found[name] = {"mean": held_alike.mean_by_kind(rows), "rows": rows}
+        print(name, found[name]["mean"], flush=True)
+    return found
+
+
+def fp8_of_engine(worker: Any) -> dict[str, tuple[Any, Any]]:
+    """In a vLLM worker: bytes `[O, I]` and block scales of each FP8 weight, by wire name."""
+    import torch
+
+    from fp8_nemo import weights
+    from fp8_nemo.nemo.receiver import Engine
+
+    worker = getattr(worker, "worker", worker)
+    parts = Engine(worker.model_runner.model, type(worker).fp8_nemo_recipe).parts()
+    return {
+        name: (parts[name].tensor.view(torch.uint8).cpu(), parts[scale].tensor.float().cpu())
+        for name in parts
+        if (scale := weights.scale_name(name)) in parts
+    }
+
+
+def fp8_of_trainer(worker: Any) -> dict[str, tuple[Any, Any]]:
+    """In a policy worker: what TransformerEngine kept of its last forward, by Megatron's name."""
+    import torch
+
+    found = {}
+    for name, module in worker.model.named_modules():
+        held = getattr(module, "_fp8_workspaces", {}).get("weight")
+        if held is not None:
+            bytes_OI = held._rowwise_data.view(torch.uint8)
+            blocks = -(-bytes_OI.shape[1] // 128)  # TransformerEngine pads the scales to fours
+            found[name] = bytes_OI.cpu(), held._rowwise_scale_inv[:, :blocks].float().cpu()
     return found
 
 
@@ -656,6 +722,7 @@ def main() -> None:
                 bench, options.repetitions, options.buffers.split(","), partial(keep, "refit")
             ),
             "mismatch": lambda: mismatches(bench, partial(keep, "mismatch")),
+            "bytes": lambda: bytes_alike(bench),
             "ranges": lambda: ranges(bench, options.tokens, options.sequences, options.repetitions),
             "faults": lambda: faults(bench, partial(keep, "faults")),
         }
