@@ -398,8 +398,8 @@ def mismatches(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
     return found
 
 
-def bytes_alike(bench: Bench) -> dict[str, Any]:
-    """Per glue, layer and weight: the share of bytes that both sides hold alike.
+def bytes_alike(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
+    """Per glue, layer and weight: the share of bytes that both sides hold alike; kept as it comes.
 
     TransformerEngine quantizes fused matrices, in whose blocks Q, K and V meet where a head is not
     128 wide; vLLM holds them apart.
@@ -418,6 +418,7 @@ def bytes_alike(bench: Bench) -> dict[str, Any]:
                 theirs = held_alike.with_rows(*engine[wire])
                 rows.append({"weight": wire} | held_alike.alike(mine, theirs))
         found[name] = {"mean": held_alike.mean_by_kind(rows), "rows": rows}
+        keep(found)
         print(name, found[name]["mean"], flush=True)
     return found
 
@@ -689,6 +690,10 @@ def main() -> None:
         parser.error("--buffers: NeMo RL shares memory in a colocated refit alone")
     cell = ["backend=nemo", "glue=ours", f"outputs={options.outputs}", *options.arguments]
     [plan] = compose_plans(cell, host_of)
+    model, trained = plan.recipe.model, plan.recipe.precision.train_linear
+    whole = model.parallel.tensor == model.parallel.pipeline == 1 and not model.shape.experts
+    if "bytes" in options.parts.split(",") and not (whole and trained == "fp8"):
+        parser.error("--parts bytes: a dense model in FP8 training, tensor and pipeline of 1")
     [frozen] = run_dir.freeze([plan])
     root = root_of(plan.recipe)
     assert root
@@ -722,7 +727,7 @@ def main() -> None:
                 bench, options.repetitions, options.buffers.split(","), partial(keep, "refit")
             ),
             "mismatch": lambda: mismatches(bench, partial(keep, "mismatch")),
-            "bytes": lambda: bytes_alike(bench),
+            "bytes": lambda: bytes_alike(bench, partial(keep, "bytes")),
             "ranges": lambda: ranges(bench, options.tokens, options.sequences, options.repetitions),
             "faults": lambda: faults(bench, partial(keep, "faults")),
         }
