@@ -150,16 +150,14 @@ class Bench:
     def sampled(self, prompts: Any) -> dict[str, float]:
         """Mismatch of what the engine samples now; leaves it asleep."""
         import torch
-        from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
         self.parts.generation.prepare_for_generation()
         found = self.parts.generation.generate(prompts)
         self.rest()
         lengths = found["unpadded_sequence_lengths"]
-        data = BatchedDataDict({"input_ids": found["output_ids"], "input_lengths": lengths})
-        train_BT = self.parts.policy.get_logprobs(data)["logprobs"]
+        train_BT = self.scored(found["output_ids"], lengths)
         width = min(train_BT.shape[1], found["logprobs"].shape[1])
-        position_T = data["input_lengths"].new_ones(width).cumsum(0) - 1
+        position_T = lengths.new_ones(width).cumsum(0) - 1
         after_B = prompts["input_lengths"]
         mask_BT = (position_T >= after_B[:, None]) & (position_T < lengths[:, None])
         pair = LogprobPair(train_BT[:, 1:width], found["logprobs"][:, 1:width], mask_BT[:, 1:width])
@@ -167,13 +165,12 @@ class Bench:
         error = k3_N.std().item() / math.sqrt(len(k3_N))
         return mismatch_metrics(pair) | {"kl standard error": error, "tokens": len(k3_N)}
 
-    def score_prompts(self) -> None:
-        """A forward of the trainer."""
+    def scored(self, ids_BT: Any, lengths_B: Any) -> Any:
+        """The trainer's logprobs `[B, T]`."""
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-        prompts = self.prompts(1)
-        data = {key: prompts[key] for key in ("input_ids", "input_lengths")}
-        self.parts.policy.get_logprobs(BatchedDataDict(data))
+        data = BatchedDataDict({"input_ids": ids_BT, "input_lengths": lengths_B})
+        return self.parts.policy.get_logprobs(data)["logprobs"]
 
     def prompts(self, samples: int) -> Any:
         """The first prompts of the data, each so many times."""
@@ -405,12 +402,13 @@ def bytes_alike(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
     128 wide; vLLM holds them apart.
     """
     found: dict[str, Any] = {}
+    prompts = bench.prompts(1)
     for name in ("stock", "ledger", "stock bytes"):
         bench.switch(GLUES[name])
         bench.refit()
         [engine, *_] = bench.in_vllm(fp8_of_engine)  # asleep, it holds nothing
         bench.rest()
-        bench.score_prompts()
+        bench.scored(prompts["input_ids"], prompts["input_lengths"])
         [trainer, *_] = bench.in_policy(fp8_of_trainer)
         shape, rows = bench.recipe.model.shape, []
         for fused, (bytes_OI, scale_PQ) in trainer.items():

@@ -6,15 +6,14 @@ Shapes: O out, I in features, P = ceil(O/128), Q = ceil(I/128) blocks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fp8_nemo.schema import Shape
-
-BLOCK = 128
+from fp8_nemo.weights import BLOCK
 
 
 class Rows(NamedTuple):
@@ -66,17 +65,13 @@ def alike(one: Rows, other: Rows) -> dict[str, float]:
     return {"bytes": same_OI.double().mean().item(), "bytes and scales": both}
 
 
-def mean_by_kind(rows: Sequence[Mapping[str, object]]) -> dict[str, dict[str, float]]:
+def mean_by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """`{"q_proj": {"bytes": 0.99, "bytes and scales": 0.84}, ...}` over layers."""
-    kinds = sorted({str(row["weight"]).split(".")[-2] for row in rows})
+    kinds = sorted({row["weight"].split(".")[-2] for row in rows})
     return {
         kind: {
-            key: fmean(_numbers(row[key] for row in rows if f".{kind}." in str(row["weight"])))
+            key: fmean(row[key] for row in rows if f".{kind}." in row["weight"])
             for key in ("bytes", "bytes and scales")
         }
         for kind in kinds
     }
-
-
-def _numbers(values: Iterable[object]) -> Iterable[float]:
-    return (value for value in values if isinstance(value, float))
