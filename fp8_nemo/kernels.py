@@ -162,7 +162,7 @@ def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None
         )  # fmt: skip
 
 
-def attend_fp8(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -172,12 +172,14 @@ def attend_fp8(
     tile: int,
     headroom: int,
 ) -> Tensor:
-    """Attention of one new token over an FP8 cache, in FlashAttention 3's order, in one launch.
+    """Attention of one new token over a cache, in FlashAttention 3's order, in one launch.
+
+    Places that hold no token are not read.
 
     Args:
-        query: E4M3 `[B, K, G, 1, D]`, contiguous, D a power of two.
-        key: E4M3 `[B, K, 1, S, D]`, any strides whose last is 1.
-        value: as `key`.
+        query: E4M3 or BF16 `[B, K, G, 1, D]`, contiguous, D a power of two.
+        key: as the query is, `[B, K, 1, S, D]`, any strides whose last is 1.
+        value: as `key`; probabilities are rounded to its type.
         mask_BS: false where a place holds no token; any strides.
         exponent: FP32 `[1]`, what a product is multiplied by before it is a power of two.
         v_scale: FP32 `[1]`.
@@ -190,7 +192,7 @@ def attend_fp8(
     B, K, G, _, D = query.shape
     output = torch.empty(query.shape, device=query.device)
     with torch.cuda.device(query.device):
-        _attend_fp8[(B, K * G)](
+        _attend[(B, K * G)](
             query, key, value, mask_BS, exponent, v_scale, output, G, key.shape[-2],
             *(key.stride(n) for n in (0, 1, 3)), *(value.stride(n) for n in (0, 1, 3)),
             *mask_BS.stride(), headroom, torch.finfo(torch.float32).tiny,
@@ -387,7 +389,7 @@ def _amax_of_rows(x, values, D, row_stride, head_stride, keep, amax, R, ROWS: tl
 
 
 @triton.jit
-def _attend_fp8(
+def _attend(
     query, key, value, mask, exponent, v_scale, output, G, S,
     key_row, key_head, key_place, value_row, value_head, value_place, mask_row, mask_place,
     headroom, tiny, D: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
@@ -407,7 +409,7 @@ def _attend_fp8(
         inside = (inner < TILE) & (places < S)
         seen = tl.load(mask + row * mask_row + places * mask_place, mask=inside, other=0) != 0
         within = places[:, None] * key_place + features[None, :]
-        held = tl.load(key + within, mask=inside[:, None], other=0.0).to(tl.float32)
+        held = tl.load(key + within, mask=seen[:, None], other=0.0).to(tl.float32)
         scores = tl.where(seen, tl.sum(held * asked[None, :], 1), float("-inf"))
         raised = tl.maximum(top, tl.max(scores, 0))
         none = raised == float("-inf")
@@ -415,9 +417,9 @@ def _attend_fp8(
         probability = tl.exp2(scores * power - (origin - headroom))
         shrink = tl.where(none, 1.0, tl.exp2((top - raised) * power))
         total = total * shrink + tl.sum(probability, 0)  # of P before it is rounded
-        rounded = probability.to(tl.float8e4nv).to(tl.float32)
+        rounded = probability.to(value.dtype.element_ty).to(tl.float32)
         within = places[:, None] * value_place + features[None, :]
-        held = tl.load(value + within, mask=inside[:, None], other=0.0).to(tl.float32)
+        held = tl.load(value + within, mask=seen[:, None], other=0.0).to(tl.float32)
         found = found * shrink + tl.sum(held * rounded[:, None], 0)
         top = raised
     tl.store(output + at, found * (tl.load(v_scale) / tl.maximum(total, tiny)))

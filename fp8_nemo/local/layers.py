@@ -3,8 +3,8 @@
 Every product takes operands as the real kernels do and multiplies them in FP32: BF16 values for
 `bf16`; FP8 bytes times their scales for `fp8`. Results are rounded to BF16. What a layer does
 between its products is transformers' business, in BF16, on both sides. On a GPU FP8 bytes and a
-token's attention over an FP8 cache go into kernels of `kernels.py`, its attention over a BF16 cache
-and norms into torch's, one launch each: they sum in another order, and round elsewhere in BF16.
+token's attention over its cache go into kernels of `kernels.py`, BF16 attention of texts and norms
+into torch's, one launch each: they sum in another order, and round elsewhere in BF16.
 
 Training in FP8 quantizes both operands of all three products along the axis that each reduces
 (TransformerEngine's Float8BlockScaling): `y = x w^T` and `dx = dy w` share the weight's blocks; `dw
@@ -379,22 +379,44 @@ def attention(
 def _attend_bf16(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
-    if query.is_cuda and query.shape[-2] == 1:
-        return attend_one(query, key, value, mask, scaling)
+    if query.is_cuda:
+        attend = _attend_token if _is_token(query) else _attend_fused
+        return attend(query, key, value, mask, scaling)
     scores = (attended(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
     probability = scores.softmax(-1).nan_to_num()  # padded queries see no key
     return attended(probability.to(torch.bfloat16), value)
 
 
-def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attention of one token over a BF16 cache that is read once, P rounded as engines round it.
+def _attend_fused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    """Torch's kernel, which never holds the scores, with gradients; P rounded as engines round it.
 
-    The G query heads of a key head go in as so many queries: all see the same keys.
+    With scores in memory training takes 2.2 times as long (docs/log.md, 2026-11-22).
     """
+    B, K, G, _, D = query.shape
+    key, value = (x.expand(B, K, G, -1, D).flatten(1, 2) for x in (key, value))
     found = nn.functional.scaled_dot_product_attention(
-        query[:, :, :, 0], key[:, :, 0], value[:, :, 0], attn_mask=mask[:, :, 0], scale=scaling
+        query.flatten(1, 2), key, value, attn_mask=mask[:, 0], scale=scaling
     )
-    return found[:, :, :, None]
+    return found.unflatten(1, (K, G))
+
+
+def _is_token(query: Tensor) -> bool:
+    """Whether the kernel for one token takes it."""
+    return query.is_cuda and query.shape[-2] == 1 and query.shape[-1].bit_count() == 1
+
+
+def _attend_token(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    from fp8_nemo import kernels
+
+    one = torch.ones(1, device=query.device)
+    return kernels.attend(
+        query.contiguous(), key, value, mask[:, 0, 0, 0], one * (scaling * LOG2_E), one,
+        tile=key_tiles(query, key)[0].stop, headroom=0,
+    )  # fmt: skip
 
 
 def _attend_fp8(
@@ -403,10 +425,10 @@ def _attend_fp8(
     """FlashAttention 3's order of operations: last tile first, a running maximum, P in (0, 256]."""
     exponent = scaling * LOG2_E * module.q_scale * module.k_scale
     query = quantize_tensor(query, module.q_scale)
-    if query.is_cuda and query.shape[-2] == 1 and query.shape[-1].bit_count() == 1:
+    if _is_token(query):
         from fp8_nemo import kernels
 
-        return kernels.attend_fp8(
+        return kernels.attend(
             query, key, value, mask[:, 0, 0, 0], exponent, module.v_scale,
             tile=key_tiles(query, key)[0].stop, headroom=PROBABILITY_BITS,
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import json
 from copy import deepcopy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from fp8_nemo.local.grpo import Run
 from fp8_nemo.local.policy import load_model
 from fp8_nemo.local.rollout import causal_mask
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.model_dir import model_path
 from fp8_nemo.quantize import (
     dequantize_blocks,
     dequantize_groups,
@@ -225,16 +225,37 @@ def test_attention_of_a_token_over_a_bf16_cache_is_that_of_a_cpu(groups, places,
     key, value = (x[:, :, None, :places] for x in room)
     query = torch.randn(3, 2, groups, 1, D, generator=draw).bfloat16()
     mask = torch.rand(3, 1, 1, 1, places, generator=draw) > 0.3
+    mask[0], mask[1, ..., : places // 2] = False, False
     given = (query, key, value, mask)
     found = layers._attend_bf16(None, *(x.cuda() for x in given), D**-0.5).cpu().float()
     expected = layers._attend_bf16(None, *given, D**-0.5)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=5e-3)
 
 
+@pytest.mark.parametrize(("groups", "T", "D"), [(1, 70, 64), (4, 33, 64), (2, 129, 128)])
+def test_attention_of_texts_and_its_gradients_are_those_of_a_cpu(groups, T, D):
+    draw = torch.Generator().manual_seed(0)
+    real = torch.ones(3, T).bool()
+    real[0, : T // 2], real[1, :9] = False, False  # padded queries see no key
+    mask = causal_mask(real)[:, :, None]
+    shapes = ((3, 2, groups, T, D), (3, 2, 1, T, D), (3, 2, 1, T, D))
+    texts = [torch.randn(*shape, generator=draw).bfloat16() for shape in shapes]
+    weigh = torch.randn(3, 2, groups, T, D, generator=draw) * real[:, None, None, :, None]
+
+    def attended(device):
+        given = [x.to(device).requires_grad_() for x in texts]
+        found = layers._attend_bf16(None, *given, mask.to(device), D**-0.5).float()
+        (found * weigh.to(device)).sum().backward()
+        return [x.cpu().float() for x in (found.detach(), *(each.grad for each in given))]
+
+    for gpu, cpu in zip(attended("cuda"), attended("cpu"), strict=True):
+        torch.testing.assert_close(gpu, cpu, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])
 def test_a_model_with_fused_norms_says_what_transformers_says(make_plan, model):
     plan = make_plan(f"model={model}", "precision=bf16")
-    fused = load_model(Path(plan.recipe.model.path), torch.device("cuda"))
+    fused = load_model(model_path(plan.recipe.model), torch.device("cuda"))
     plain = deepcopy(fused)
     layers.set_train_precision(fused, plan.recipe.precision)
     layers.set_train_precision(plain, plan.recipe.precision)

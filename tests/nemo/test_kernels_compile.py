@@ -17,8 +17,8 @@ from fp8_nemo import kernels  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 ADDRESSES = {
-    "BF16": ["weight", "x", "q", "k", "v", "result"],
-    "fp8e4nv": ["fp8", "a", "b", "query", "key", "value"],
+    "values": ["weight", "x", "q", "k", "v", "result", "query", "key", "value"],
+    "fp8e4nv": ["fp8", "a", "b"],
     "fp32": ["scale_inv", "a_scale", "b_scale", "exponent", "v_scale", "output"],
     "i64": ["table", "total"],
     "i32": ["amax"],
@@ -37,19 +37,19 @@ CASES = [
     ("_product", "bf16", {"PER_SCALE": 128, "SIDE": kernels.SIDE, "a_column": 1, "b_row": 1}),
     ("_product", "bf16", {"PER_SCALE": 1, "SIDE": kernels.SIDE, "T": 1, "O": 1, "K": 1}),
     ("_product", "fp32", {"PER_SCALE": 128, "SIDE": kernels.SIDE}),
-    ("_attend_fp8", "bf16", {"D": 64, "TILE": 128, "HELD": 128}),
-    ("_attend_fp8", "bf16", {"D": 128, "TILE": 96, "HELD": 128}),
-    ("_attend_fp8", "bf16", {"D": 64, "TILE": 128, "HELD": 128, "G": 1, "S": 1, "mask_place": 1}),
+    ("_attend", "bf16", {"D": 64, "TILE": 128, "HELD": 128}),
+    ("_attend", "fp8e4nv", {"D": 128, "TILE": 96, "HELD": 128}),
+    ("_attend", "fp8e4nv", {"D": 64, "TILE": 128, "HELD": 128, "G": 1, "S": 1, "mask_place": 1}),
     ("_checksum", "bf16", {"SIZE": kernels.BYTES_AT_ONCE}),
     ("_amax_rows", "bf16", {"ROWS": kernels.ROWS_AT_ONCE}),
 ]
 
 
 def type_of(name: str, values: str) -> str:
-    """Triton's type of an argument by its name, values being BF16 or FP32."""
+    """Triton's type of an argument by its name, values being BF16, FP32 or FP8."""
     for kind, names in ADDRESSES.items():
         if name in names:
-            return "*" + (values if kind == "BF16" else kind)
+            return "*" + (values if kind == "values" else kind)
     return NUMBERS.get(name, "i32")
 
 
