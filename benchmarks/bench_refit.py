@@ -31,7 +31,7 @@ from rich.progress import track
 from torch import Tensor
 
 from fp8_nemo.compose import compose
-from fp8_nemo.ledger import Ledger
+from fp8_nemo.ledger import Destination, Ledger
 from fp8_nemo.recalibrate import AmaxObserver
 from fp8_nemo.refit import refit_stream
 from fp8_nemo.schema import Precision, Shape
@@ -80,6 +80,7 @@ class Refit:
             name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             for name, spec in self.specs.items()
         }
+        self.destination = Destination(self.engine, self.specs)
 
     def stream(self, precision: Precision, checksums: bool = False) -> Iterator[tuple[str, Tensor]]:
         """One refit's tensors, as the policy worker makes them."""
@@ -103,7 +104,7 @@ class Refit:
 
     def loaded(self, checksums: bool) -> int:
         """The bytes of a stream that the engine's tensors take, proven."""
-        ledger = Ledger(self.specs, self.engine, checksums=checksums)
+        ledger = Ledger(self.specs, self.destination, checksums=checksums)
         for name, tensor in self.stream(self.precision, checksums):
             if ledger.receive(name, tensor):
                 self.engine[name].copy_(tensor)

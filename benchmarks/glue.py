@@ -429,7 +429,8 @@ def fp8_of_engine(worker: Any) -> dict[str, tuple[Any, Any]]:
     from fp8_nemo.nemo.receiver import Engine
 
     worker = getattr(worker, "worker", worker)
-    parts = Engine(worker.model_runner.model, type(worker).fp8_nemo_recipe).parts()
+    engine = Engine(worker.model_runner.model, type(worker).fp8_nemo_recipe)
+    parts = engine.destination().parts
     return {
         name: (parts[name].tensor.view(torch.uint8).cpu(), parts[scale].tensor.float().cpu())
         for name in parts

@@ -31,13 +31,14 @@ from torch import Tensor, nn
 
 from fp8_nemo.compose import compose_plans
 from fp8_nemo.environment import environment
+from fp8_nemo.local import grpo
 from fp8_nemo.local.grpo import Run
 from fp8_nemo.local.layers import Experts
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.local.rollout import Batch
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.model_dir import model_path
-from fp8_nemo.quantize import quantize_blocks
+from fp8_nemo.refit import refit_stream
 
 MODELS = ("tiny-llama", "tiny-qwen3-moe")
 PRECISIONS = ("bf16", "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn")
@@ -89,8 +90,8 @@ def measure(model: str, precision: str, folder: Path) -> dict[str, Any]:
     unrounded.model.float()
     found = {"local": [kl(batch, run.policy)], "unrounded": [kl(batch, unrounded)]}
     found |= {f"noise 2^{power}": noisy(batch, power) for power in SEEDS}
-    if precision == "fp8-e2e":
-        with patch("fp8_nemo.refit.quantize_blocks", partial(quantize_blocks, formula="stock")):
+    if precision != "bf16":
+        with patch.object(grpo, "refit_stream", partial(refit_stream, formula="stock")):
             stock = sample(run)
         found["stock weights"] = [kl(stock, run.policy)]
         found["stock weights, noise 2^-9"] = noisy(stock, -9)

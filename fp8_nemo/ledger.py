@@ -12,7 +12,8 @@ but plausible.
 
 An engine under tensor or expert parallelism holds a part of what is sent; the ledger is told which.
 Thousands of tensors are poisoned and looked at in a few launches, and read once: names are looked
-up one by one only after something failed.
+up one by one only after something failed. What is the same in every refit, a `Destination` works
+out once.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -23,6 +24,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -93,32 +95,107 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-class Ledger:
-    """One refit, from the receiver's side.
+class Destination:
+    """Where refits land: an engine's tensors, and what of each is poisoned and looked at.
 
     Args:
-        expected: what the wire brings, `weights.wire_specs`.
-        engine: the engine's tensors by wire name, whole or in part. Opening the ledger compares
-            them with `held` and poisons them. Without it, only the wire is proven.
-        held: what the engine should hold whole, where that is not what is sent: a sender in BF16
-            feeds an engine that quantizes for itself.
-        checksums: refuse a manifest without them (`verify: full`).
+        engine: the engine's tensors by wire name, whole or in part.
+        held: what a refit fills of them, whole.
 
     Raises:
         RefitError: the engine's tensors are not those that a refit of this precision fills.
     """
 
+    def __init__(self, engine: Mapping[str, Tensor | Part], held: Mapping[str, WireSpec]) -> None:
+        self.parts = {name: x if isinstance(x, Part) else Part(x) for name, x in engine.items()}
+        self.held = held
+        self._compare()
+        self.addresses = {name: part.tensor.data_ptr() for name, part in self.parts.items()}
+        self.scales: dict[str, Tensor] = {}
+        """Block scales, whole."""
+        self.bytes: dict[str, Tensor] = {}
+        """The first byte of FP8 weights."""
+        self.others: dict[str, Tensor] = {}
+        """The first element of the rest."""
+        for name, part in self.parts.items():
+            tensor = part.tensor
+            if not tensor.numel():  # the last rank of a vocabulary may hold padding alone
+                continue
+            if name.endswith(weights.SCALE_SUFFIX):
+                self.scales[name] = tensor
+            elif tensor.dtype == FP8:
+                self.bytes[name] = tensor.view(torch.uint8).as_strided((), ())
+            else:
+                self.others[name] = tensor.as_strided((), ())
+
+    def poison(self) -> None:
+        """NaN, which no trainer sends, into all of a block scale and one element of the rest."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}  # of one dtype, all go in a few launches
+        for tensor in (*self.scales.values(), *self.others.values()):
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for some in by_dtype.values():
+            torch._foreach_mul_(some, torch.nan)
+        if first := [*self.bytes.values()]:
+            nan = torch.full((), FP8_NAN, dtype=torch.uint8, device=first[0].device)
+            torch._foreach_copy_(first, [nan] * len(first))
+
+    def poisoned(self) -> list[str]:
+        """Names in which loading has left the poison, or put a scale that is none, but KV scales'.
+
+        Those are compared by value.
+        """
+        found: list[str] = []
+        if self.scales:
+            all_N = torch.cat([scale.flatten() for scale in self.scales.values()])
+            if not (torch.isfinite(all_N) & (all_N > 0)).all():
+                found += failing(
+                    {n: (torch.isfinite(x) & (x > 0)).all() for n, x in self.scales.items()}
+                )
+        if self.bytes:
+            first_N = torch.stack([*self.bytes.values()]).tolist()
+            nan = (FP8_NAN, FP8_NAN | 0x80)
+            found += [n for n, first in zip(self.bytes, first_N, strict=True) if first in nan]
+        others = {n: x for n, x in self.others.items() if not n.endswith(KV_SUFFIXES)}
+        return found + [n for n, first in on_host(others).items() if not math.isfinite(first)]
+
+    def _compare(self) -> None:
+        problems = [
+            f"{name}: the engine has no such tensor"
+            for name in self.held.keys() - self.parts.keys()
+        ]
+        problems += [
+            f"{name}: the engine holds it, a refit does not fill it"
+            for name in self.parts.keys() - self.held.keys()
+        ]
+        for name, part in self.parts.items():
+            spec, found = self.held.get(name), spec_of(part.tensor)
+            if spec and found != (wanted := _spec_of_part(spec, part.of_wire)):
+                problems.append(
+                    f"{name}: the engine holds {found.dtype} {list(found.shape)}, a refit sends "
+                    f"{wanted.dtype} {list(wanted.shape)}"
+                )
+        if problems:
+            raise RefitError(sorted(problems))
+
+
+class Ledger:
+    """One refit, from the receiver's side; opening it poisons the destination.
+
+    Args:
+        expected: what the wire brings, `weights.wire_specs`.
+        destination: the engine's; what it holds whole need not be what is sent: a sender in BF16
+            feeds an engine that quantizes for itself. Without one, only the wire is proven.
+        checksums: refuse a manifest without them (`verify: full`).
+    """
+
     def __init__(
         self,
         expected: Mapping[str, WireSpec],
-        engine: Mapping[str, Tensor | Part] | None = None,
+        destination: Destination | None = None,
         *,
-        held: Mapping[str, WireSpec] | None = None,
         checksums: bool = False,
     ) -> None:
-        self.expected, self.checksums = dict(expected), checksums
-        self.held = self.expected if held is None else dict(held)
-        self.engine = _parts(engine or {})
+        self.expected, self.destination, self.checksums = expected, destination, checksums
         self.received: dict[str, int] = {}
         self.kv_scales: dict[str, Tensor] = {}
         self.arrived_sums: dict[str, Tensor] = {}
@@ -126,10 +203,8 @@ class Ledger:
         self.problems: list[str] = []
         self.manifest: dict[str, list[str]] | None = None
         self.sentinel = False
-        if engine is not None:
-            self._compare_engine()
-        self.addresses = {name: part.tensor.data_ptr() for name, part in self.engine.items()}
-        _poison({name: part.tensor for name, part in self.engine.items()})
+        if destination is not None:
+            destination.poison()
 
     def receive(self, name: str, tensor: Tensor) -> bool:
         """Book one arrival; true if it is a tensor that the engine must now load.
@@ -143,13 +218,13 @@ class Ledger:
         elif problem := self._arrival_problem(name, tensor):
             self.problems.append(f"{name}: {problem}")
         else:
-            self.received[name] = tensor.numel() * tensor.element_size()
+            self.received[name] = tensor.nbytes
             if name.endswith(KV_SUFFIXES):
                 self.kv_scales[name] = tensor.clone()
             if self.checksums:
                 self.arrived_sums[name] = checksum(tensor)
-            if self.held.get(name) == self.expected[name]:
-                self.loading(name, tensor, self.arrived_sums.get(name))
+                if self.destination and self.destination.held.get(name) == self.expected[name]:
+                    self.loading(name, tensor, self.arrived_sums[name])
             return True
         return False
 
@@ -159,56 +234,35 @@ class Ledger:
         `receive` calls it, with the checksum that it has; whoever quantizes what arrived calls it
         again with the result.
         """
-        part = self.engine.get(name)
-        if self.checksums and part is not None:
+        part = self.destination.parts.get(name) if self.checksums and self.destination else None
+        if part is not None:
             if part.of_wire:
                 self.part_sums[name] = checksum(tensor[part.of_wire])
             else:
                 self.part_sums[name] = checksum(tensor) if whole is None else whole
 
-    def close(self, engine: Mapping[str, Tensor | Part] | None = None) -> RefitProof:
+    def close(self, now: Destination | None = None) -> RefitProof:
         """Settle the book.
 
         Args:
-            engine: the engine's own tensors as they are now, looked up again, where loading may
+            now: the engine's own tensors as they are now, looked up again, where loading may
                 have put others in their place; by default those of the opening.
 
         Raises:
             RefitError: with the name of everything that was dropped, sent twice, unknown, of
                 another type or shape, not loaded, or not what the sender had.
         """
-        self.engine = _parts(engine) if engine else self.engine
-        if any(part.tensor.is_cuda for part in self.engine.values()):
-            torch.cuda.synchronize()  # NCCL's receiver loads on streams of its own
         problems = self.wire_problems()
-        if self.engine and not problems:
-            problems = [*self._engine_problems()]
+        if self.destination and not problems:
+            problems = [*self._engine_problems(self.destination, now or self.destination)]
         if problems:
             raise RefitError(problems)
+        held = self.destination.held if self.destination else self.expected
         return RefitProof(
             bytes=sum(self.received.values()),
-            verified_weights=sum(weights.scale_name(name) in self.held for name in self.received),
+            verified_weights=sum(weights.scale_name(name) in held for name in self.received),
             checksums=len(self.part_sums),
         )
-
-    def _compare_engine(self) -> None:
-        problems = [
-            f"{name}: the engine has no such tensor"
-            for name in self.held.keys() - self.engine.keys()
-        ]
-        problems += [
-            f"{name}: the engine holds it, a refit does not fill it"
-            for name in self.engine.keys() - self.held.keys()
-        ]
-        for name, part in self.engine.items():
-            spec, found = self.held.get(name), spec_of(part.tensor)
-            if spec and found != (wanted := _spec_of_part(spec, part.of_wire)):
-                problems.append(
-                    f"{name}: the engine holds {found.dtype} {list(found.shape)}, a refit sends "
-                    f"{wanted.dtype} {list(wanted.shape)}"
-                )
-        if problems:
-            raise RefitError(sorted(problems))
 
     def _arrival_problem(self, name: str, tensor: Tensor) -> str:
         spec = self.expected.get(name)
@@ -216,11 +270,10 @@ class Ledger:
             return "unknown name"
         if name in self.received:
             return "sent twice"
-        found = spec_of(tensor)
-        if found.dtype != spec.dtype:
-            return f"wrong dtype {found.dtype}, expected {spec.dtype}"
-        if found.shape != spec.shape:
-            return f"wrong shape {list(found.shape)}, expected {list(spec.shape)}"
+        if (dtype := _dtype(tensor.dtype)) != spec.dtype:
+            return f"wrong dtype {dtype}, expected {spec.dtype}"
+        if tensor.shape != spec.shape:
+            return f"wrong shape {list(tensor.shape)}, expected {list(spec.shape)}"
         return ""
 
     def wire_problems(self) -> list[str]:
@@ -250,21 +303,21 @@ class Ledger:
             if value != int(sent[name], 16):
                 yield f"{name}: {what} (checksum)"
 
-    def _engine_problems(self) -> Iterator[str]:
-        tensors = {name: part.tensor for name, part in self.engine.items()}
-        loaded = {name: tensors[name] for name in tensors.keys() - self.kv_scales.keys()}
-        for name in sorted(_poisoned(loaded)):
+    def _engine_problems(self, opened: Destination, now: Destination) -> Iterator[str]:
+        if any(part.tensor.is_cuda for part in now.parts.values()):
+            torch.cuda.synchronize()  # NCCL's receiver loads on streams of its own
+        for name in sorted(now.poisoned()):
             yield f"{name}: arrived, and was not loaded: the engine still holds its poison"
-        held = on_host({name: tensors[name] for name in self.kv_scales})
+        held = on_host({name: now.parts[name].tensor for name in self.kv_scales})
         for name, sent in on_host(self.kv_scales).items():
             if held[name] != sent:
                 yield f"{name}: the engine holds {held[name]}, sent {sent}"
-        for name, address in self.addresses.items():
-            if tensors[name].data_ptr() != address:
+        for name, address in opened.addresses.items():
+            if now.parts[name].tensor.data_ptr() != address:
                 yield f"{name}: its storage moved, CUDA graphs would read the old one"
-        now = {name: checksum(tensors[name]) for name in self.part_sums}
+        sums = {name: checksum(now.parts[name].tensor) for name in self.part_sums}
         loaded_sums = on_host(self.part_sums)
-        for name, value in on_host(now).items():
+        for name, value in on_host(sums).items():
             if value != loaded_sums[name]:
                 yield f"{name}: the engine's bytes are not the sender's (checksum)"
 
@@ -302,11 +355,12 @@ def read_manifest(tensor: Tensor) -> dict[str, list[str]] | None:
 
 def spec_of(tensor: Tensor) -> WireSpec:
     """Type and shape of a tensor as the wire names them."""
-    return WireSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return WireSpec(_dtype(tensor.dtype), tuple(tensor.shape))
 
 
-def _parts(engine: Mapping[str, Tensor | Part]) -> dict[str, Part]:
-    return {name: x if isinstance(x, Part) else Part(x) for name, x in engine.items()}
+@cache
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _spec_of_part(spec: WireSpec, of_wire: tuple[slice, ...]) -> WireSpec:
@@ -314,50 +368,3 @@ def _spec_of_part(spec: WireSpec, of_wire: tuple[slice, ...]) -> WireSpec:
         return spec
     sides = zip(of_wire, spec.shape, strict=True)
     return WireSpec(spec.dtype, tuple(len(range(*part.indices(side))) for part, side in sides))
-
-
-def _poison(tensors: Mapping[str, Tensor]) -> None:
-    """NaN, which no trainer sends, into all of a block scale and the first element of the rest."""
-    scales, bytes_, others = _by_poison(tensors)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}  # of one dtype, all go in a few launches
-    for tensor in (*scales.values(), *others.values()):
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for some in by_dtype.values():
-        torch._foreach_mul_(some, torch.nan)
-    if bytes_:
-        nan = torch.full((), FP8_NAN, dtype=torch.uint8, device=next(iter(bytes_.values())).device)
-        torch._foreach_copy_(list(bytes_.values()), [nan] * len(bytes_))
-
-
-def _poisoned(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors in which loading has left the poison, or put a scale that is none."""
-    scales, bytes_, others = _by_poison(tensors)
-    found: list[str] = []
-    if scales:
-        all_N = torch.cat([scale.flatten() for scale in scales.values()])
-        if not (torch.isfinite(all_N) & (all_N > 0)).all():
-            live = {n: (torch.isfinite(scale) & (scale > 0)).all() for n, scale in scales.items()}
-            found += failing(live)
-    if bytes_:
-        first_N = torch.stack(list(bytes_.values())).tolist()
-        nan = (FP8_NAN, FP8_NAN | 0x80)
-        found += [name for name, first in zip(bytes_, first_N, strict=True) if first in nan]
-    found += [name for name, first in on_host(others).items() if not math.isfinite(first)]
-    return found
-
-
-def _by_poison(
-    tensors: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Block scales whole; the first byte of FP8 weights; the first element of the rest."""
-    scales, bytes_, others = {}, {}, {}
-    for name, tensor in tensors.items():
-        if not tensor.numel():  # the last rank of a vocabulary may hold padding alone
-            continue
-        if name.endswith(weights.SCALE_SUFFIX):
-            scales[name] = tensor
-        elif tensor.dtype == FP8:
-            bytes_[name] = tensor.view(torch.uint8).as_strided((), ())
-        else:
-            others[name] = tensor.as_strided((), ())
-    return scales, bytes_, others

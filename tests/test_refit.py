@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fp8_nemo import refit, weights
-from fp8_nemo.ledger import MANIFEST, SENTINEL, checksum
+from fp8_nemo.ledger import MANIFEST, SENTINEL, Destination, checksum
 from fp8_nemo.quantize import quantize_blocks
 from fp8_nemo.recalibrate import kv_scales
 from fp8_nemo.refit import Ledger, RefitError, refit_stream
@@ -74,7 +74,7 @@ def engine_for(shapes, precision=FP8_KV):
 
 def deliver(stream, expected, engine, load=lambda name: True, checksums=False):
     """Receive a stream as an engine does, in place; `load` says which tensors its loader takes."""
-    ledger = Ledger(expected, engine, checksums=checksums)
+    ledger = Ledger(expected, Destination(engine, expected), checksums=checksums)
     for name, tensor in stream:
         if ledger.receive(name, tensor) and load(name):
             engine[name].copy_(tensor)
@@ -304,7 +304,7 @@ def test_a_kv_scale_that_is_missing_or_not_positive_and_finite_in_fp32_is_refuse
 
 def test_opening_the_ledger_poisons_block_scales_whole_and_one_element_of_the_rest():
     expected, engine = engine_for(MOE)
-    Ledger(expected, engine)
+    Ledger(expected, Destination(engine, expected))
     for name, tensor in engine.items():
         poison = tensor.float().isnan().flatten()
         if name.endswith("_scale_inv"):
@@ -328,7 +328,7 @@ def test_an_engine_with_other_tensors_is_refused_and_left_untouched():
     engine[f"{GATE}_scale_inv"] = torch.ones(1, 2)
     engine["model.norm.weight"] = torch.ones(100, dtype=torch.bfloat16)
     with fails(GATE, f"{GATE}_scale_inv", Q, "model.norm.weight") as error:
-        Ledger(expected, engine)
+        Ledger(expected, Destination(engine, expected))
     assert re.search(r"float8_e4m3fn \[3, 200\], a refit sends bfloat16 \[3", str(error.value))
     assert all(
         tensor.isfinite().all() for tensor in engine.values() if tensor.dtype == torch.float32
@@ -366,7 +366,7 @@ def test_what_is_stale_but_plausible_is_seen_by_full_and_only_by_full(name):
 @pytest.mark.parametrize("how", ["replaced", "set_"])
 def test_storage_that_moved_is_named(name, how):
     expected, engine = engine_for(DENSE)
-    ledger = Ledger(expected, engine)
+    ledger = Ledger(expected, Destination(engine, expected))
     for wire, tensor in stream_of(made(DENSE), checksums=True):
         if ledger.receive(wire, tensor):
             engine[wire].copy_(tensor)
@@ -375,7 +375,7 @@ def test_storage_that_moved_is_named(name, how):
     else:
         engine[name] = engine[name].clone()  # as a loader that makes a new parameter
     with fails(name) as error:
-        ledger.close(engine)
+        ledger.close(Destination(engine, expected))
     assert "storage moved" in str(error.value)
 
 
@@ -400,7 +400,7 @@ def test_checksum_sees_any_neighbouring_blocks_swapped_and_rows_shifted():
 
 def test_a_manifest_that_cannot_be_read_or_lacks_checksums_is_named():
     expected, engine = engine_for(DENSE)
-    ledger = Ledger(expected, engine, checksums=True)
+    ledger = Ledger(expected, Destination(engine, expected), checksums=True)
     for name, tensor in stream_of(made(DENSE)):
         if ledger.receive(name, tensor):
             engine[name].copy_(tensor)
@@ -415,13 +415,13 @@ def test_a_manifest_that_cannot_be_read_or_lacks_checksums_is_named():
 
 def test_tensors_that_loading_put_in_place_of_others_are_seen_when_looked_up_again():
     expected, engine = engine_for(DENSE)
-    ledger = Ledger(expected, dict(engine))
+    ledger = Ledger(expected, Destination(engine, expected))
     for name, tensor in stream_of(made(DENSE)):
         if ledger.receive(name, tensor):
             engine[name].copy_(tensor)
     name = "model.embed_tokens.weight"
     with fails(name) as error:
-        ledger.close(engine | {name: engine[name].clone()})
+        ledger.close(Destination(engine | {name: engine[name].clone()}, expected))
     assert "its storage moved" in str(error.value)
 
 

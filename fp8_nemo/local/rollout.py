@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fp8_nemo import weights
+from fp8_nemo.ledger import Destination, Ledger, RefitProof
 from fp8_nemo.local import layers
 from fp8_nemo.local.chat import Chat
-from fp8_nemo.refit import Ledger, RefitProof
 from fp8_nemo.schema import Precision
 
 WIDTH = 256
@@ -80,11 +80,12 @@ class Engine:
         tensors = self.wire_tensors()
         if verify == "off":
             return _load_unproven(stream, tensors)
-        ledger = Ledger(self.expected, tensors, checksums=verify == "full")
+        destination = Destination(tensors, self.expected)
+        ledger = Ledger(self.expected, destination, checksums=verify == "full")
         for name, tensor in stream:
             if ledger.receive(name, tensor):
                 tensors[name].copy_(tensor)
-        return ledger.close(self.wire_tensors())
+        return ledger.close(Destination(self.wire_tensors(), self.expected))
 
     @torch.no_grad()
     def generate(

@@ -27,6 +27,10 @@ FUSED = {
 """vLLM holds these projections as one weight."""
 
 
+AFTER_AN_ERROR = 30.0
+"""Seconds for the engine to say what failed, as many as NeMo RL gives its workers to end."""
+
+
 class EngineError(RuntimeError):
     """The engine's FP8 weights are not the plan's; one line."""
 
@@ -51,8 +55,12 @@ def refit_problems(generation: Any) -> list[str]:
 
     NeMo RL's generation actor prints a worker's error and answers False (vllm_worker.py:1184), so
     the loop knows only that something failed.
+
+    Raises:
+        ray.exceptions.GetTimeoutError: no answer: a worker that fell in a step of tensor parallel
+            leaves the others waiting for it.
     """
-    answers = _ask(generation, _problems_of_actor)
+    answers = _ask(generation, _problems_of_actor, AFTER_AN_ERROR)
     return list(dict.fromkeys(text for actor in answers for each in actor for text in each))
 
 
@@ -124,13 +132,15 @@ def _dtypes_of_worker(worker: Any) -> dict[str, str]:
     return {name: str(parameter.dtype) for name, parameter in named}
 
 
-def _ask(generation: Any, question: Callable[[Any], list[Any]]) -> list[list[Any]]:
-    """Answers of every generation actor, which asks its vLLM's workers."""
+def _ask(
+    generation: Any, question: Callable[[Any], list[Any]], seconds: float | None = None
+) -> list[list[Any]]:
+    """Answers of every generation actor, which asks its vLLM's workers, within some seconds."""
     import ray
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     actors = generation.worker_group.workers
-    return ray.get([actor.__ray_call__.remote(question) for actor in actors])
+    return ray.get([actor.__ray_call__.remote(question) for actor in actors], timeout=seconds)
 
 
 def _reports_of_actor(actor: Any) -> list[dict[str, float]]:

@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 
 from fp8_nemo import weights
-from fp8_nemo.ledger import MANIFEST, SENTINEL, Ledger, Part, RefitError, RefitProof, on_host
+from fp8_nemo.ledger import (
+    MANIFEST,
+    SENTINEL,
+    Destination,
+    Ledger,
+    Part,
+    RefitError,
+    RefitProof,
+    on_host,
+)
 from fp8_nemo.nemo.parts import Rank, engine_parts, layers_with_experts
 from fp8_nemo.nemo.settings import (
     VARIABLE,
@@ -132,7 +141,7 @@ class Engine:
     def __init__(self, model: Any, recipe: Recipe) -> None:
         self.model, self.shape, self.precision = model, recipe.model.shape, recipe.precision
         self.known_at: dict[str, Any] = {}
-        self.known: dict[str, Part] = {}
+        self.known: Destination | None = None
         self.specs: dict[tuple, dict[str, WireSpec]] = {}
 
     @cached_property
@@ -153,18 +162,22 @@ class Engine:
         specs = self.sent(self.precision)
         return {name: spec for name, spec in specs.items() if self.rank.holds(name)}
 
-    def parts(self) -> dict[str, Part]:
-        """Everything that a refit fills in this worker, by wire name, as it lies now."""
+    def destination(self) -> Destination:
+        """Everything that a refit fills in this worker, by wire name, as it lies now.
+
+        Raises:
+            RefitError: it is not what the recipe's engine holds.
+        """
         parameters = {name: parameter.data for name, parameter in self.model.named_parameters()}
         scales = dict(self._kv_scales())
         at = {  # `known` keeps their storages, so that no other tensor can get an address
             name: (x.data_ptr(), x.dtype, x.shape, x.stride())
             for name, x in (parameters | scales).items()
         }
-        if at != self.known_at:
+        if self.known is None or at != self.known_at:
             found = engine_parts(parameters, self.shape, self.precision, self.rank)
             found |= {name: Part(scale.view(1)) for name, scale in scales.items()}
-            self.known_at, self.known = at, found
+            self.known_at, self.known = at, Destination(found, self.held)
         return self.known
 
     def _kv_scales(self) -> Iterator[tuple[str, Tensor]]:
@@ -229,7 +242,7 @@ class Refit:
             raise RefitError([f"vLLM could not load the weights: {reason}", *problems])
         if self.ledger is None:
             return None
-        proof = self.ledger.close(self.engine.parts())
+        proof = self.ledger.close(self.engine.destination())
         if broken := list(_stale_host_copies(self.model, self.ledger.kv_scales)):
             raise RefitError(broken)
         return proof
@@ -270,8 +283,7 @@ class Refit:
 def _open(engine: Engine, recipe: Recipe) -> Ledger:
     return Ledger(
         engine.sent(wire_precision(recipe)),
-        engine.parts(),
-        held=engine.held,
+        engine.destination(),
         checksums=recipe.glue.verify == "full",
     )
 

@@ -390,6 +390,33 @@ print(json.dumps([len(held), *ray.get(worker.gpu.remote(), timeout=60)]))
     assert json.loads(done.stdout.splitlines()[-1]) == [2, [1], None], done.stderr[-500:]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed here")
+def test_an_engine_that_does_not_answer_does_not_hold_an_error_back():
+    code = """
+import ray, time
+from types import SimpleNamespace
+from fp8_nemo.nemo import engine, session
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def __init__(self, seconds):
+        problem = lambda ask: time.sleep(seconds) or [["k_proj: never arrived"]]
+        self.llm = SimpleNamespace(collective_rpc=problem)
+
+def asked(seconds):
+    actors = [Actor.remote(0), Actor.remote(seconds)]
+    return session._problems(SimpleNamespace(worker_group=SimpleNamespace(workers=actors)))
+
+print(asked(0))
+engine.AFTER_AN_ERROR = 2.0
+start = time.monotonic()
+print(asked(3600), time.monotonic() - start < 60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
+    assert done.stdout.splitlines()[-2:] == ["['k_proj: never arrived']", "[] True"], done.stderr
+
+
 def test_a_gpu_that_another_run_is_on_is_not_taken_twice(tmp_path):
     from fp8_nemo.nemo.ray_cluster import take, wrong_numbers
 

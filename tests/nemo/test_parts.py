@@ -10,8 +10,9 @@ from itertools import product
 import pytest
 import torch
 
+from fp8_nemo.ledger import Destination, Ledger, RefitError
 from fp8_nemo.nemo.parts import Rank, engine_parts, layers_with_experts
-from fp8_nemo.refit import Ledger, RefitError, refit_stream
+from fp8_nemo.refit import refit_stream
 from fp8_nemo.schema import Precision, Shape
 from fp8_nemo.weights import is_fp8_weight, named_shapes, wire_specs
 
@@ -142,7 +143,7 @@ def test_a_refit_of_a_part_is_proven_and_names_what_did_not_land(case):
     def refit(lost=""):
         wire = {n: torch.full_like(t.float(), 0.25).to(t.dtype) for n, t in pairs[1:-1]}
         parts = engine_parts(engine(wire, shape, rank, prefix), shape, precision, rank)
-        ledger = Ledger(specs, parts, held=held, checksums=True)
+        ledger = Ledger(specs, Destination(parts, held), checksums=True)
         for name, tensor in pairs:
             if ledger.receive(name, tensor) and name in parts and name != lost:
                 parts[name].tensor.copy_(tensor[parts[name].of_wire])
@@ -183,7 +184,7 @@ def test_an_engine_that_lies_otherwise_is_refused_by_name(change, message):
     change(parameters)
     parts = engine_parts(parameters, DENSE, FP8, Rank())
     with pytest.raises(RefitError, match=message):
-        Ledger(wire_specs(named_shapes(DENSE), FP8, 2), parts)
+        Destination(parts, wire_specs(named_shapes(DENSE), FP8, 2))
 
 
 def test_a_second_name_for_a_scale_is_no_weight_and_a_copy_of_it_is():

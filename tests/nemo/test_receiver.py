@@ -279,12 +279,12 @@ def test_the_engine_is_looked_up_again_only_where_a_parameter_has_moved():
     worker.wire = wire_of(run)
     worker.update_weights_via_ipc_zmq()
     engine = worker.fp8_nemo_engine
-    first = engine.parts()
+    first = engine.destination()
     worker.update_weights_via_ipc_zmq()
-    assert engine.parts() is first
+    assert engine.destination() is first
     tensors = worker.model_runner.model.tensors
     tensors[NORM] = tensors[NORM].clone()
-    assert engine.parts()[NORM].tensor.data_ptr() == tensors[NORM].data_ptr()
+    assert engine.destination().parts[NORM].tensor.data_ptr() == tensors[NORM].data_ptr()
     worker.update_weights_via_ipc_zmq()
     assert worker.fp8_nemo_proof.verified_weights == 14
 
