@@ -346,11 +346,12 @@ def main() -> None:
     paths = [path for folder in options.runs for path in find_runs(folder)]
     content = judged(compare(*read_runs(paths)))
     keep(options.out, options.commit, **content)
-    show("cells", [_short(each) for each in content["rows"]])
+    show("cells", [short(each) for each in content["rows"]])
     show("claims", content["verdicts"])
 
 
-def _short(found: dict[str, Any]) -> dict[str, Any]:
+def short(found: dict[str, Any]) -> dict[str, Any]:
+    """A row with its estimates as text: mean and half of the interval over seeds."""
     return {
         name: f"{value['mean']:.3g} ±{value['half'] or 0:.2g}" if isinstance(value, dict) else value
         for name, value in found.items()

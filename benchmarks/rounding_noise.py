@@ -6,8 +6,10 @@ Samples once per precision with the local engine, then scores the same tokens on
 `local` as it is; `unrounded` with activations in FP32, so that the sides differ by the engine's
 BF16 roundings (attention still returns BF16); `noise A` with every linear's FP32 product times
 1 + u, u uniform in +-A, before it is rounded to BF16: half an ulp is 2^-9. `stock weights` samples
-anew from an engine whose weights were quantized by NeMo RL's formula. Rounding a linear's output,
-or noise of 2^-9 after its rounding, would change nothing: the local backend rounds there already.
+anew from an engine whose weights were quantized by NeMo RL's formula; `same texts` is half the mean
+squared log ratio of either engine over the texts of both, which no sampling sets apart. Rounding a
+linear's output, or noise of 2^-9 after its rounding, would change nothing: the local backend rounds
+there already.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from copy import copy, deepcopy
 from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -35,7 +38,7 @@ from fp8_nemo.local import grpo
 from fp8_nemo.local.grpo import Run
 from fp8_nemo.local.layers import Experts
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.local.rollout import Batch
+from fp8_nemo.local.rollout import Batch, Decoder, Engine
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.model_dir import model_path
 from fp8_nemo.refit import refit_stream
@@ -71,6 +74,26 @@ def sample(run: Run) -> Batch:
     return run._sample(list(problems), torch.Generator().manual_seed(run.recipe.seed))
 
 
+@torch.no_grad()
+def half_square(engine: Engine, policy: Policy, batches: list[Batch]) -> float:
+    """Half the mean squared log ratio of the tokens of some texts, whoever sampled them."""
+    squares = []
+    for batch in batches:
+        prompt = batch.tokens_BT.shape[1] - batch.response_mask_BR.shape[1]
+        rows, mask = batch.tokens_BT.split(1, 1), batch.mask_BT.split(1, 1)
+        start = batch.tokens_BT[:, :prompt], batch.mask_BT[:, :prompt]
+        decoder = Decoder(engine.model, *start, len(rows) - prompt)
+        logprob_BV, rollout = decoder.first(), []
+        for place in range(prompt, len(rows)):
+            rollout.append(logprob_BV.gather(1, rows[place]))
+            if place + 1 < len(rows):
+                logprob_BV = decoder.next(rows[place], mask[place])
+        scored_BR = torch.cat(rollout, dim=1)
+        pair = LogprobPair(policy.logprobs(batch), scored_BR, batch.response_mask_BR)
+        squares.append(pair.log_ratio_N.square())
+    return torch.cat(squares).mean().item() / 2
+
+
 def measure(model: str, precision: str, folder: Path) -> dict[str, Any]:
     """`mismatch/kl` of every variant, one number per repetition."""
     [plan] = compose_plans([f"model={model}", f"precision={precision}", "grpo=demo"])
@@ -91,8 +114,12 @@ def measure(model: str, precision: str, folder: Path) -> dict[str, Any]:
     found = {"local": [kl(batch, run.policy)], "unrounded": [kl(batch, unrounded)]}
     found |= {f"noise 2^{power}": noisy(batch, power) for power in SEEDS}
     if precision != "bf16":
+        ours = copy(run.engine)
+        ours.model = deepcopy(run.engine.model)
         with patch.object(grpo, "refit_stream", partial(refit_stream, formula="stock")):
             stock = sample(run)
+        for name, engine in (("same texts, ours", ours), ("same texts, stock weights", run.engine)):
+            found[name] = [half_square(engine, run.policy, [batch, stock])]
         found["stock weights"] = [kl(stock, run.policy)]
         found["stock weights, noise 2^-9"] = noisy(stock, -9)
     medians = {name: median(values) for name, values in found.items()}
