@@ -312,7 +312,9 @@ def _bounds(found: Estimate | None) -> tuple[float, float]:
 
 def _unmatched(cell: Cell, base: Cell) -> str:
     pairs = Comparison((cell, base), ())
-    return "; ".join(key for each in against_twins(pairs) for key in each.unmatched)
+    found = [key for each in against_twins(pairs) for key in each.unmatched]
+    starts = {run.environment.get("weights") for each in (cell, base) for run in each.runs}
+    return "; ".join(found + ["starting weights"] * (len(starts) > 1))
 
 
 def _unfinished(*cells: Cell) -> str:

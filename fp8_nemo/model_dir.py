@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Iterator
@@ -23,6 +24,15 @@ SHAPE_KEYS = {
 def model_path(model: Model) -> Path:
     """The folder that a model is read from: `model.path`, else the one that ships here."""
     return Path(model.path) if model.path else SHIPPED / model.name
+
+
+def weights_digest(folder: Path) -> str:
+    """Of the names and bytes of a model's weights, 12 digits: runs that share it began alike."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:12]
 
 
 def model_mistakes(model: Model) -> Iterator[Mistake]:

@@ -285,9 +285,9 @@ def changed_versions(run_dir: Path) -> list[str]:
     ]
 
 
-def write_environment(run_dir: Path) -> None:
+def write_environment(run_dir: Path, **more: str) -> None:
     """Record what this attempt runs on; each attempt's log keeps its own."""
-    _write_whole(run_dir / ENVIRONMENT, json.dumps(environment(), indent=1) + "\n")
+    _write_whole(run_dir / ENVIRONMENT, json.dumps(environment() | more, indent=1) + "\n")
 
 
 def call_verb(verb: str, *arguments: str) -> int:

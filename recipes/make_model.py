@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 
 from fp8_nemo.compose import ComposeError, compose_plans
-from fp8_nemo.data import DataError, Problem, load_problems
+from fp8_nemo.data import DataError, load_problems
 from fp8_nemo.run_dir import new_folder
-from fp8_nemo.schema import Recipe
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,30 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     except (ComposeError, DataError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
+    from fp8_nemo.local.make_model import make
+
     make(folder, recipe, problems)
     return 0
-
-
-def make(folder: Path, recipe: Recipe, problems: list[Problem]) -> None:
-    """Train with a progress bar, and save."""
-    import torch
-    from rich.progress import Progress
-
-    from fp8_nemo.local import make_model
-
-    chat = make_model.make_chat()
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = make_model.new_model(recipe.model.shape, chat, recipe.seed)
-    how = make_model.teaching_for(problems)
-    with Progress() as bar:
-        task = bar.add_task(recipe.model.name, total=how.steps)
-
-        def report(step: int, loss: float) -> None:
-            bar.update(task, completed=step, description=f"{recipe.model.name} loss {loss:.3f}")
-
-        make_model.train_model(model, chat, problems, teaching=how, seed=recipe.seed, report=report)
-    make_model.save_model(model, chat, folder)
-    print(f"{folder}: {recipe.model.name}, {model.num_parameters():,} parameters")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.progress import Progress
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -34,7 +35,9 @@ from transformers import (
 
 from fp8_nemo.data import Problem, working
 from fp8_nemo.local.chat import Chat
-from fp8_nemo.schema import Shape
+from fp8_nemo.local.deterministic import repeat_exactly
+from fp8_nemo.model_dir import weights_digest
+from fp8_nemo.schema import Recipe, Shape
 
 SPECIALS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
@@ -62,6 +65,25 @@ ANSWERS = Teaching(2500, 256, 1.0e-3, 20)
 WORKING = Teaching(600, 64, 3.0e-4, 100)
 """Every line is an example of its own, so fewer steps teach it. 113M parameters did not learn it at
 1e-3 after 20 steps of warm-up, and at 3e-4 within 300 steps (docs/log.md, 2026-11-21)."""
+
+
+def make(folder: Path, recipe: Recipe, problems: list[Problem]) -> None:
+    """Train with a progress bar and save, the same bytes whenever it is done on such a machine."""
+    repeat_exactly()  # the runs of a study begin alike, wherever and whenever a model was made
+    chat, shape, how = make_chat(), recipe.model.shape, teaching_for(problems)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = new_model(shape, chat, recipe.seed)
+    with Progress() as bar:
+        task = bar.add_task(recipe.model.name, total=how.steps)
+
+        def report(step: int, loss: float) -> None:
+            """Move the bar."""
+            bar.update(task, completed=step, description=f"{recipe.model.name} loss {loss:.3f}")
+
+        train_model(model, chat, problems, teaching=how, seed=recipe.seed, report=report)
+    save_model(model, chat, folder)
+    about = f"{model.num_parameters():,} parameters, weights {weights_digest(folder)}"
+    print(f"{folder}: {recipe.model.name}, {about}")
 
 
 def make_chat() -> Chat:

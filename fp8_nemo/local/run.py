@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products on a GPU
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # How often a thread looks before it sleeps. With libgomp's 300,000 a run beside one busy process on
 # two cores took 37 s, so 10, and alone the 9 that both take (docs/log.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
-import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -27,8 +25,10 @@ from fp8_nemo import run_dir
 from fp8_nemo.environment import environment
 from fp8_nemo.health import UnstableError
 from fp8_nemo.local.checkpoint import CheckpointError
+from fp8_nemo.local.deterministic import repeat_exactly
 from fp8_nemo.local.grpo import Report, Run
 from fp8_nemo.mismatch import LogprobError
+from fp8_nemo.model_dir import model_path, weights_digest
 from fp8_nemo.plan import Plan
 from fp8_nemo.recalibrate import RecalibrateError
 from fp8_nemo.refit import RefitError
@@ -49,9 +49,7 @@ def run(plan: Plan, path: Path) -> int:
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    torch.use_deterministic_algorithms(True)
-    # Nobody reads it, and on a GPU filling it is a launch for every tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
+    repeat_exactly()
     stop = threading.Event()
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -75,7 +73,7 @@ def run(plan: Plan, path: Path) -> int:
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
-    run_dir.write_environment(path)
+    run_dir.write_environment(path, weights=weights_digest(model_path(plan.recipe.model)))
     logging.info("environment %s", environment())
     with progress(plan) as report:
         return Run(plan, path).train(report, stop.is_set)

@@ -6,15 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fp8_nemo.recipes import make_model as recipes_make_model
 
 from fp8_nemo import run_dir
 from fp8_nemo.ledger import checksum
-from fp8_nemo.local import layers, rollout
+from fp8_nemo.local import layers, make_model, rollout
 from fp8_nemo.local.grpo import Run
 from fp8_nemo.local.policy import load_model
 from fp8_nemo.local.rollout import causal_mask
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.model_dir import model_path
+from fp8_nemo.model_dir import model_path, weights_digest
 from fp8_nemo.quantize import (
     dequantize_blocks,
     dequantize_groups,
@@ -186,6 +187,16 @@ def test_a_run_on_a_gpu_repeats_itself(make_plan, tmp_path, model):
         rows = run_dir.read_metrics(frozen.path)
         curves.append([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows])
     assert json.dumps(curves[0]) == json.dumps(curves[1])
+
+
+@pytest.mark.parametrize("model", ["small-llama", "small-qwen3-moe"])
+def test_a_starting_model_is_the_same_whenever_it_is_made(monkeypatch, tmp_path, model):
+    few = make_model.WORKING._replace(steps=3, batch=8)
+    monkeypatch.setattr(make_model, "WORKING", few)
+    for name in ("one", "two"):
+        words = [str(tmp_path / name), f"model={model}", "data=running-sum"]
+        assert recipes_make_model.main(words) == 0
+    assert weights_digest(tmp_path / "one") == weights_digest(tmp_path / "two")
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8_nemo.data import Problem, arithmetic, reward, running_sum
 from fp8_nemo.local import make_model
+from fp8_nemo.model_dir import weights_digest
 from fp8_nemo.schema import Shape
 from fp8_nemo.weights import named_shapes, wire_names
 
@@ -74,6 +75,19 @@ def test_a_model_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
     make_model.save_model(model, chat, folder)
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
     assert (folder / "model.safetensors").exists()
+
+
+def test_a_digest_is_of_every_byte_of_the_weights_and_of_nothing_else(tmp_path):
+    def made(name, byte=0, second="b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "a.safetensors").write_bytes(bytes(100))
+        (folder / f"{second}.safetensors").write_bytes(bytes([*bytes(99), byte]))
+        (folder / "config.json").write_text(name)
+        return weights_digest(folder)
+
+    assert made("one") == made("two") != made("last byte", byte=1)
+    assert made("renamed", second="c") != made("three") and len(made("four")) == 12
 
 
 def test_the_tokenizer_round_trips_every_printable_character():

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8_nemo import run_dir
-from fp8_nemo.model_dir import SHIPPED
+from fp8_nemo.model_dir import SHIPPED, weights_digest
 from tests.conftest import SMALL, small_plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -163,7 +163,9 @@ def test_a_run_is_finished_once_extended_by_more_steps_and_else_left_alone(tmp_p
     assert first.returncode == 0, first.stderr
     [path] = (tmp_path / "outputs").glob("*/*/*")
     whole = curve(path)
-    assert json.loads((path / "environment.json").read_text())["versions"]["torch"]
+    environment = json.loads((path / "environment.json").read_text())
+    assert environment["versions"]["torch"]
+    assert environment["weights"] == weights_digest(SHIPPED / "tiny-llama")
     again = verb("grpo", *line)
     assert again.returncode == 0 and "finished, 2 steps" in again.stdout
     assert curve(path) == whole
