@@ -9,8 +9,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS 
 import torch
 
 
-def repeat_exactly() -> None:
-    """Let torch take deterministic kernels alone, in this process from now on."""
-    torch.use_deterministic_algorithms(True)
+def repeat_exactly(*, warn_only: bool = False) -> None:
+    """Let torch take deterministic kernels, in this process from now on.
+
+    Args:
+        warn_only: where an operation has none, warn and go on; else it raises RuntimeError.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # Nobody reads it, and on a GPU filling it is a launch for every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
