@@ -28,6 +28,7 @@ from fp8_nemo.report import (
     Estimate,
     Run,
     compare,
+    differing,
     find_runs,
     mean_of_seeds,
     read_runs,
@@ -45,6 +46,7 @@ GOOD, STILL_GOOD = 1.03, 1.05
 THIRD = 1 / 3
 BASELINE = "bf16-none"
 KL = "mismatch/kl"
+VARIED = ("precision.", "correction.", "seed")
 COLUMNS = {
     "first_accuracy": "first acc.",
     "last_accuracy": "last acc.",
@@ -87,8 +89,8 @@ class Learning(NamedTuple):
         if (model, BASELINE) not in cells:
             return said(OPEN, f"no {BASELINE} to hold it against")
         cell, base = cells[model, self.cell], cells[model, BASELINE]
-        if unmatched := _unmatched(cell, base):
-            return said(OPEN, f"not matched: {unmatched}")
+        if apart := _apart(cell, base):
+            return said(OPEN, apart)
         learned = _over_seeds(base, gain)
         if learned is None or not learned.mean >= LEARNS:
             return said(OPEN, f"{BASELINE} itself gains {_points(learned)} points")
@@ -111,9 +113,10 @@ class Order(NamedTuple):
         if any((model, name) not in cells for name in self.cells):
             return None
         text = f"KL of {' > '.join(self.cells)}"
-        pairs = [(cells[model, one], cells[model, two]) for one, two in pairwise(self.cells)]
-        found = [difference(one, two, mean_of(KL)) for one, two in pairs]
-        return Verdict(model, text, self.source, above_word(found), _differences(found))
+        named = [cells[model, name] for name in self.cells]
+        found = [difference(one, two, mean_of(KL)) for one, two in pairwise(named)]
+        said = above_word(found), _differences(found)
+        return Verdict(model, text, self.source, *_unless(_apart(*named), named, *said))
 
 
 LEARNING = (
@@ -223,7 +226,8 @@ def _band(model: str, cells: Cells) -> Iterator[Verdict]:
         good = above_word([found], GOOD) == NOT_SUPPORTED
         evidence = f"{_shown(found, '.4f')}{f', below {GOOD} too' if good else ''}"
         text = f"token_mult_prob_error of {name} is below {STILL_GOOD}"
-        yield Verdict(model, text, "NVIDIA's blog, by secondary pages", word, evidence)
+        said = _unless(_apart(cell), [cell], word, evidence)
+        yield Verdict(model, text, "NVIDIA's blog, by secondary pages", *said)
 
 
 def _trends(model: str, cells: Cells) -> Iterator[Verdict]:
@@ -238,7 +242,8 @@ def _trends(model: str, cells: Cells) -> Iterator[Verdict]:
             word = {SUPPORTED: NOT_SUPPORTED, NOT_SUPPORTED: SUPPORTED, OPEN: OPEN}[word]
         text = f"KL of {name} {'grows' if moe else 'does not grow'} over training"
         evidence = f"last third {_shown(found, '.2f')} times the first"
-        yield Verdict(model, text, "FP8-RL, by secondary notes", word, evidence)
+        said = _unless(_apart(cell), [cell], word, evidence)
+        yield Verdict(model, text, "FP8-RL, by secondary notes", *said)
 
 
 def _moe_against_dense(models: list[str], cells: Cells) -> Iterator[Verdict]:
@@ -254,7 +259,8 @@ def _moe_against_dense(models: list[str], cells: Cells) -> Iterator[Verdict]:
             f"KL of {name} is higher in the mixture of experts",
             " against ".join(sides[moe] for moe in (True, False)),
         )
-        yield Verdict(where, text, "verl, FP8 page", above_word(found), _differences(found))
+        said = _unless("", pair, above_word(found), _differences(found))
+        yield Verdict(where, text, "verl, FP8 page", *said)
 
 
 def cells_of(comparison: Comparison) -> Cells:
@@ -310,11 +316,22 @@ def _bounds(found: Estimate | None) -> tuple[float, float]:
     return found.mean - found.half, found.mean + found.half
 
 
-def _unmatched(cell: Cell, base: Cell) -> str:
-    pairs = Comparison((cell, base), ())
-    found = [key for each in against_twins(pairs) for key in each.unmatched]
-    starts = {run.environment.get("weights") for each in (cell, base) for run in each.runs}
-    return "; ".join(found + ["starting weights"] * (len(starts) > 1))
+def _apart(*cells: Cell) -> str:
+    """What differs between all runs of some cells beside precision, correction and seed."""
+    named = [
+        (cell.label, {key: text for key, text in run.settings.items() if not key.startswith(VARIED)}
+         | {"starting weights": run.environment.get("weights", "not recorded")})
+        for cell in cells
+        for run in cell.runs
+    ]  # fmt: skip
+    found = differing(named)
+    return f"not matched: {', '.join(found)}" if found else ""
+
+
+def _unless(apart: str, cells: Iterable[Cell | None], word: str, evidence: str) -> tuple[str, str]:
+    """A verdict and its evidence, open where something is apart or a run did not finish."""
+    stopped = _unfinished(*filter(None, cells))
+    return (OPEN if apart or stopped else word), apart or evidence + stopped
 
 
 def _unfinished(*cells: Cell) -> str:

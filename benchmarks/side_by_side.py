@@ -1,6 +1,6 @@
 """The cells of a sweep side by side on this machine's GPUs, several on each; the local backend's.
 
-python benchmarks/side_by_side.py --gpus 0,1,2,3 --each 4 -m sweep=experiment outputs=study/dense
+python benchmarks/side_by_side.py --gpus 0,1,2,3 --each 3 -m sweep=experiment outputs=study/dense
 
 `--each` runs share a GPU; whether that gains anything is for the machine to show (docs/log.md).
 Everything but `--gpus` and `--each` is as for recipes.grpo, and the same line goes on with what is

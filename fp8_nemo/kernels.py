@@ -174,7 +174,8 @@ def attend(
 ) -> Tensor:
     """Attention of one new token over a cache, in FlashAttention 3's order, in one launch.
 
-    Places that hold no token are not read.
+    Places that hold no token are not read. The tiles are those found for FP8; of BF16 nothing is
+    claimed but its reference's numbers.
 
     Args:
         query: E4M3 or BF16 `[B, K, G, 1, D]`, contiguous, D a power of two.

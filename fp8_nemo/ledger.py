@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -241,23 +241,26 @@ class Ledger:
             else:
                 self.part_sums[name] = checksum(tensor) if whole is None else whole
 
-    def close(self, now: Destination | None = None) -> RefitProof:
+    def close(self, look: Callable[[], Destination] | None = None) -> RefitProof:
         """Settle the book.
 
         Args:
-            now: the engine's own tensors as they are now, looked up again, where loading may
-                have put others in their place; by default those of the opening.
+            look: gives the engine's own tensors as they are now, where loading may have put others
+                in their place; by default those of the opening are looked at.
 
         Raises:
             RefitError: with the name of everything that was dropped, sent twice, unknown, of
                 another type or shape, not loaded, or not what the sender had.
         """
+        opened = self.destination
+        if opened and any(part.tensor.is_cuda for part in opened.parts.values()):
+            torch.cuda.synchronize()  # NCCL's receiver loads, and sums, on streams of its own
         problems = self.wire_problems()
-        if self.destination and not problems:
-            problems = [*self._engine_problems(self.destination, now or self.destination)]
+        if opened and not problems:
+            problems = [*self._engine_problems(opened, look() if look else opened)]
         if problems:
             raise RefitError(problems)
-        held = self.destination.held if self.destination else self.expected
+        held = opened.held if opened else self.expected
         return RefitProof(
             bytes=sum(self.received.values()),
             verified_weights=sum(weights.scale_name(name) in held for name in self.received),
@@ -304,8 +307,6 @@ class Ledger:
                 yield f"{name}: {what} (checksum)"
 
     def _engine_problems(self, opened: Destination, now: Destination) -> Iterator[str]:
-        if any(part.tensor.is_cuda for part in now.parts.values()):
-            torch.cuda.synchronize()  # NCCL's receiver loads on streams of its own
         for name in sorted(now.poisoned()):
             yield f"{name}: arrived, and was not loaded: the engine still holds its poison"
         held = on_host({name: now.parts[name].tensor for name in self.kv_scales})

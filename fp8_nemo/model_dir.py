@@ -27,7 +27,7 @@ def model_path(model: Model) -> Path:
 
 
 def weights_digest(folder: Path) -> str:
-    """Of the names and bytes of a model's weights, 12 digits: runs that share it began alike."""
+    """Of the files that hold a model's weights, names and bytes: runs that share it began alike."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

@@ -360,6 +360,7 @@ def _unmatched(cells: Iterable[Cell]) -> Iterator[str]:
     for cell in cells:
         settings = cell.runs[0].settings | {"seed": cell.seeds}
         matched = {key: settings[key] for key in settings if not key.startswith(OF_THE_CELL)}
+        matched["starting weights"] = cell.runs[0].environment.get("weights", "not recorded")
         models[settings["model.name"]].append((cell.label, matched))
     for named in models.values():
         yield from _sentences("not matched", named)
@@ -369,7 +370,11 @@ def _environments(cells: Iterable[Cell]) -> Iterator[str]:
     named = [(cell.label, run) for cell in cells for run in cell.runs]
     if missing := [str(run.path) for _, run in named if not run.environment]:
         yield f"no {ENVIRONMENT} in {', '.join(missing)}"
-    recorded = [(label, run.environment) for label, run in named if run.environment]
+    recorded = [
+        (label, {key: text for key, text in run.environment.items() if key != "weights"})
+        for label, run in named
+        if run.environment
+    ]
     yield from _sentences("environments differ", recorded)
 
 

@@ -285,6 +285,14 @@ def changed_versions(run_dir: Path) -> list[str]:
     ]
 
 
+def began_from(run_dir: Path) -> str | None:
+    """Digest of the weights that a run with checkpoints began from, where one was recorded."""
+    path = run_dir / ENVIRONMENT
+    if not (checkpoints(run_dir) and path.exists()):
+        return None
+    return json.loads(path.read_text()).get("weights")
+
+
 def write_environment(run_dir: Path, **more: str) -> None:
     """Record what this attempt runs on; each attempt's log keeps its own."""
     _write_whole(run_dir / ENVIRONMENT, json.dumps(environment() | more, indent=1) + "\n")

@@ -97,13 +97,20 @@ def test_two_seeds_a_dead_seed_and_other_settings_decide_nothing():
         Run(each.path, plan_recipe(recipe), each.rows, {}) for each in cell("fp8-e2e-tis", [1])
     ]
     verdict, evidence = said([*BASE, *other], "fp8-e2e-tis keeps")
-    assert verdict == OPEN and evidence.startswith("not matched: grpo.kl_penalty is 1.0")
+    assert verdict == OPEN and evidence.startswith("not matched: grpo.kl_penalty")
     assert said(cell("fp8-e2e-tis", [1.0, 2.0, 3.0]), "fp8-e2e-tis keeps")[0] == OPEN
 
 
 def test_runs_that_began_from_other_weights_decide_nothing():
     others = cell("fp8-linear-tis", [49.0, 58.5, 68.5], weights="another")
     assert said([*BASE, *others], "fp8-linear-tis keeps") == (OPEN, "not matched: starting weights")
+    mixed = [*cell("fp8-e2e-tis", [1.0, 2.0]), run("fp8-e2e-tis", 3, 3.0, weights="another")]
+    assert said(mixed, "token_mult_prob_error")[0] == OPEN
+    lower = cell("fp8-linear-tis", [1, 2, 3], kl=2e-3)
+    lower += cell("fp8-kv-attn-tis", [1, 2, 3], kl=3e-3)
+    assert said(lower, "KL of fp8-kv-attn-tis > fp8-linear-tis")[0] == SUPPORTED
+    died = run("fp8-kv-attn-tis", 4, kl=3e-3, done=5)
+    assert said([*lower, died], "KL of fp8-kv-attn-tis > fp8-linear-tis")[0] == OPEN
 
 
 def test_nothing_is_said_of_accuracy_where_bf16_itself_does_not_learn():

@@ -375,7 +375,7 @@ def test_storage_that_moved_is_named(name, how):
     else:
         engine[name] = engine[name].clone()  # as a loader that makes a new parameter
     with fails(name) as error:
-        ledger.close(Destination(engine, expected))
+        ledger.close(lambda: Destination(engine, expected))
     assert "storage moved" in str(error.value)
 
 
@@ -421,8 +421,19 @@ def test_tensors_that_loading_put_in_place_of_others_are_seen_when_looked_up_aga
             engine[name].copy_(tensor)
     name = "model.embed_tokens.weight"
     with fails(name) as error:
-        ledger.close(Destination(engine | {name: engine[name].clone()}, expected))
+        ledger.close(lambda: Destination(engine | {name: engine[name].clone()}, expected))
     assert "its storage moved" in str(error.value)
+
+
+def test_what_never_arrived_is_named_though_the_engine_has_become_another():
+    expected, engine = engine_for(DENSE)
+    ledger = Ledger(expected, Destination(engine, expected))
+    for name, tensor in stream_of(made(DENSE)):
+        if name != Q and ledger.receive(name, tensor):
+            engine[name].copy_(tensor)
+    with fails(Q) as error:
+        ledger.close(lambda: Destination({EMBED: torch.zeros(2, 4)}, expected))
+    assert "never arrived" in str(error.value)
 
 
 def test_an_error_crosses_processes_with_its_names():

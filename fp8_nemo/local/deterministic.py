@@ -9,12 +9,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS 
 import torch
 
 
-def repeat_exactly(*, warn_only: bool = False) -> None:
-    """Let torch take deterministic kernels, in this process from now on.
+def repeat_exactly() -> None:
+    """Let torch take deterministic kernels alone, in this process from now on.
 
-    Args:
-        warn_only: where an operation has none, warn and go on; else it raises RuntimeError.
+    Not `warn_only`: torch's attention would then go backward by kernels that do not repeat.
     """
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.use_deterministic_algorithms(True)
     # Nobody reads it, and on a GPU filling it is a launch for every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore

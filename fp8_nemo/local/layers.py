@@ -4,7 +4,7 @@ Every product takes operands as the real kernels do and multiplies them in FP32:
 `bf16`; FP8 bytes times their scales for `fp8`. Results are rounded to BF16. What a layer does
 between its products is transformers' business, in BF16, on both sides. On a GPU FP8 bytes and a
 token's attention over its cache go into kernels of `kernels.py`, BF16 attention of texts and norms
-into torch's, one launch each: they sum in another order, and round elsewhere in BF16.
+into torch's, in a launch or a few: they sum in another order, and round elsewhere in BF16.
 
 Training in FP8 quantizes both operands of all three products along the axis that each reduces
 (TransformerEngine's Float8BlockScaling): `y = x w^T` and `dx = dy w` share the weight's blocks; `dw
@@ -404,7 +404,8 @@ def _attend_fused(
 
 def _is_token(query: Tensor) -> bool:
     """Whether the kernel for one token takes it."""
-    return query.is_cuda and query.shape[-2] == 1 and query.shape[-1].bit_count() == 1
+    is_one = query.shape[-2] == 1 and query.shape[-1].bit_count() == 1
+    return query.is_cuda and is_one and not query.requires_grad
 
 
 def _attend_token(

@@ -69,7 +69,7 @@ WORKING = Teaching(600, 64, 3.0e-4, 100)
 
 def make(folder: Path, recipe: Recipe, problems: list[Problem]) -> None:
     """Train with a progress bar and save, the same bytes whenever it is done on such a machine."""
-    repeat_exactly(warn_only=True)  # of transformers' own layers; the digest below tells
+    repeat_exactly()  # the runs of a study begin alike, wherever and whenever a model was made
     chat, shape, how = make_chat(), recipe.model.shape, teaching_for(problems)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = new_model(shape, chat, recipe.seed)

@@ -73,7 +73,8 @@ def run(plan: Plan, path: Path) -> int:
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
-    run_dir.write_environment(path, weights=weights_digest(model_path(plan.recipe.model)))
+    began_from = run_dir.began_from(path) or weights_digest(model_path(plan.recipe.model))
+    run_dir.write_environment(path, weights=began_from)
     logging.info("environment %s", environment())
     with progress(plan) as report:
         return Run(plan, path).train(report, stop.is_set)

@@ -54,11 +54,8 @@ def refit_problems(generation: Any) -> list[str]:
     """What failed in the last refit, each tensor once, over all of vLLM's workers.
 
     NeMo RL's generation actor prints a worker's error and answers False (vllm_worker.py:1184), so
-    the loop knows only that something failed.
-
-    Raises:
-        ray.exceptions.GetTimeoutError: no answer: a worker that fell in a step of tensor parallel
-            leaves the others waiting for it.
+    the loop knows only that something failed. Engines that do not answer are left out: a worker
+    that fell in a step of tensor parallel leaves the others waiting for it.
     """
     answers = _ask(generation, _problems_of_actor, AFTER_AN_ERROR)
     return list(dict.fromkeys(text for actor in answers for each in actor for text in each))
@@ -135,12 +132,16 @@ def _dtypes_of_worker(worker: Any) -> dict[str, str]:
 def _ask(
     generation: Any, question: Callable[[Any], list[Any]], seconds: float | None = None
 ) -> list[list[Any]]:
-    """Answers of every generation actor, which asks its vLLM's workers, within some seconds."""
+    """Answers of generation actors, which ask their vLLM's workers: of all, or in some seconds."""
     import ray
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     actors = generation.worker_group.workers
-    return ray.get([actor.__ray_call__.remote(question) for actor in actors], timeout=seconds)
+    asked = [actor.__ray_call__.remote(question) for actor in actors]
+    ready, late = ray.wait(asked, num_returns=len(asked), timeout=seconds)
+    if late:
+        print(f"{len(late)} of {len(asked)} engines did not say within {seconds:.0f} s what failed")
+    return ray.get(ready)
 
 
 def _reports_of_actor(actor: Any) -> list[dict[str, float]]:

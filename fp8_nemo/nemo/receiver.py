@@ -242,7 +242,7 @@ class Refit:
             raise RefitError([f"vLLM could not load the weights: {reason}", *problems])
         if self.ledger is None:
             return None
-        proof = self.ledger.close(self.engine.destination())
+        proof = self.ledger.close(self.engine.destination)
         if broken := list(_stale_host_copies(self.model, self.ledger.kv_scales)):
             raise RefitError(broken)
         return proof

@@ -94,7 +94,7 @@ def opened(
 
 
 def _problems(generation: Any) -> list[str]:
-    """What the engine says of a refit that failed; nothing if it cannot be asked any more."""
+    """What the engines say of a refit that failed, of those that still answer."""
     try:
         return refit_problems(generation)
     except Exception:  # Ray's, of an actor that died

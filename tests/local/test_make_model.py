@@ -77,7 +77,7 @@ def test_a_model_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
     assert (folder / "model.safetensors").exists()
 
 
-def test_a_digest_is_of_every_byte_of_the_weights_and_of_nothing_else(tmp_path):
+def test_a_digest_is_of_the_files_that_hold_the_weights_and_of_no_other(tmp_path):
     def made(name, byte=0, second="b"):
         folder = tmp_path / name
         folder.mkdir()
