@@ -163,8 +163,11 @@ class Bench:
         mask_BT = (position_T >= after_B[:, None]) & (position_T < lengths[:, None])
         pair = LogprobPair(train_BT[:, 1:width], found["logprobs"][:, 1:width], mask_BT[:, 1:width])
         k3_N = torch.expm1(pair.log_ratio_N) - pair.log_ratio_N
-        error = k3_N.std().item() / math.sqrt(len(k3_N))
-        return mismatch_metrics(pair) | {"kl standard error": error, "tokens": len(k3_N)}
+        return mismatch_metrics(pair) | {
+            "kl standard error": k3_N.std().item() / math.sqrt(len(k3_N)),
+            "mean abs log ratio": mean_with_error(pair.log_ratio_BT.abs(), pair.mask_BT),
+            "tokens": len(k3_N),
+        }
 
     def scored(self, ids_BT: Any, lengths_B: Any) -> Any:
         """The trainer's logprobs `[B, T]`."""
@@ -181,6 +184,18 @@ class Bench:
         batch = session.first_prompts(self.parts, count)
         repeated = {key: value.repeat_interleave(samples, 0) for key, value in batch.items()}
         return BatchedDataDict(repeated)
+
+
+def mean_with_error(value_BT: Any, mask_BT: Any) -> list[float]:
+    """Mean over real tokens, and its standard error, sequences being what is independent.
+
+    A few tokens make a KL, and its error is that of those few; this mean is made by all.
+    """
+    count_B = mask_BT.sum(1).double()
+    sum_B = value_BT.double().masked_fill(~mask_BT.bool(), 0.0).sum(1)
+    mean = sum_B.sum() / count_B.sum()
+    spread = (sum_B - mean * count_B).square().sum().sqrt() / count_B.sum()
+    return [mean.item(), spread.item()]
 
 
 def ask(actor: Any, work: Callable[..., Any], arguments: tuple) -> list[Any]:
