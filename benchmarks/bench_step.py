@@ -202,7 +202,10 @@ def refit(recipe: Recipe, _: Load, files: Files) -> Found:
     fp8 = [name for name in ROLLOUT if name != "bf16"]
     quantized = recipe.precision.rollout_linear == "fp8"
     content, file = _glue(recipe, files, "refit", fp8 if quantized else ["bf16", *fp8])
-    return Found(content["ledger" if quantized else "fused"]["median"]["refit"], file)
+    kind = "ledger" if quantized else "fused"
+    if kind not in content:
+        raise Missing(f"refit: {file} has no `{kind}`; benchmarks/glue.py --parts refit makes it")
+    return Found(content[kind]["median"]["refit"], file)
 
 
 def recalibrate(recipe: Recipe, load: Load, files: Files) -> Found:

@@ -142,6 +142,9 @@ def test_what_travels_alike_stands_for_another_precision_and_another_transport_f
     assert bench_step.refit(recipe, load, files) == (1.5, "own.json")
     with pytest.raises(Missing, match="--parts refit"):
         bench_step.refit(recipe, load, {"a.json": files["own.json"] | {"colocated": False}})
+    old = {"a.json": glue_file("bf16", refit={"stock": own["fused"]})}
+    with pytest.raises(Missing, match=r"a\.json has no `fused`; .*glue\.py --parts refit"):
+        bench_step.refit(recipe, load, old)
 
 
 def test_recalibration_grows_with_the_tokens_of_a_gpu_and_is_nothing_in_bf16():
