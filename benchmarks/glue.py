@@ -163,9 +163,11 @@ class Bench:
         mask_BT = (position_T >= after_B[:, None]) & (position_T < lengths[:, None])
         pair = LogprobPair(train_BT[:, 1:width], found["logprobs"][:, 1:width], mask_BT[:, 1:width])
         k3_N = torch.expm1(pair.log_ratio_N) - pair.log_ratio_N
+        mean, error = mean_with_error(pair.log_ratio_BT.abs(), pair.mask_BT)
         return mismatch_metrics(pair) | {
             "kl standard error": k3_N.std().item() / math.sqrt(len(k3_N)),
-            "mean abs log ratio": mean_with_error(pair.log_ratio_BT.abs(), pair.mask_BT),
+            "mean abs log ratio": mean,
+            "mean abs log ratio standard error": error,
             "tokens": len(k3_N),
         }
 
@@ -186,7 +188,7 @@ class Bench:
         return BatchedDataDict(repeated)
 
 
-def mean_with_error(value_BT: Any, mask_BT: Any) -> list[float]:
+def mean_with_error(value_BT: Any, mask_BT: Any) -> tuple[float, float]:
     """Mean over real tokens, and its standard error, sequences being what is independent.
 
     A few tokens make a KL, and its error is that of those few; this mean is made by all.
@@ -195,7 +197,7 @@ def mean_with_error(value_BT: Any, mask_BT: Any) -> list[float]:
     sum_B = value_BT.double().masked_fill(~mask_BT.bool(), 0.0).sum(1)
     mean = sum_B.sum() / count_B.sum()
     spread = (sum_B - mean * count_B).square().sum().sqrt() / count_B.sum()
-    return [mean.item(), spread.item()]
+    return mean.item(), spread.item()
 
 
 def ask(actor: Any, work: Callable[..., Any], arguments: tuple) -> list[Any]:
