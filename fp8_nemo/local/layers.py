@@ -379,9 +379,11 @@ def attention(
 def _attend_bf16(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
+    if _is_token(query):
+        one = torch.ones(1, device=query.device)
+        return _attend_token(query, key, value, mask, one * (scaling * LOG2_E), one, headroom=0)
     if query.is_cuda:
-        attend = _attend_token if _is_token(query) else _attend_fused
-        return attend(query, key, value, mask, scaling)
+        return _attend_fused(query, key, value, mask, scaling)
     scores = (attended(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
     probability = scores.softmax(-1).nan_to_num()  # padded queries see no key
     return attended(probability.to(torch.bfloat16), value)
@@ -409,14 +411,14 @@ def _is_token(query: Tensor) -> bool:
 
 
 def _attend_token(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, exponent: Tensor, v_scale: Tensor,
+    headroom: int,
+) -> Tensor:  # fmt: skip
     from fp8_nemo import kernels
 
-    one = torch.ones(1, device=query.device)
     return kernels.attend(
-        query.contiguous(), key, value, mask[:, 0, 0, 0], one * (scaling * LOG2_E), one,
-        tile=key_tiles(query, key)[0].stop, headroom=0,
+        query.contiguous(), key, value, mask[:, 0, 0, 0], exponent, v_scale,
+        tile=key_tiles(query, key)[0].stop, headroom=headroom,
     )  # fmt: skip
 
 
@@ -427,12 +429,7 @@ def _attend_fp8(
     exponent = scaling * LOG2_E * module.q_scale * module.k_scale
     query = quantize_tensor(query, module.q_scale)
     if _is_token(query):
-        from fp8_nemo import kernels
-
-        return kernels.attend(
-            query, key, value, mask[:, 0, 0, 0], exponent, module.v_scale,
-            tile=key_tiles(query, key)[0].stop, headroom=PROBABILITY_BITS,
-        )  # fmt: skip
+        return _attend_token(query, key, value, mask, exponent, module.v_scale, PROBABILITY_BITS)
     top = torch.full((*query.shape[:-1], 1), -torch.inf, device=query.device)
     total, output = torch.zeros_like(top), torch.zeros(query.shape, device=query.device)
     for tile in reversed(key_tiles(query, key)):
