@@ -16,12 +16,11 @@ inside the workers, say where each side's host was (`where`), Python's collectio
 `--buffers 0.3,0.03` does it again with other buffers than NeMo RL's own share of the free memory,
 by NRL_REFIT_BUFFER_MEMORY_RATIO.
 `mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and
-not, and NeMo RL's calibration. `bytes`, of a dense model in `fp8-e2e` and not
-with `--anyway`, is the share of each weight that the trainer's last forward and the engine held
-alike, bytes and scales. `faults` breaks a refit
-in each way and says what stock and ours made of it. `--anyway` goes on with an engine whose FP8
-weights are not the plan's, as with a router gate: the line that would have stopped a run is in the
-file, and what each refit made of it.
+not, and NeMo RL's calibration. `bytes`, of a dense model in `fp8-e2e` and not with `--anyway`, is
+the share of each weight that the trainer's last forward and the engine held alike, bytes and
+scales. `faults` breaks a refit in each way and says what stock and ours made of it. `--anyway` goes
+on with an engine whose FP8 weights are not the plan's, as with a router gate: the line that would
+have stopped a run is in the file, and what each refit made of it.
 `--after FILE` waits, set up, until that file is there: several set-ups start together, and each
 measures alone.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md).
