@@ -46,7 +46,6 @@ GOOD, STILL_GOOD = 1.03, 1.05
 THIRD = 1 / 3
 BASELINE = "bf16-none"
 KL = "mismatch/kl"
-VARIED = ("precision.", "correction.", "seed")
 COLUMNS = {
     "first_accuracy": "first acc.",
     "last_accuracy": "last acc.",
@@ -251,10 +250,10 @@ def _moe_against_dense(models: list[str], cells: Cells) -> Iterator[Verdict]:
     if len(sides) < 2 or len(models) > 2:
         return
     for name in MOE_CELLS:
-        pair = [cells.get((sides[moe], name)) for moe in (True, False)]
-        if pair[0] is None or pair[1] is None:
+        pair = [cells[sides[m], name] for m in (True, False) if (sides[m], name) in cells]
+        if len(pair) < 2:
             continue
-        found = [difference(pair[0], pair[1], mean_of(KL))]
+        found = [difference(*pair, mean_of(KL))]
         text, where = (
             f"KL of {name} is higher in the mixture of experts",
             " against ".join(sides[moe] for moe in (True, False)),
@@ -318,19 +317,14 @@ def _bounds(found: Estimate | None) -> tuple[float, float]:
 
 def _apart(*cells: Cell) -> str:
     """What differs between all runs of some cells beside precision, correction and seed."""
-    named = [
-        (cell.label, {key: text for key, text in run.settings.items() if not key.startswith(VARIED)}
-         | {"starting weights": run.environment.get("weights", "not recorded")})
-        for cell in cells
-        for run in cell.runs
-    ]  # fmt: skip
-    found = differing(named)
-    return f"not matched: {', '.join(found)}" if found else ""
+    found = differing([(cell.label, run.matched) for cell in cells for run in cell.runs])
+    texts = [f"{key} is {' or '.join(values)}" for key, values in found.items()]
+    return f"not matched: {'; '.join(texts)}" if found else ""
 
 
-def _unless(apart: str, cells: Iterable[Cell | None], word: str, evidence: str) -> tuple[str, str]:
+def _unless(apart: str, cells: Iterable[Cell], word: str, evidence: str) -> tuple[str, str]:
     """A verdict and its evidence, open where something is apart or a run did not finish."""
-    stopped = _unfinished(*filter(None, cells))
+    stopped = _unfinished(*cells)
     return (OPEN if apart or stopped else word), apart or evidence + stopped
 
 

@@ -84,6 +84,12 @@ class Run:
         recipe = dataclasses.asdict(self.recipe) | {"backend": self.plan.backend}
         return _leaves({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
 
+    @property
+    def matched(self) -> dict[str, str]:
+        """What runs share if only their precision and correction are to be compared."""
+        kept = {k: text for k, text in self.settings.items() if not k.startswith(OF_THE_CELL)}
+        return kept | {"starting weights": self.environment.get("weights", "not recorded")}
+
     def series(self, key: str) -> dict[int, float]:
         """Step -> value of a metric, at the steps that have one."""
         return {row["step"]: row[key] for row in self.rows if row.get(key) is not None}
@@ -358,10 +364,8 @@ def _unmatched(cells: Iterable[Cell]) -> Iterator[str]:
     """What differs between cells of one model beside precision and correction, seeds included."""
     models = defaultdict(list)
     for cell in cells:
-        settings = cell.runs[0].settings | {"seed": cell.seeds}
-        matched = {key: settings[key] for key in settings if not key.startswith(OF_THE_CELL)}
-        matched["starting weights"] = cell.runs[0].environment.get("weights", "not recorded")
-        models[settings["model.name"]].append((cell.label, matched))
+        matched = cell.runs[0].matched | {"seed": cell.seeds}
+        models[matched["model.name"]].append((cell.label, matched))
     for named in models.values():
         yield from _sentences("not matched", named)
 

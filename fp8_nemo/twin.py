@@ -21,13 +21,12 @@ died may be what would have been worse.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from fp8_nemo.health import STATES
 from fp8_nemo.report import (
-    OF_THE_CELL,
     Cell,
     Comparison,
     Estimate,
@@ -201,7 +200,7 @@ def _shared(mine: Run, its: Run, key: str, after: int = 0) -> tuple[list[float],
 
 def _unmatched(cell: Cell, twin: Cell) -> Iterator[str]:
     """Also a correction of the twin's that is neither none nor the cell's own."""
-    named = [(name, _beside(each.runs[0].settings)) for name, each in (("", cell), ("t", twin))]
+    named = [(name, each.runs[0].matched) for name, each in (("", cell), ("t", twin))]
     for key in differing(named):
         mine, its = (values.get(key, "not set") for _, values in named)
         yield f"{key} is {mine}, the twin's {its}"
@@ -215,10 +214,6 @@ def _given(correction: Correction) -> str:
     """`tis: level=token truncate=2.0`: what is set."""
     given = {key: value for key, value in vars(correction).items() if value not in (None, False)}
     return f"{given.pop('name')}: " + " ".join(f"{key}={value}" for key, value in given.items())
-
-
-def _beside(settings: Mapping[str, str]) -> dict[str, str]:
-    return {key: text for key, text in settings.items() if not key.startswith(OF_THE_CELL)}
 
 
 def _same_machine(mine: Run, its: Run) -> bool:

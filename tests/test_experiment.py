@@ -22,7 +22,7 @@ STEPS = 9
 
 
 def run(cell, seed, late=50.0, *, kl=1e-3, growth=1.0, error=1.01, done=STEPS, first=20.0,
-        model="tiny-llama", weights=""):  # fmt: skip
+        model="tiny-llama", weights="first"):  # fmt: skip
     """A run of STEPS steps: validated at each, in the last third with `late` points on average."""
     precision, _, correction = cell.rpartition("-")
     words = [f"model={model}", f"precision={precision}", f"correction={correction}"]
@@ -97,13 +97,16 @@ def test_two_seeds_a_dead_seed_and_other_settings_decide_nothing():
         Run(each.path, plan_recipe(recipe), each.rows, {}) for each in cell("fp8-e2e-tis", [1])
     ]
     verdict, evidence = said([*BASE, *other], "fp8-e2e-tis keeps")
-    assert verdict == OPEN and evidence.startswith("not matched: grpo.kl_penalty")
+    assert verdict == OPEN and evidence.startswith("not matched: grpo.kl_penalty is 1.0")
     assert said(cell("fp8-e2e-tis", [1.0, 2.0, 3.0]), "fp8-e2e-tis keeps")[0] == OPEN
 
 
 def test_runs_that_began_from_other_weights_decide_nothing():
     others = cell("fp8-linear-tis", [49.0, 58.5, 68.5], weights="another")
-    assert said([*BASE, *others], "fp8-linear-tis keeps") == (OPEN, "not matched: starting weights")
+    assert said([*BASE, *others], "fp8-linear-tis keeps") == (
+        OPEN,
+        "not matched: starting weights is another or first",
+    )
     mixed = [*cell("fp8-e2e-tis", [1.0, 2.0]), run("fp8-e2e-tis", 3, 3.0, weights="another")]
     assert said(mixed, "token_mult_prob_error")[0] == OPEN
     lower = cell("fp8-linear-tis", [1, 2, 3], kl=2e-3)

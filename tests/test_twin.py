@@ -137,6 +137,14 @@ def test_what_differs_beside_precision_and_correction_is_named_and_no_word_is_sa
     assert "| higher |" not in page and "| not matched |" in page
 
 
+def test_a_run_from_other_weights_is_no_twin():
+    twin, cell = (run(each, environment=MACHINE | {"weights": each.name}) for each in (BF16, FP8))
+    found = only(twin, cell)
+    assert found.unmatched == ("starting weights is fp8-linear, the twin's bf16",)
+    assert found.accuracy_word == "not matched"
+    assert not [note for note in compare([twin, cell]).notes if "environments differ" in note]
+
+
 def test_the_twin_is_the_bf16_cell_that_differs_least_and_of_equals_the_uncorrected():
     long, short = run(BF16, steps=9), run(BF16)
     found = only(long, run(FP8), short)

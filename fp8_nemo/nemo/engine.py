@@ -140,7 +140,7 @@ def _ask(
     asked = [actor.__ray_call__.remote(question) for actor in actors]
     ready, late = ray.wait(asked, num_returns=len(asked), timeout=seconds)
     if late:
-        print(f"{len(late)} of {len(asked)} engines did not say within {seconds:.0f} s what failed")
+        print(f"{len(late)} of {len(asked)} engines gave no answer within {seconds:.0f} s")
     return ray.get(ready)
 
 

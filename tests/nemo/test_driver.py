@@ -416,7 +416,7 @@ print(asked(3600), time.monotonic() - start < 60)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     whole, late, rest = done.stdout.splitlines()[-3:]
     assert whole == "['k_proj: never arrived']" and rest == f"{whole} True", done.stderr
-    assert late == "1 of 2 engines did not say within 2 s what failed"
+    assert late == "1 of 2 engines gave no answer within 2 s"
 
 
 def test_a_gpu_that_another_run_is_on_is_not_taken_twice(tmp_path):
