@@ -3,8 +3,8 @@
 What must arrive comes from `weights.wire_specs`, the same function that the sender asks, and is
 compared with the engine's own tensors when the ledger opens. Block scales, and one element of every
 other tensor, are then poisoned with NaN; at the end the scales must be finite and positive and no
-poison left, KV scales must read as they were sent, and no storage address may have moved, since
-CUDA graphs hold them.
+poison left, KV scales must be those that the manifest says, and no storage address may have moved,
+since CUDA graphs hold them.
 
 `verify: full` adds a checksum of every tensor on both sides, the sender's taken before the wire,
 the receiver's as it arrives and again from the engine's own memory: it sees a scale that is stale
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -77,6 +78,15 @@ class Part(NamedTuple):
     """Which part of the wire's tensor it holds; all of it if empty."""
 
 
+class Manifest(NamedTuple):
+    """What the sender has sent: `Manifest(["lm_head.weight", ...], [], {})`."""
+
+    names: list[str]
+    sums: list[int]
+    """Of each name's bytes, with `verify: full`."""
+    kv_scales: dict[str, float]
+
+
 def checksum(tensor: Tensor) -> Tensor:
     """An order-sensitive sum of a tensor's bytes, INT64 scalar on its device.
 
@@ -122,11 +132,12 @@ class Destination:
             if not tensor.numel():  # the last rank of a vocabulary may hold padding alone
                 continue
             if name.endswith(weights.SCALE_SUFFIX):
-                self.scales[name] = tensor
+                # As a view, once: 224 of 8B's take a host 0.2 ms, and flattening a row is free.
+                self.scales[name] = tensor.flatten() if tensor.is_contiguous() else tensor
             elif tensor.dtype == FP8:
-                self.bytes[name] = tensor.view(torch.uint8).as_strided((), ())
+                self.bytes[name] = tensor.view(torch.uint8).as_strided((1,), (1,))
             else:
-                self.others[name] = tensor.as_strided((), ())
+                self.others[name] = tensor.as_strided((1,), (1,))
 
     def poison(self) -> None:
         """NaN, which no trainer sends, into all of a block scale and one element of the rest."""
@@ -136,8 +147,8 @@ class Destination:
         for some in by_dtype.values():
             torch._foreach_mul_(some, torch.nan)
         if first := [*self.bytes.values()]:
-            nan = torch.full((), FP8_NAN, dtype=torch.uint8, device=first[0].device)
-            torch._foreach_copy_(first, [nan] * len(first))
+            nan_1 = torch.full((1,), FP8_NAN, dtype=torch.uint8, device=first[0].device)
+            torch._foreach_copy_(first, [nan_1] * len(first))
 
     def poisoned(self) -> list[str]:
         """Names in which loading has left the poison, or put a scale that is none, but KV scales'.
@@ -152,9 +163,8 @@ class Destination:
                     {n: (torch.isfinite(x) & (x > 0)).all() for n, x in self.scales.items()}
                 )
         if self.bytes:
-            first_N = torch.stack([*self.bytes.values()]).tolist()
             nan = (FP8_NAN, FP8_NAN | 0x80)
-            found += [n for n, first in zip(self.bytes, first_N, strict=True) if first in nan]
+            found += [n for n, first in on_host(self.bytes).items() if first in nan]
         others = {n: x for n, x in self.others.items() if not n.endswith(KV_SUFFIXES)}
         return found + [n for n, first in on_host(others).items() if not math.isfinite(first)]
 
@@ -197,11 +207,10 @@ class Ledger:
     ) -> None:
         self.expected, self.destination, self.checksums = expected, destination, checksums
         self.received: dict[str, int] = {}
-        self.kv_scales: dict[str, Tensor] = {}
         self.arrived_sums: dict[str, Tensor] = {}
         self.part_sums: dict[str, Tensor] = {}
         self.problems: list[str] = []
-        self.manifest: dict[str, list[str]] | None = None
+        self.manifest: Manifest | None = None
         self.sentinel = False
         if destination is not None:
             destination.poison()
@@ -219,8 +228,6 @@ class Ledger:
             self.problems.append(f"{name}: {problem}")
         else:
             self.received[name] = tensor.nbytes
-            if name.endswith(KV_SUFFIXES):
-                self.kv_scales[name] = tensor.clone()
             if self.checksums:
                 self.arrived_sums[name] = checksum(tensor)
                 if self.destination and self.destination.held.get(name) == self.expected[name]:
@@ -292,27 +299,28 @@ class Ledger:
             yield f"{SENTINEL}: never arrived, so this stream is not ours"
         if self.manifest is None:
             yield f"{MANIFEST}: never arrived whole, so the stream was cut short"
-        elif self.checksums and len(self.manifest["sums"]) != len(self.expected):
+        elif self.checksums and len(self.manifest.sums) != len(self.expected):
             yield f"{MANIFEST}: lacks checksums, which verify=full needs"
-        elif set(self.manifest["names"]) != set(self.expected):
+        elif set(self.manifest.names) != set(self.expected):
             yield f"{MANIFEST}: lists other tensors than this engine expects"
         elif self.checksums:
             yield from self._altered(self.arrived_sums, "arrived with other bytes than were sent")
 
     def _altered(self, sums: Mapping[str, Tensor], what: str) -> Iterator[str]:
         assert self.manifest is not None
-        sent = dict(zip(self.manifest["names"], self.manifest["sums"], strict=True))
+        sent = dict(zip(self.manifest.names, self.manifest.sums, strict=True))
         for name, value in on_host(sums).items():
-            if value != int(sent[name], 16):
+            if value != sent[name]:
                 yield f"{name}: {what} (checksum)"
 
     def _engine_problems(self, opened: Destination, now: Destination) -> Iterator[str]:
         for name in sorted(now.poisoned()):
             yield f"{name}: arrived, and was not loaded: the engine still holds its poison"
-        held = on_host({name: now.parts[name].tensor for name in self.kv_scales})
-        for name, sent in on_host(self.kv_scales).items():
-            if held[name] != sent:
-                yield f"{name}: the engine holds {held[name]}, sent {sent}"
+        assert self.manifest is not None
+        sent = self.manifest.kv_scales
+        for name, scale in on_host({name: now.parts[name].tensor for name in sent}).items():
+            if scale != sent[name]:
+                yield f"{name}: the engine holds {scale}, sent {sent[name]}"
         for name, address in opened.addresses.items():
             if now.parts[name].tensor.data_ptr() != address:
                 yield f"{name}: its storage moved, CUDA graphs would read the old one"
@@ -339,19 +347,30 @@ def on_host(numbers: Mapping[str, Tensor]) -> dict[str, Any]:
     return dict(zip(numbers, torch.cat(flat).tolist(), strict=True))
 
 
-def manifest(names: list[str], sums: list[Tensor]) -> Tensor:
-    """Names, and checksums of fixed width: the manifest's shape never changes between refits."""
+def manifest(names: list[str], sums: list[Tensor], kv_scales: Mapping[str, float]) -> Tensor:
+    """Bytes of it, as many in every refit: NeMo RL's receiver knows shapes from its set-up.
+
+    Args:
+        names: of all tensors, in the order sent.
+        sums: their `checksum`, or none.
+        kv_scales: in FP32, in the order of `names`.
+    """
     host_sums = torch.stack(sums).tolist() if sums else []
-    text = json.dumps({"names": names, "sums": [f"{value:016x}" for value in host_sums]})
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    scales = struct.pack(f">{len(kv_scales)}f", *kv_scales.values()).hex()
+    book = {"names": names, "sums": [f"{value:016x}" for value in host_sums], "kv_scales": scales}
+    return torch.frombuffer(bytearray(json.dumps(book).encode()), dtype=torch.uint8)
 
 
-def read_manifest(tensor: Tensor) -> dict[str, list[str]] | None:
+def read_manifest(tensor: Tensor) -> Manifest | None:
     """What `manifest` wrote; None if it did not arrive whole."""
     try:
-        return json.loads(tensor.cpu().numpy().tobytes())
+        book = json.loads(tensor.cpu().numpy().tobytes())
     except ValueError:
         return None
+    names = [name for name in book["names"] if name.endswith(KV_SUFFIXES)]
+    scales = struct.unpack(f">{len(names)}f", bytes.fromhex(book["kv_scales"]))
+    sums = [int(value, 16) for value in book["sums"]]
+    return Manifest(book["names"], sums, dict(zip(names, scales, strict=True)))
 
 
 def spec_of(tensor: Tensor) -> WireSpec:

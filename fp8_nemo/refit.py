@@ -95,6 +95,7 @@ def refit_stream(
         torch.cuda.synchronize(device)  # the groups were made on their consumer's streams
     if not metadata_only and (broken := list(_nonfinite(verdicts))):
         raise RefitError(f"{name}: holds NaN or Inf in the trainer" for name in broken)
+    scales: dict[str, float] = {}
     if precision.rollout_kv == "fp8":
         scales = _checked_kv_scales(kv_scales or {}, num_layers, metadata_only)
         together_N = torch.tensor([*scales.values()]).to(device)
@@ -102,7 +103,7 @@ def refit_stream(
             names.append(name)
             sums += [checksum(tensor)] if checksums else []
             yield name, tensor
-    yield MANIFEST, manifest(names, sums).to(device)
+    yield MANIFEST, manifest(names, sums, scales).to(device)
 
 
 def encode(

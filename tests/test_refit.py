@@ -28,6 +28,7 @@ PRECISIONS = [
     Precision(), FP8, FP8_KV, Precision(rollout_linear="fp8", scales="pow2", first_layers_bf16=1)
 ]  # fmt: skip
 KV = kv_scales(torch.arange(1.0, 7.0).view(1, L, 3), 1.05)
+ROUNDED = {name: torch.tensor(scale).item() for name, scale in KV.items()}
 Q = "model.layers.1.self_attn.q_proj.weight"
 GATE = "model.layers.0.mlp.gate.weight"
 EMBED = "model.embed_tokens.weight"
@@ -217,6 +218,10 @@ FAULTS = [
         edited(GATE, gate_as_fp8),
         f"{GATE}: wrong dtype float8_e4m3fn, expected bfloat16",
         f"{GATE}_scale_inv: unknown name",
+    ),
+    (
+        edited(K1, lambda t: [(K1, 2 * t)]),
+        f"{K1}: the engine holds {2 * ROUNDED[K1]}, sent {ROUNDED[K1]}",
     ),
     (without(MANIFEST), f"{MANIFEST}: never arrived whole, so the stream was cut short"),
     (without(SENTINEL), f"{SENTINEL}: never arrived, so this stream is not ours"),

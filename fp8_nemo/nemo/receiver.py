@@ -33,7 +33,6 @@ from fp8_nemo.ledger import (
     Part,
     RefitError,
     RefitProof,
-    on_host,
 )
 from fp8_nemo.nemo.parts import Rank, engine_parts, layers_with_experts
 from fp8_nemo.nemo.settings import (
@@ -243,7 +242,8 @@ class Refit:
         if self.ledger is None:
             return None
         proof = self.ledger.close(self.engine.destination)
-        if broken := list(_stale_host_copies(self.model, self.ledger.kv_scales)):
+        assert self.ledger.manifest is not None  # else it would not have closed
+        if broken := list(_stale_host_copies(self.model, self.ledger.manifest.kv_scales)):
             raise RefitError(broken)
         return proof
 
@@ -348,15 +348,14 @@ def _keep_kv_scales(runner: Any, model: Any, layers: int) -> None:
     runner.post_kv_cache_wake_up = wake_and_keep
 
 
-def _stale_host_copies(model: Any, sent: dict[str, Tensor]) -> Iterable[str]:
+def _stale_host_copies(model: Any, sent: dict[str, float]) -> Iterable[str]:
     """KV scales whose copy on the host, which some attention kernels take, is not what was sent."""
-    values = on_host(sent)
     for layer in range(len(sent) // 3):
         attention = _attention(model, layer)
         copies = (attention._q_scale_float, attention._k_scale_float, attention._v_scale_float)
         for name, copy in zip(weights.kv_scale_names(layer), copies, strict=True):
-            if copy != values[name]:
-                yield f"{name}: the engine's host copy is {copy}, sent {values[name]}"
+            if copy != sent[name]:
+                yield f"{name}: the engine's host copy is {copy}, sent {sent[name]}"
 
 
 def _wait() -> None:
