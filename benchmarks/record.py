@@ -48,10 +48,13 @@ def repeated(numbers: Sequence[float]) -> dict[str, Any]:
 
 
 def keep(out: Path, commit: str, **content: Any) -> None:
-    """Write the results so far, whole or not at all; called after every row, to lose none."""
+    """Write the results so far, whole or not at all; called after every row, to lose none.
+
+    A clone knows its commit better than `--commit` does.
+    """
     head = {
         "command": _command(),
-        "commit": commit or None,
+        "commit": _environment()["commit"] or commit or None,
         "environment": _environment(),
     }
     new = out.with_name(f"{out.name}.new")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8_nemo.environment import environment
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -30,6 +32,15 @@ def test_a_missing_device_is_told():
         [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1 and "needs a CUDA device" in done.stderr
+
+
+@pytest.mark.parametrize("clone", [True, False])
+def test_a_clone_knows_its_commit_better_than_the_one_who_asks(clone, tmp_path):
+    code = "import pathlib, record; record.keep(pathlib.Path('x.json'), 'abc')"
+    own = os.environ | {"PYTHONPATH": str(BENCHMARKS)} | ({} if clone else {"GIT_DIR": "nowhere"})
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=own, check=True, timeout=120)
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["commit"] == (environment()["commit"] or "abc" if clone else "abc")
 
 
 def test_the_command_of_a_results_file_has_torchruns_part(tmp_path):
