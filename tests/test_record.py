@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -54,3 +55,15 @@ def test_the_command_of_a_results_file_has_torchruns_part(tmp_path):
     subprocess.run(command, cwd=tmp_path, env=own, check=True, timeout=300, capture_output=True)
     found = json.loads((tmp_path / "x.json").read_text())["command"]
     assert found == " ".join(["python", *command[1:]])
+
+
+@pytest.mark.parametrize("known", [None, "8965e637a28d"])
+def test_kept_runs_have_the_commit_that_they_could_not_tell(known, tmp_path):
+    [source, *_] = (BENCHMARKS / "results" / "runs").glob("*/bf16-none/*")
+    run = shutil.copytree(source, tmp_path / "runs" / "one")
+    found = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps(found | {"commit": known}))
+    command = [sys.executable, str(BENCHMARKS / "keep_runs.py"), "runs", "kept", "--commit", "abc"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    kept = json.loads((tmp_path / "kept" / "one" / "environment.json").read_text())
+    assert kept == found | {"commit": known or "abc"}
