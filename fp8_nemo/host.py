@@ -332,7 +332,10 @@ def _uneven_shards(recipe: Recipe) -> list[str]:
         if ".experts." in name and parallel.rollout_expert > 1:
             continue
         by_column = name.endswith(("o_proj.weight", "down_proj.weight"))
-        if (columns if by_column else rows) % (BLOCK * parallel.rollout_tensor):
+        ranks = parallel.rollout_tensor
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            ranks = min(ranks, shape.kv_heads)  # more ranks hold copies of a head
+        if (columns if by_column else rows) % (BLOCK * ranks):
             uneven.append(name)
     return uneven
 

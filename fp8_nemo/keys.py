@@ -109,6 +109,7 @@ PINNED: dict[str, tuple[Any, str]] = {
 ABSENT = {
     "policy.router_replay.enabled": (False, "not supported yet"),
     f"{GENERATION}.refit_transport": (None, "not supported yet"),
+    f"{VLLM}.is_mx": (False, "blockwise FP8 is what is driven here"),
 }
 """The same, for keys that not every base file has."""
 

@@ -365,11 +365,11 @@ def read_manifest(tensor: Tensor) -> Manifest | None:
     """What `manifest` wrote; None if it did not arrive whole."""
     try:
         book = json.loads(tensor.cpu().numpy().tobytes())
-    except ValueError:
+        names = [name for name in book["names"] if name.endswith(KV_SUFFIXES)]
+        scales = struct.unpack(f">{len(names)}f", bytes.fromhex(book["kv_scales"]))
+        sums = [int(value, 16) for value in book["sums"]]
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None
-    names = [name for name in book["names"] if name.endswith(KV_SUFFIXES)]
-    scales = struct.unpack(f">{len(names)}f", bytes.fromhex(book["kv_scales"]))
-    sums = [int(value, 16) for value in book["sums"]]
     return Manifest(book["names"], sums, dict(zip(names, scales, strict=True)))
 
 

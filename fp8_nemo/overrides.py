@@ -75,7 +75,7 @@ def overrides(recipe: Recipe, host: Host) -> dict[str, Any]:
         recipe: with the numbers of `grpo` filled in, but `max_new_tokens`.
         host: for keys that not every version has.
     """
-    own = leaves(recipe.nemo)
+    own, there = leaves(recipe.nemo), (host.bases or {}).get(_base(recipe), {})
     written = {
         **_grpo(recipe),
         **_loss(recipe),
@@ -86,6 +86,7 @@ def overrides(recipe: Recipe, host: Host) -> dict[str, Any]:
         **_data(recipe),
         **_records(recipe),
         **{key: value for key, (value, _) in PINNED.items()},
+        **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
         **own,
     }
     # One size for both passes: NeMo RL asserts it for TP >= 4 (lm_policy.py:212).

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,7 +197,9 @@ def code_parent(outputs: Path) -> Path:
     return folder
 
 
-def conversion_dir(parent: Path, model: str, source: Path | None) -> Path:
+def conversion_dir(
+    parent: Path, model: str, source: Path | None, changed: Mapping[str, Any]
+) -> Path:
     """Where a model in Megatron's format is kept for the runs that start from it.
 
     A folder's name holds a hash over its files' sizes and times: NeMo RL goes by the name alone,
@@ -207,10 +209,11 @@ def conversion_dir(parent: Path, model: str, source: Path | None) -> Path:
         parent: where all conversions are.
         model: its name, or the hub's.
         source: the folder it is read from; None on the hub.
+        changed: what a run changes of the model's own configuration.
     """
     files = sorted(source.iterdir()) if source else []
     state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest = hashlib.sha256(json.dumps([model, state]).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps([model, state, changed]).encode()).hexdigest()[:8]
     folder = parent.absolute() / f"{model.replace('/', '--')}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

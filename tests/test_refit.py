@@ -412,10 +412,20 @@ def test_a_manifest_that_cannot_be_read_or_lacks_checksums_is_named():
     with fails(MANIFEST) as error:
         ledger.close()
     assert "lacks checksums, which verify=full needs" in str(error.value)
-    ledger.receive(MANIFEST, torch.zeros(3, dtype=torch.uint8))
-    with fails(MANIFEST) as error:
-        ledger.close()
-    assert "never arrived whole" in str(error.value)
+    broken = (
+        "\0",
+        "[]",
+        '{"names": [], "sums": []}',
+        '{"names": [3], "sums": [], "kv_scales": ""}',
+        '{"names": ["a.k_scale"], "sums": [], "kv_scales": "00"}',
+        '{"names": [], "sums": ["x"], "kv_scales": ""}',
+    )
+    for text in broken:
+        sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        assert not ledger.receive(MANIFEST, sent)
+        with fails(MANIFEST) as error:
+            ledger.close()
+        assert "never arrived whole" in str(error.value)
 
 
 def test_tensors_that_loading_put_in_place_of_others_are_seen_when_looked_up_again():

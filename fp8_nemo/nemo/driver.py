@@ -24,12 +24,13 @@ from fp8_nemo import run_dir
 from fp8_nemo.data import load_problems, write_problems
 from fp8_nemo.health import append_judged
 from fp8_nemo.host import root_of
+from fp8_nemo.keys import leaves
 from fp8_nemo.model_dir import model_path
 from fp8_nemo.nemo import session
 from fp8_nemo.nemo.checkout import read_host
 from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.nemo.session import CONVERSIONS
-from fp8_nemo.nemo.settings import own_folder, to_environment
+from fp8_nemo.nemo.settings import VARIABLE, own_folder, to_environment
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import seconds
 
@@ -72,12 +73,15 @@ def prepare(plan: Plan, root: Path) -> None:
     assert plan.nemo
     for name, value in plan.nemo.environment.items():
         os.environ.setdefault(name, value)
+    os.environ.pop(VARIABLE, None)  # of a run that this one was started from
     os.environ |= to_environment(plan.recipe)
     model = plan.recipe.model
     source = None if model.hf_id and not model.path else model_path(model)
     given = os.environ.get(CONVERSIONS)
     parent = Path(given) if given else Path(plan.recipe.outputs) / ".megatron"
-    folder = run_dir.conversion_dir(parent, model.hf_id or model.name, source)
+    own = leaves(plan.recipe.nemo).items()
+    changed = {key: value for key, value in own if key.startswith("policy.hf_config_overrides")}
+    folder = run_dir.conversion_dir(parent, model.hf_id or model.name, source, changed)
     os.environ[CONVERSIONS] = str(folder)
     # Workers in environments of their own find NeMo RL and this package, entry point included.
     own = [] if (here := own_folder()) is None else [str(here)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from fp8_nemo.schema import Recipe
@@ -54,11 +55,20 @@ def refit_problems(generation: Any) -> list[str]:
     """What failed in the last refit, each tensor once, over all of vLLM's workers.
 
     NeMo RL's generation actor prints a worker's error and answers False (vllm_worker.py:1184), so
-    the loop knows only that something failed. Engines that do not answer are left out: a worker
-    that fell in a step of tensor parallel leaves the others waiting for it.
+    the loop knows only that something failed. Engines that do not answer are left out, dead ones
+    too: a worker that fell in a step of tensor parallel leaves the others waiting for it.
     """
-    answers = _ask(generation, _problems_of_actor, AFTER_AN_ERROR)
-    return list(dict.fromkeys(text for actor in answers for each in actor for text in each))
+    import ray
+
+    asked = _asked(generation, _problems_of_actor)
+    ready, late = ray.wait(asked, num_returns=len(asked), timeout=AFTER_AN_ERROR)
+    if late:
+        print(f"{len(late)} of {len(asked)} engines gave no answer within {AFTER_AN_ERROR:.0f} s")
+    found: dict[str, None] = {}
+    for answer in ready:
+        with suppress(Exception):  # of one that died; the others may know why
+            found |= dict.fromkeys(text for each in ray.get(answer) for text in each)
+    return list(found)
 
 
 def check_receivers(generation: Any) -> None:
@@ -129,19 +139,20 @@ def _dtypes_of_worker(worker: Any) -> dict[str, str]:
     return {name: str(parameter.dtype) for name, parameter in named}
 
 
-def _ask(
-    generation: Any, question: Callable[[Any], list[Any]], seconds: float | None = None
-) -> list[list[Any]]:
-    """Answers of generation actors, which ask their vLLM's workers: of all, or in some seconds."""
+def _ask(generation: Any, question: Callable[[Any], list[Any]]) -> list[list[Any]]:
+    """Answers of all generation actors, which ask their vLLM's workers."""
+    import ray
+
+    return ray.get(_asked(generation, question))
+
+
+def _asked(generation: Any, question: Callable[[Any], list[Any]]) -> list[Any]:
+    """Ray's references to the answers, one an actor."""
     import ray
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     actors = generation.worker_group.workers
-    asked = [actor.__ray_call__.remote(question) for actor in actors]
-    ready, late = ray.wait(asked, num_returns=len(asked), timeout=seconds)
-    if late:
-        print(f"{len(late)} of {len(asked)} engines gave no answer within {seconds:.0f} s")
-    return ray.get(ready)
+    return [actor.__ray_call__.remote(question) for actor in actors]
 
 
 def _reports_of_actor(actor: Any) -> list[dict[str, float]]:

@@ -2,6 +2,8 @@
 
 NeMo RL's own log stays as it is. It logs validation before a step's metrics, and a step's times
 last, so the times close the row; the first validation, before any step, is row 0.
+
+Its whole step has the validation and the saving after it in it; ours, on both backends, has not.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ TIMES = {
     "total_step_time": "time/step",
 }
 """NeMo RL's timers by our names. Its refit opens the step that uses it."""
+OPENED = "refit opened the step"
+"""In what our policy saw: the engine was stale. After a validation, which refits, it is not."""
 
 
 class OverheardLogger:
@@ -37,6 +41,7 @@ class OverheardLogger:
     ) -> None:
         self._logger, self._take_row, self._write = logger, take_row, write
         self._row: dict[str, Any] = {}
+        self._validation = 0.0
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the logger's own."""
@@ -56,14 +61,21 @@ class OverheardLogger:
             self._row["val/accuracy"] = float(metrics["accuracy"])
             if step == 0:
                 self._close(0)
+        elif prefix == "timing/validation" and step > 0:  # row 0 is closed before its times come
+            self._validation = metrics.get("total_validation_time", 0.0)
         elif prefix == "train" and "reward" in metrics:  # the rollout's own come under it too
             self._row["reward/mean"] = float(metrics["reward"])
         elif prefix == "timing/train":
             self._row |= {
                 ours: metrics[theirs] for theirs, ours in TIMES.items() if theirs in metrics
             }
+            if "time/step" in self._row:
+                self._row["time/step"] -= self._validation + metrics.get("checkpointing", 0.0)
             self._close(step)
 
     def _close(self, step: int) -> None:
-        self._write({"step": step} | self._take_row() | self._row)
-        self._row = {}
+        seen = self._take_row()
+        if not seen.pop(OPENED, False):
+            self._row.pop("time/refit", None)  # of a step that found the engine fresh
+        self._write({"step": step} | seen | self._row)
+        self._row, self._validation = {}, 0.0

@@ -31,6 +31,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 
 from fp8_nemo.correction import Multiplier, correct, correction_metrics
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.nemo.metrics import OPENED
 from fp8_nemo.nemo.settings import has_receiver, observes
 from fp8_nemo.overrides import native_correction
 from fp8_nemo.quantize import FP8_MAX
@@ -135,6 +136,7 @@ class WatchedPolicy(Policy):
         self, buffer_size_bytes: int, kv_scales: dict[str, float] | None = None
     ) -> Any:
         """`Policy.stream_weights_via_ipc_zmq`, never without the scales in force."""
+        self._note_refit()
         return super().stream_weights_via_ipc_zmq(
             buffer_size_bytes, kv_scales=kv_scales or self.kv_scales or None
         )
@@ -143,6 +145,7 @@ class WatchedPolicy(Policy):
         self, kv_scales: dict[str, float] | None = None, **options: Any
     ) -> Any:
         """`Policy.broadcast_weights_for_collective`, never without the scales in force."""
+        self._note_refit()
         return super().broadcast_weights_for_collective(
             kv_scales=kv_scales or self.kv_scales or None, **options
         )
@@ -167,6 +170,11 @@ class WatchedPolicy(Policy):
             self.row["recalibrate/saturated_fraction"] = saturated_fraction(amax_L3, self.kv_scales)
             self.row["recalibrate/max_drift"] = max_drift(self.kv_scales, scales)
         self.kv_scales = scales
+
+    def _note_refit(self) -> None:
+        """Before the step's training it opens the step; after it, it is a validation's."""
+        if "train/grad_norm" not in self.row:
+            self.row[OPENED] = True
 
     def take_row(self) -> dict[str, float]:
         """The metrics since the last call."""

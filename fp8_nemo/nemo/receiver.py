@@ -16,6 +16,7 @@ for ever in a broadcast; what fails is kept, the stream is taken to its end, and
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple
 from functools import cached_property
@@ -217,6 +218,10 @@ class Refit:
             if not self.failed:
                 self._load(ours, load_as_stock)
         except Exception as error:  # raised when the stream has ended
+            traceback.print_exc()  # which Ray may not hand on
+            names = [name for name, _ in tensors]
+            ends = " to ".join([*names[:1], *names[-1:]])
+            error.add_note(f"while loading {len(names)} tensors, {ends}")
             self.failed = error
 
     def close(self, update: Callable[[], bool]) -> RefitProof | None:
@@ -235,10 +240,10 @@ class Refit:
         if isinstance(self.failed, RefitError):
             raise self.failed
         if self.failed or not landed:
-            found = self.failed
-            reason = f"{type(found).__name__} {found}" if found else "its message is in the log"
+            reason = _reason(self.failed) if self.failed else "its message is in the log"
             problems = self.ledger.wire_problems() if self.ledger else []
-            raise RefitError([f"vLLM could not load the weights: {reason}", *problems])
+            text = f"vLLM could not load the weights: {reason}"
+            raise RefitError([text, *problems]) from self.failed
         if self.ledger is None:
             return None
         proof = self.ledger.close(self.engine.destination)
@@ -278,6 +283,14 @@ class Refit:
             for name, tensor in found:
                 self.ledger.loading(name, tensor)
         self.model.load_weights(weights=found)
+
+
+def _reason(error: Exception) -> str:
+    """What failed, where, and with which tensors: vLLM's loaders assert without a message."""
+    text = f"{type(error).__name__} {error}".strip()
+    [*_, at] = traceback.extract_tb(error.__traceback__)
+    notes = getattr(error, "__notes__", [])
+    return ", ".join([f"{text} at {at.filename}:{at.lineno}, `{at.line}`", *notes])
 
 
 def _open(engine: Engine, recipe: Recipe) -> Ledger:
@@ -328,24 +341,24 @@ def _keep_kv_scales(runner: Any, model: Any, layers: int) -> None:
     """Put the scales of K and V back when the cache wakes up.
 
     vLLM's model runner V1, which Qwen3-MoE gets, fills them with 1.0 then
-    (gpu_model_runner.py:960, 0.25.1), after the refit.
+    (gpu_model_runner.py:964, 0.25.1), after the refit. Runner V2 leaves them alone.
     """
+    reset = getattr(type(runner), "init_fp8_kv_scales", None)
+    if reset is None:
+        return
     held = {}
     for layer in range(layers):
         attention = _attention(model, layer)
         names = ("_k_scale", "_v_scale", "k_scale", "v_scale")
         held |= {getattr(attention, n): getattr(attention, n).clone() for n in names}
-    wake = getattr(type(runner), "post_kv_cache_wake_up", None)
-    if wake is None:
-        return
 
-    def wake_and_keep() -> None:
+    def reset_and_keep() -> None:
         """vLLM's, then the scales of the last refit."""
-        wake(runner)
+        reset(runner)
         for scale, value in held.items():
             scale.data.copy_(value)
 
-    runner.post_kv_cache_wake_up = wake_and_keep
+    runner.init_fp8_kv_scales = reset_and_keep
 
 
 def _stale_host_copies(model: Any, sent: dict[str, float]) -> Iterable[str]:

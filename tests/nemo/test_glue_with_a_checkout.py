@@ -356,6 +356,24 @@ def test_every_refit_carries_the_scales_in_force(watched_policy):
 
 
 @imports
+def test_a_refit_opens_the_step_unless_its_training_is_over(watched_policy):
+    from fp8_nemo.nemo.metrics import OPENED
+
+    policy, _ = watched_policy()
+    for already, opened in (({}, True), ({"train/grad_norm": 1.0}, False)):
+        policy.row = dict(already)
+        policy.stream_weights_via_ipc_zmq(1)
+        assert policy.take_row().get(OPENED, False) == opened
+
+
+@imports
+def test_vllm_resets_kv_scales_where_we_put_them_back():
+    origin = importlib.util.find_spec("vllm.v1.worker.gpu_model_runner").origin
+    woken = Path(origin).read_text().partition("def post_kv_cache_wake_up")[2].partition("def ")[0]
+    assert "self.init_fp8_kv_scales()" in woken
+
+
+@imports
 def test_a_resumed_run_starts_with_the_saved_ranges_and_scales(watched_policy, tmp_path):
     policy, workers = watched_policy()
     workers.ranges = 8.0

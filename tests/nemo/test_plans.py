@@ -3,6 +3,7 @@
 `../shared/contract` holds the leaves of NeMo RL's base files as data; these tests skip without it.
 """
 
+import dataclasses
 import json
 import re
 import shlex
@@ -131,6 +132,25 @@ def test_a_dense_model_never_ignores_mlp_gate_and_one_engine_gpu_needs_no_ray_ex
     assert f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND" not in found
     assert found[f"{MEGATRON}.optimizer.use_precision_aware_optimizer"] is True
     assert not any("NVTE" in key for key in found)
+
+
+@pytest.mark.parametrize("version", FILES)
+def test_a_base_that_asks_for_what_is_not_driven_is_overruled(version):
+    there = host(version)
+    asked = {f"{VLLM}.is_mx": True, "policy.generation.refit_transport": "nixl"}
+    bases = {path: {**keys, **asked} for path, keys in there.bases.items()}
+    cell = "model=qwen3-30b-a3b", "precision=fp8-linear"
+    found = overrides(*cell, host=dataclasses.replace(there, bases=bases))
+    assert {key: found[key] for key in asked} == {
+        f"{VLLM}.is_mx": False, "policy.generation.refit_transport": None,
+    }  # fmt: skip
+    assert not asked.keys() & overrides(*cell, host=there).keys()
+
+
+def test_more_engine_ranks_than_key_heads_hold_copies_of_whole_heads():
+    layout = ("model.parallel.rollout_tensor=8", "model.parallel.rollout_expert=8")
+    found = overrides("model=qwen3-30b-a3b", "precision=fp8-linear", "cluster.nodes=2", *layout)
+    assert found[f"{VLLM}.tensor_parallel_size"] == 8  # of 4 key heads
 
 
 def test_a_bf16_cell_asks_for_nothing_of_fp8():
@@ -316,6 +336,10 @@ def test_every_limit_names_the_line_that_it_mirrors():
         (
             "+nemo.policy.router_replay.enabled=true",
             "nemo.policy.router_replay.enabled=true: must be false: not supported yet",
+        ),
+        (
+            "+nemo.policy.generation.vllm_cfg.is_mx=true",
+            "nemo.policy.generation.vllm_cfg.is_mx=true: must be false: blockwise FP8 is what is",
         ),
         (
             "+nemo.policy.generation.vllm_cfg.gpu_memory_utilisation=0.6",

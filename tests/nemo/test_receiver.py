@@ -126,6 +126,9 @@ class Runner:
         self.model = model
 
     def post_kv_cache_wake_up(self):
+        self.init_fp8_kv_scales()
+
+    def init_fp8_kv_scales(self):
         for attention in self.model.attention:
             for name in ("_k_scale", "_v_scale", "k_scale", "v_scale"):
                 getattr(attention, name).data.fill_(1.0)
@@ -355,6 +358,23 @@ def test_a_loader_that_skips_a_weight_or_breaks_is_named_after_the_stream_has_en
     with pytest.raises(RefitError, match="vLLM could not load the weights: RuntimeError no room"):
         worker.update_weights_via_ipc_zmq()
     assert worker.ended == 2
+
+
+def test_a_loader_that_asserts_without_a_message_is_named_by_its_line_and_its_tensors(capsys):
+    worker = worker_of(run := recipe())
+    worker.wire = wire_of(run)
+
+    def asserts(weights):
+        raise AssertionError
+
+    worker.model_runner.model.load_weights = asserts
+    with pytest.raises(RefitError) as error:
+        worker.update_weights_via_ipc_zmq()
+    first, *_ = error.value.problems
+    assert f": AssertionError at {__file__}:" in first and "`raise AssertionError`" in first
+    assert first.endswith(f"{SENTINEL} to model.layers.0.self_attn.k_proj.weight")
+    assert isinstance(error.value.__cause__, AssertionError)
+    assert "in asserts" in capsys.readouterr().err, "Ray may hand on no traceback"
 
 
 def test_scales_that_the_kernels_do_not_read_are_named():
