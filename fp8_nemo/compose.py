@@ -30,6 +30,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 from fp8_nemo.host import MAIN, Host, HostError
 from fp8_nemo.measurement import measurement_mistakes
@@ -119,6 +120,8 @@ def _composed(arguments: Iterable[str]) -> list[tuple[list[str], Recipe]]:
     with initialize_config_module("fp8_nemo.conf", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         overrides = _parse(texts, loader)
+        if flags:
+            _refuse_repeated(overrides, loader.list_groups(""))
         swept = _sweep_of(overrides, loader)
         cells = _cells(overrides + swept, multirun=bool(flags or swept))
         composed = [_recipe_of(cell) for cell in cells]
@@ -141,6 +144,20 @@ def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
     if lines:
         raise ComposeError(lines)
     return overrides
+
+
+def _refuse_repeated(overrides: list[Override], groups: list[str]) -> None:
+    """In a sweep, two options of one group are meant as an axis: Hydra takes the last alone."""
+    by_key: dict[str, list[str]] = {}
+    for each in (each for each in overrides if each.key_or_group in groups):
+        by_key.setdefault(each.key_or_group, []).append(each.get_value_string())
+    lines = [
+        f"{key}={values[-1]}: is on the line {len(values)} times; write {key}={','.join(values)}"
+        for key, values in by_key.items()
+        if len(values) > 1
+    ]
+    if lines:
+        raise ComposeError(lines)
 
 
 def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
@@ -177,11 +194,12 @@ def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mista
             continue
         if str(value) not in options:
             near = difflib.get_close_matches(str(value), options, n=1)
+            site = f"describe yours in conf/cluster/{value}.yaml (docs/slurm.md, step 2)"
             yield Mistake(
                 group,
                 as_typed(value),
                 "must be one of " + ", ".join(options),
-                f"did you mean {near[0]}?" if near else "",
+                f"did you mean {near[0]}?" if near else site if group == "cluster" else "",
             )
 
 
@@ -231,6 +249,8 @@ def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
         )
     except (HydraException, OmegaConfBaseException) as error:
         return None, [_first_line(error)]
+    except YAMLError as error:  # in a site's own file, which it names with line and column
+        return None, [" ".join(str(error).split())]
     assert isinstance(tree, dict)
     config = OmegaConf.structured(Recipe)
     found = [str(each) for key, value in _leaves(tree) if (each := _put(config, key, value))]
@@ -296,7 +316,7 @@ def _unknown_key(key: str, value: Any, known: Iterable[str]) -> Mistake:
         "no such key",
         f"did you mean {near[0]}?"
         if near
-        else "python -m recipes.plan prints all keys; NeMo RL's own go under nemo",
+        else "conf/grpo.yaml and its groups' files have all keys; NeMo RL's own go under nemo",
     )
 
 

@@ -59,7 +59,7 @@ class UnstableError(RuntimeError):
 STALE = "a refit may have brought stale weights or scales: set glue.verify=full"
 SIGNALS = (
     Signal(KL, 0.02, 0.1, STALE),
-    Signal("mismatch/token_mult_prob_error", 1.05, 1.5, "see docs/troubleshooting.md, mismatch"),
+    Signal("mismatch/token_mult_prob_error", 1.05, 1.5, f"{KL} in docs/troubleshooting.md"),
     Signal("correction/ess", 0.5, 0.3, "few tokens carry the update: truncate, or mask by token"),
     Signal(
         "correction/masked_fraction", 0.1, 0.5,
@@ -144,4 +144,5 @@ def _reason(signal: Signal, value: float) -> str:
     state = signal.state(value)
     bound = (signal.watch, signal.unstable)[state - 1]
     side = "above" if signal.unstable > signal.watch else "below"
-    return f"{signal.key} {value:.3g} {side} {bound:g}: {signal.action}"
+    near = f"{value:.3g}" == f"{bound:.3g}"  # 1.0501 is not "1.05 above 1.05"
+    return f"{signal.key} {value:{'.9g' if near else '.3g'}} {side} {bound:g}: {signal.action}"

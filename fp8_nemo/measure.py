@@ -190,9 +190,13 @@ def _quantiles(value_N: Tensor, share: Tensor) -> list[float]:
 def _read(file: Path) -> LogprobPair:
     if file.suffix == ".jsonl":
         return _read_nemo(file)
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    tensors = load_file(file)
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not whole ({error}); delete it") from None
     lengths = tensors["length_B"].tolist()
     return _padded(list(tensors["log_ratio_N"].double().split(lengths)))
 

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8_nemo.schema import Mistake, Model
+from fp8_nemo.schema import TASKS, Data, Mistake, Model, Recipe
 
 SHIPPED = Path(__file__).parent / "local" / "models"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -17,6 +17,7 @@ SHAPE_KEYS = {
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
+    "ffn": "intermediate_size",
     "vocab": "vocab_size",
 }
 
@@ -35,15 +36,15 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def model_mistakes(model: Model) -> Iterator[Mistake]:
-    """What would stop a run that reads this model from its folder."""
-    folder = model_path(model)
+def model_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    """What would stop a run that reads its model from its folder."""
+    model, folder = recipe.model, model_path(recipe.model)
     if not folder.is_dir():
         yield Mistake(
             "model.path",
             folder,
             "no such folder",
-            f"python -m recipes.make_model {folder} model={model.name} makes it",
+            f"python -m recipes.make_model {folder} {' '.join(_made_by(recipe))} makes it",
         )
         return
     missing = [name for name in NEEDED if not (folder / name).is_file()]
@@ -60,6 +61,16 @@ def model_mistakes(model: Model) -> Iterator[Mistake]:
             yield Mistake("model.path", file, f"is cut short by {missing} bytes", "copy it again")
 
 
+def _made_by(recipe: Recipe) -> Iterator[str]:
+    """What a model is taught by, where the run's problems are made."""
+    yield f"model={recipe.model.name}"
+    data = recipe.data
+    if data.is_made and data.name != Data().name:
+        yield f"data={data.name}"
+    if data.is_made and data.difficulty not in (None, TASKS[data.name].usual):
+        yield f"data.difficulty={data.difficulty}"
+
+
 def _config_mistakes(folder: Path, model: Model) -> Iterator[Mistake]:
     """The numbers that the plan counts with, and the tokens that sampling needs."""
     try:
@@ -72,6 +83,9 @@ def _config_mistakes(folder: Path, model: Model) -> Iterator[Mistake]:
         typed, found = getattr(model.shape, key), config.get(name)
         if typed != found:
             yield Mistake(f"model.shape.{key}", typed, f"{folder} has {name}={found}")
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    if experts != model.shape.experts:
+        yield Mistake("model.shape.experts", model.shape.experts, f"{folder} has {experts}")
     for name in ("pad_token", "eos_token"):
         if not tokens.get(name):
             yield Mistake("model.path", folder, f"its tokenizer has no {name}")

@@ -130,7 +130,7 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
         "checkpointing.checkpoint_dir": str(here / "checkpoints"),
     }
     if recipe.data.name == "openmath-2":
-        prompt = Path(root or "$NEMO_RL_ROOT") / "examples" / "prompts" / "cot.txt"
+        prompt = (root or Path()) / "examples" / "prompts" / "cot.txt"
         found["data.default.prompt_file"] = str(prompt)
     if recipe.data.is_made or recipe.data.name == "jsonl":
         given = None if recipe.data.is_made else recipe.data.path

@@ -133,6 +133,11 @@ def plan_from_json(content: dict[str, Any]) -> Plan:
     )
 
 
+def backend_of(recipe: Recipe) -> str:
+    """`local` or `nemo`: the model's, unless the recipe names one."""
+    return recipe.model.backend if recipe.backend == "auto" else recipe.backend
+
+
 def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
     """Decide everything that a run of this recipe does.
 
@@ -144,7 +149,7 @@ def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
         PlanError: the recipe, or the backend it asks for, forbids itself.
         HostError: the host has no such base YAML.
     """
-    backend = recipe.model.backend if recipe.backend == "auto" else recipe.backend
+    backend = backend_of(recipe)
     if found := list(mistakes(recipe)):
         raise PlanError(found)
     cell = f"{recipe.model.name}/{recipe.precision.name}-{recipe.correction.name}"
@@ -262,8 +267,17 @@ def _tight_memory(recipe: Recipe, tokens: int) -> Iterator[str]:
         yield (
             f"memory: {memory.worst} leaves {memory.headroom(memory.worst):.0%} of an "
             f"{recipe.cluster.gpu}'s {memory.gpu_gib} GiB free, by estimate; "
-            f"{memory.text(memory.worst)}; use more GPUs, or model.memory.recompute=true"
+            f"{memory.text(memory.worst)}; {_room(recipe, memory.worst)}"
         )
+
+
+def _room(recipe: Recipe, phase: str) -> str:
+    """What would make room in a phase."""
+    if phase == "rollout" and recipe.model.memory.kv_cache_gib is not None:
+        return "use more GPUs, or lower model.memory.kv_cache_gib"
+    if phase == "rollout" or recipe.model.memory.recompute:
+        return "use more GPUs, or lower grpo.max_new_tokens"
+    return "use more GPUs, or model.memory.recompute=true"
 
 
 def _with_local_base(recipe: Recipe) -> Recipe:

@@ -304,7 +304,7 @@ def call_verb(verb: str, *arguments: str) -> int:
     """Run one of the recipes in a fresh process of this interpreter; its exit code.
 
     Ctrl-C reaches the child too, which stops and says so; this waits for it, and gives INTERRUPTED
-    where the child had just ended well. SIGTERM is passed on.
+    however the child ended. SIGTERM is passed on.
     """
     asked = list[int]()
     before = signal.getsignal(signal.SIGINT)
@@ -315,7 +315,7 @@ def call_verb(verb: str, *arguments: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     code = child.wait()
     signal.signal(signal.SIGINT, before)
-    return INTERRUPTED if asked and not code else code
+    return INTERRUPTED if asked else code
 
 
 def _existing(plan: Plan) -> Frozen:

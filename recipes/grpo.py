@@ -33,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ComposeError, RunDirError, submit.SubmitError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same line goes on", file=sys.stderr)
+        return INTERRUPTED
 
 
 def run(cells: list[Frozen]) -> int:

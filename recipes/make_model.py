@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the checkpoint into the folder named first; 2 if the line is wrong."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        if not words or "=" in words[0]:
+        if not words or "=" in words[0] or words[0].startswith("-"):
             raise ComposeError(["recipes.make_model: the first argument is the folder to make"])
         [plan] = compose_plans([*words[1:], "backend=local", f"model.path={words[0]}"])
         recipe = plan.recipe

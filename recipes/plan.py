@@ -30,12 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     for plan, call in zip(plans, calls, strict=True):
         host, path = host_of(plan.recipe), run_path(plan)
         console.print(table(plan, host, path))
-        if call:
-            print(f"Queued by:\n\n{shlex.join(call)}\n")
         if plan.nemo:
             console.print(changes(differences(plan, host, path)))
             stock = shlex.join(stock_command(plan, host, path))
             print(f"\nThe same with NeMo RL alone, in its checkout:\n\n{stock}")
+        if call:
+            print(f"\nQueued by:\n\n{shlex.join(call)}")
     return 0
 
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fp8_nemo.plan import Plan
-from fp8_nemo.run_dir import RunDirError, changed_versions, read_plan
+from fp8_nemo.run_dir import INTERRUPTED, RunDirError, changed_versions, read_plan
 
 PREFLIGHT = {"local": "fp8_nemo.local.preflight", "nemo": "fp8_nemo.nemo.preflight"}
 DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.nemo.driver"}
@@ -32,8 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     if lines := problems_with(plan) + changed:
         print(*lines, sep="\n", file=sys.stderr)
         return 2
-    # Imports torch, or NeMo RL: after the plan is known to be whole.
-    return import_module(DRIVER[plan.backend]).run(plan, path)
+    try:  # imports torch, or NeMo RL: after the plan is known to be whole
+        return import_module(DRIVER[plan.backend]).run(plan, path)
+    except KeyboardInterrupt:  # while it was importing
+        print(f"{path}: stopped before it began; the same line goes on", file=sys.stderr)
+        return INTERRUPTED
 
 
 def problems_with(plan: Plan) -> list[str]:

@@ -1,6 +1,9 @@
 """Command lines: what they compose to, and one clear line for each way in which they are wrong."""
 
+import io
+
 import pytest
+import yaml
 
 from fp8_nemo.compose import ComposeError, compose, compose_plans
 
@@ -37,6 +40,7 @@ MISTAKES = {
     "precision=bf16,fp8-linear": "several values; add -m to sweep over them",
     "grpo.steps=[1": "grpo.steps=[1: cannot be read",
     "--multi": "--multi: unknown flag",
+    "cluster=mine": "one of here, slurm; describe yours in conf/cluster/mine.yaml (docs/slurm.md",
 }
 
 
@@ -45,6 +49,23 @@ def lines(*arguments: str) -> list[str]:
         compose(arguments)
     assert str(caught.value) == "\n".join(caught.value.lines)
     return caught.value.lines
+
+
+def test_two_options_of_one_group_in_a_sweep_are_meant_as_an_axis():
+    words = ["precision=bf16", "grpo.steps=2", "precision=fp8-linear", "grpo.steps=3"]
+    [line] = lines("-m", *words)
+    assert line == "precision=fp8-linear: is on the line 2 times; write precision=bf16,fp8-linear"
+    [recipe] = compose(words)  # without a sweep the last one wins, as everywhere in Hydra
+    assert (recipe.precision.name, recipe.grpo.steps) == ("fp8-linear", 3)
+
+
+def test_a_sites_file_that_is_no_yaml_is_named_with_its_line(tmp_path, monkeypatch):
+    def broken(*_):
+        return yaml.safe_load(io.StringIO("foo: ["))
+
+    monkeypatch.setattr("fp8_nemo.compose.hydra_compose", broken)
+    [line] = lines("model=tiny-llama")
+    assert "expected the node content" in line and "line 1, column 7" in line
 
 
 @pytest.mark.parametrize("argument", list(MISTAKES))

@@ -41,6 +41,7 @@ def test_each_signal_has_its_bounds_and_says_what_to_do(signal):
         [reason] = verdict.reasons
         side = "above" if beyond > 0 else "below"
         assert reason.startswith(signal.key) and f"{side} {bound:g}: {signal.action}" in reason
+        assert f" {bound:g} {side}" not in reason, "the two numbers read alike"
 
 
 def test_only_the_reasons_of_the_worst_state_are_given():

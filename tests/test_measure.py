@@ -89,8 +89,9 @@ def test_nemo_rls_own_record_is_read_without_prompts_and_masked_samples(tmp_path
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"prev_logprobs": [1]}\n'])
-def test_a_file_that_is_none_is_one_line(tmp_path, content):
-    file = tmp_path / "train_data_step1.jsonl"
+@pytest.mark.parametrize("name", ["train_data_step1.jsonl", "step-000001.safetensors"])
+def test_a_file_that_is_none_is_one_line(tmp_path, content, name):
+    file = tmp_path / name
     file.write_text(content)
     with pytest.raises(MeasureError, match=r"cannot be read as a mismatch"):
         measure(read_pairs(file))

@@ -30,6 +30,7 @@ from fp8_nemo.host import (
     root_of,
 )
 from fp8_nemo.keys import leaves, may_be_added
+from fp8_nemo.plan import backend_of
 from fp8_nemo.schema import Recipe
 
 REMEDY = f"set {ROOT_VARIABLE}, or cluster.nemo_root=FOLDER, to a clone of NVIDIA-NeMo/RL"
@@ -48,12 +49,12 @@ POLICY_HAS = ("train", "prepare_refit_info", "calibrate_qkv_fp8_scales")
 
 
 def host_of(recipe: Recipe) -> Host:
-    """The NeMo RL that a recipe would run in; without a checkout `MAIN` is assumed.
+    """The NeMo RL that a recipe would run in; `MAIN` without a checkout, or with no need of one.
 
     Raises:
         HostError: the folder is no checkout, or one that the driver cannot drive.
     """
-    root = root_of(recipe)
+    root = root_of(recipe) if backend_of(recipe) == "nemo" else None
     return read_host(root) if root else MAIN
 
 

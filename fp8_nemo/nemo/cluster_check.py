@@ -239,7 +239,7 @@ def _model_mistakes(recipe: Recipe) -> Iterator[Any]:
     model = recipe.model
     if model.path is None and model.hf_id is not None:
         return hub_mistakes(model.hf_id)
-    return iter(list(model_mistakes(model)))
+    return iter(list(model_mistakes(recipe)))
 
 
 def _data_mistakes(recipe: Recipe) -> Iterator[Any]:

@@ -136,7 +136,7 @@ def _model(recipe: Recipe, plan: Plan) -> Iterator[Mistake]:
     if model.path is None and model.hf_id is not None:
         yield from hub_mistakes(model.hf_id)
         return
-    found = list(model_mistakes(model))
+    found = list(model_mistakes(recipe))
     yield from found
     if not found and plan.nemo:
         longest = plan.nemo.overrides["policy.max_total_sequence_length"]

@@ -108,12 +108,46 @@ def test_a_starting_checkpoint_cut_short_is_refused_before_anything_exists(tmp_p
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_missing_model_says_how_to_make_it(tmp_path):
-    result = verb(
-        "grpo", "model=small-llama", f"model.path={tmp_path}/none", f"outputs={tmp_path}/outputs"
-    )
-    assert_refused(result, "no such folder", "python -m recipes.make_model")
+@pytest.mark.parametrize(
+    ("data", "taught"),
+    [
+        ([], ""),
+        (["data=running-sum"], " data=running-sum"),
+        (["data=running-sum", "data.difficulty=60"], " data=running-sum data.difficulty=60"),
+    ],
+)
+def test_a_missing_model_says_how_to_make_it(data, taught, tmp_path):
+    model, outputs = f"{tmp_path}/none", f"outputs={tmp_path}/outputs"
+    result = verb("grpo", "model=small-llama", f"model.path={model}", outputs, *data)
+    line = f"python -m recipes.make_model {model} model=small-llama{taught} makes it"
+    assert_refused(result, "no such folder", line)
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "other", "line"),
+    [
+        ("tiny-llama", "tiny-qwen3-moe", "model.shape.experts=0: {} has 4"),
+        ("tiny-qwen3-moe", "tiny-llama", "model.shape.experts=4: {} has 0"),
+    ],
+)
+def test_a_folder_with_another_kind_of_model_is_refused(model, other, line, tmp_path):
+    folder = SHIPPED / other
+    words = [f"model={model}", f"model.path={folder}", f"outputs={tmp_path}/outputs"]
+    assert_refused(verb("grpo", *words), line.format(folder))
+
+
+def test_the_local_backend_does_not_look_at_nemo_rl(tmp_path):
+    own = os.environ | {"NEMO_RL_ROOT": str(tmp_path)}
+    for model, code in (("tiny-llama", 0), ("llama31-8b", 2)):
+        command = [sys.executable, "-m", "recipes.plan", f"model={model}"]
+        done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, timeout=120)
+        assert done.returncode == code, done.stderr
+
+
+def test_making_a_model_takes_no_flag_for_a_folder():
+    assert_refused(verb("make_model", "--help"), "the first argument is the folder to make")
+    assert not (ROOT / "--help").exists()
 
 
 def test_a_broken_line_of_data_is_refused_with_file_and_line(tmp_path):
@@ -317,6 +351,22 @@ def test_ctrl_c_stops_run_and_sweep_with_one_line_and_the_run_goes_on_later(tmp_
     [said] = errors.strip().splitlines()
     assert said.endswith("stopped; the same line goes on from its last checkpoint")
     assert len(list((tmp_path / "outputs").glob("*/*/*/metrics.jsonl"))) == 1
+
+
+def test_ctrl_c_while_a_cell_still_imports_ends_the_sweep(tmp_path):
+    line = ["-m", *SMALL, "seed=1,2", f"outputs={tmp_path}/outputs"]
+    command = [sys.executable, "-m", "recipes.grpo", *line]
+    child = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not list((tmp_path / "outputs").glob("*/*/*/plan.json")):
+        assert child.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.killpg(child.pid, signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    assert not list((tmp_path / "outputs").glob("*/*/*/log/*")), "no cell began"
 
 
 def test_ctrl_c_ends_a_sweep_also_where_its_cell_ends_well():
