@@ -144,5 +144,6 @@ def _reason(signal: Signal, value: float) -> str:
     state = signal.state(value)
     bound = (signal.watch, signal.unstable)[state - 1]
     side = "above" if signal.unstable > signal.watch else "below"
-    near = f"{value:.3g}" == f"{bound:.3g}"  # 1.0501 is not "1.05 above 1.05"
-    return f"{signal.key} {value:{'.9g' if near else '.3g'}} {side} {bound:g}: {signal.action}"
+    texts = (f"{value:.{digits}g}" for digits in range(3, 18))
+    found = next(text for text in texts if text != f"{bound:g}")  # not "1.05 above 1.05"
+    return f"{signal.key} {found} {side} {bound:g}: {signal.action}"

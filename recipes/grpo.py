@@ -34,7 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same line goes on", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -44,10 +43,8 @@ def run(cells: list[Frozen]) -> int:
     for each in cells:
         if each.state == "finished":
             print(f"{each.path}: finished, {each.steps} steps; more grpo.steps go on from there")
-            continue
-        codes.append(call_verb("run", str(each.path)))
-        if INTERRUPTED in codes:
-            break
+        elif INTERRUPTED not in codes:
+            codes.append(call_verb("run", str(each.path)))
     return next(filter(None, codes), 0)
 
 

@@ -41,7 +41,7 @@ def test_every_cell_runs_once_and_what_is_finished_is_left(tmp_path):
     [
         (["grpo.steps=0"], "grpo.steps=0"),
         (["cluster=slurm"], "side_by_side runs backend=local, cluster=here alone"),
-        (["model=small-llama", "backend=local"], "no such folder"),
+        (["model.path=none"], "no such folder"),
     ],
 )
 def test_a_wrong_line_is_refused_before_anything_starts(tmp_path, words, line):
