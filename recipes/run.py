@@ -34,8 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:  # imports torch, or NeMo RL: after the plan is known to be whole
         return import_module(DRIVER[plan.backend]).run(plan, path)
-    except KeyboardInterrupt:  # while it was importing
-        print(f"{path}: stopped before it began; the same line goes on", file=sys.stderr)
+    except KeyboardInterrupt:  # before the driver was there to hear it
+        print(f"{path}: stopped; the same line goes on", file=sys.stderr)
         return INTERRUPTED
 
 
