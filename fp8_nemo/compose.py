@@ -39,6 +39,7 @@ from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
 
 CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
+NAMES_A_CELL = ("experiment", "model", "precision", "correction")
 OPEN = "nemo"
 QUOTE = "quote a value that holds = , : or brackets: \"key='a=b'\", \"key=['a=b']\""
 WORDS = {
@@ -121,7 +122,7 @@ def _composed(arguments: Iterable[str]) -> list[tuple[list[str], Recipe]]:
         loader = GlobalHydra.instance().config_loader()
         overrides = _parse(texts, loader)
         if flags:
-            _refuse_repeated(overrides, loader.list_groups(""))
+            _refuse_repeated(overrides)
         swept = _sweep_of(overrides, loader)
         cells = _cells(overrides + swept, multirun=bool(flags or swept))
         composed = [_recipe_of(cell) for cell in cells]
@@ -146,10 +147,10 @@ def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
     return overrides
 
 
-def _refuse_repeated(overrides: list[Override], groups: list[str]) -> None:
-    """In a sweep, two options of one group are meant as an axis: Hydra takes the last alone."""
+def _refuse_repeated(overrides: list[Override]) -> None:
+    """In a sweep, two precisions are meant as an axis, of which Hydra would take the last alone."""
     by_key: dict[str, list[str]] = {}
-    for each in (each for each in overrides if each.key_or_group in groups):
+    for each in (each for each in overrides if each.key_or_group in NAMES_A_CELL):
         by_key.setdefault(each.key_or_group, []).append(each.get_value_string())
     lines = [
         f"{key}={values[-1]}: is on the line {len(values)} times; write {key}={','.join(values)}"

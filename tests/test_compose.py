@@ -53,6 +53,7 @@ def lines(*arguments: str) -> list[str]:
 
 def test_two_options_of_one_group_in_a_sweep_are_meant_as_an_axis():
     words = ["precision=bf16", "grpo.steps=2", "precision=fp8-linear", "grpo.steps=3"]
+    words += ["cluster=slurm", "cluster=here"]  # what is no cell's name may be set again
     [line] = lines("-m", *words)
     assert line == "precision=fp8-linear: is on the line 2 times; write precision=bf16,fp8-linear"
     [recipe] = compose(words)  # without a sweep the last one wins, as everywhere in Hydra
