@@ -418,6 +418,7 @@ class Actor:
 
 def asked(*acts):
     actors = [Actor.remote(act) for act in acts]
+    ray.get([actor.__ray_ready__.remote() for actor in actors])  # a start is no part of an answer
     return session._problems(SimpleNamespace(worker_group=SimpleNamespace(workers=actors)))
 
 answers = lambda: None
