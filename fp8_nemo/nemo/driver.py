@@ -79,8 +79,8 @@ def prepare(plan: Plan, root: Path) -> None:
     source = None if model.hf_id and not model.path else model_path(model)
     given = os.environ.get(CONVERSIONS)
     parent = Path(given) if given else Path(plan.recipe.outputs) / ".megatron"
-    own = leaves(plan.recipe.nemo).items()
-    changed = {key: value for key, value in own if key.startswith("policy.hf_config_overrides")}
+    keys = leaves(plan.recipe.nemo)
+    changed = {key: keys[key] for key in keys if key.startswith("policy.hf_config_overrides")}
     folder = run_dir.conversion_dir(parent, model.hf_id or model.name, source, changed)
     os.environ[CONVERSIONS] = str(folder)
     # Workers in environments of their own find NeMo RL and this package, entry point included.
