@@ -8,7 +8,7 @@ Prompts, generations, longest response, GPUs and layout are the plan's; `--token
 response (the longest, unless it is given), `--prompt` the mean prompt. Seconds of one step:
 
 rollout      prompts at the measured prompt speed, then `tokens` at the measured decode speed of the
-             nearest batch and context (bench_rollout; each within a tenth)
+             nearest batch and context (bench_rollout; each within 15%)
 logprob      one forward per micro-batch, twice with a reference policy (bench_train, `scored`)
 train        forward and backward; the first micro-batch of each optimizer step quantizes weights
 refit        a refit of this precision (glue --parts refit: `ledger`; `fused` of BF16)
@@ -16,8 +16,8 @@ recalibrate  what watching the ranges adds, per token (glue --parts ranges), und
 
 Each number names its file; one that was not measured is an error that names the command. Left out:
 exchange between GPUs beyond what the rows had, optimizer, data, reward, ends of uneven rollouts.
-`--run` sets `time/*` of a run (median from step 2 on, with its own mean length) beside it, and so
-says how much that is.
+`--run` sets `time/*` of a run (median from step `--first` on, with its own mean length) beside it,
+and so says how much that is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,13 @@ from fp8_nemo.schema import Recipe
 ROLLOUT = {"bf16": "bf16", "fp8-linear": "fp8-linear-deepgemm", "fp8-kv-attn": "fp8-kv-attn",
            "fp8-e2e": "fp8-linear-deepgemm", "fp8-e2e-kv-attn": "fp8-kv-attn"}  # fmt: skip
 """The measured engine by precision: NeMo RL asks for DeepGEMM, training changes no rollout."""
-NEAR = 1.1
+EVEN = 0.9
+"""Of the longest: sequences with such a mean are about equally long, and fit whole or not at all.
+
+Shorter ones are taken to fill micro-batches.
+"""
+NEAR = 1.15
+"""Of the batch and of the context: a rollout at 1,017 tokens takes the row at 1,131."""
 
 
 class Missing(ValueError):
@@ -58,11 +64,13 @@ class Found(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Mean tokens of a sequence, and of a packed micro-batch: `Load(256, 3840, 4096)`."""
+    """Mean tokens of a sequence, and of a micro-batch at most: `Load(256, 3840, 4096, 1)`."""
 
     prompt: float
     response: float
     micro_batch: int
+    together: float
+    """Sequences of a micro-batch."""
 
 
 Files = dict[str, dict[str, Any]]
@@ -80,7 +88,9 @@ def load_of(plan: Plan, prompt: float, response: float | None) -> Load:
     written = plan.nemo.overrides
     room = written["policy.max_total_sequence_length"] - prompt
     longest = min(room, written["policy.generation.max_new_tokens"])
-    return Load(prompt, min(response or longest, longest), micro_batch_tokens(written))
+    mean, tokens = min(response or longest, longest), micro_batch_tokens(written)
+    together = tokens / (prompt + mean)
+    return Load(prompt, mean, tokens, int(together) if mean > EVEN * longest else together)
 
 
 def sequences(recipe: Recipe) -> int:
@@ -129,8 +139,7 @@ def _apart(row: dict[str, Any], batch: float, context: float) -> float | None:
 
 def micro_batches(recipe: Recipe, load: Load) -> int:
     """Micro-batches that one data-parallel rank works through in a step."""
-    tokens = sequences(recipe) * (load.prompt + load.response)
-    return math.ceil(tokens / load.micro_batch / data_parallel(recipe))
+    return math.ceil(sequences(recipe) / load.together / data_parallel(recipe))
 
 
 def train(recipe: Recipe, load: Load, files: Files) -> Found:
@@ -278,9 +287,9 @@ def step(recipe: Recipe, load: Load, files: Files) -> dict[str, Found]:
     return found | {"step": Found(sum(each.seconds for each in found.values()), "the sum")}
 
 
-def measured(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Median seconds of a run's phases from its second step on, and its mean response."""
-    later = [row for row in rows if row.get("step", 0) > 1]
+def measured(rows: Iterable[dict[str, Any]], first: int) -> dict[str, float]:
+    """Median seconds of a run's phases from its step `first` on, and its mean response."""
+    later = [row for row in rows if row.get("step", 0) >= first]
     keys = ("rollout/mean_length", *(f"time/{phase}" for phase in (*PHASES, "step")))
     held = {key: [row[key] for row in later if key in row] for key in keys}
     return {key.removeprefix("time/"): median(values) for key, values in held.items() if values}
@@ -295,12 +304,13 @@ def main() -> int:
     parser.add_argument("--prompt", type=float, default=256, help="mean tokens of a prompt")
     parser.add_argument("--tokens", type=float, help="mean tokens of a response")
     parser.add_argument("--run", type=Path, help="a run directory to hold the prediction against")
+    parser.add_argument("--first", type=int, default=2, help="of the run's steps that count")
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo")
     options = parser.parse_args()
     files, real = read_files(options.results), {}
     if options.run:
         run = read_run(options.run)
-        plans, real = [run.plan], measured(run.rows)
+        plans, real = [run.plan], measured(run.rows, options.first)
     else:
         usual = ["backend=nemo", "model=llama31-8b", "cluster=slurm", "correction=tis",
                  "cluster.interpreter=system"]  # fmt: skip

@@ -25,7 +25,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -210,10 +210,22 @@ class Ledger:
         self.arrived_sums: dict[str, Tensor] = {}
         self.part_sums: dict[str, Tensor] = {}
         self.problems: list[str] = []
-        self.manifest: Manifest | None = None
+        self.manifest_bytes: Tensor | None = None
         self.sentinel = False
         if destination is not None:
             destination.poison()
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """Read when the stream has ended: reading waits until all that was sent is loaded.
+
+        NCCL's receiver loads on streams of its own, and its host goes ahead of them.
+        """
+        if self.manifest_bytes is None:
+            return None
+        if self.manifest_bytes.is_cuda:
+            torch.cuda.synchronize(self.manifest_bytes.device)
+        return read_manifest(self.manifest_bytes)
 
     def receive(self, name: str, tensor: Tensor) -> bool:
         """Book one arrival; true if it is a tensor that the engine must now load.
@@ -223,7 +235,7 @@ class Ledger:
         if name == SENTINEL:
             self.sentinel = True
         elif name == MANIFEST:
-            self.manifest = read_manifest(tensor)
+            self.manifest_bytes = tensor.clone()  # of a buffer that is used again
         elif problem := self._arrival_problem(name, tensor):
             self.problems.append(f"{name}: {problem}")
         else:
@@ -260,8 +272,6 @@ class Ledger:
                 another type or shape, not loaded, or not what the sender had.
         """
         opened = self.destination
-        if opened and any(part.tensor.is_cuda for part in opened.parts.values()):
-            torch.cuda.synchronize()  # NCCL's receiver loads, and sums, on streams of its own
         problems = self.wire_problems()
         if opened and not problems:
             problems = [*self._engine_problems(opened, look() if look else opened)]

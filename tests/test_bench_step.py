@@ -74,30 +74,39 @@ def everything(precision="bf16", train="bf16"):
 
 def test_the_load_is_what_the_plan_has_room_for():
     plan = plan_of("precision=bf16")
-    assert bench_step.load_of(plan, 256, None) == Load(256, 4096 - 256, 4096)
-    assert bench_step.load_of(plan, 256, 1000.0) == Load(256, 1000, 4096)
+    assert bench_step.load_of(plan, 256, None) == Load(256, 4096 - 256, 4096, 1)
+    assert bench_step.load_of(plan, 256, 768.0) == Load(256, 768, 4096, 4)
     assert bench_step.load_of(plan, 256, 1e9).response == 4096 - 256
 
 
+def test_sequences_about_as_long_as_they_may_be_fit_whole_and_shorter_ones_fill_a_micro_batch():
+    recipe = plan_of("precision=bf16").recipe
+    assert bench_step.micro_batches(recipe, Load(256, 2500, 4096, 1)) == 2048 / 16
+    plan = plan_of("precision=bf16", "grpo.max_new_tokens=2048")
+    tokens = bench_step.load_of(plan, 7, None).micro_batch
+    for response, together in ((2000.0, tokens // 2007), (1500.0, tokens / 1507)):
+        assert bench_step.load_of(plan, 7, response).together == together
+
+
 def test_rollout_is_each_engines_share_at_the_measured_speed():
-    recipe, load = plan_of("precision=bf16").recipe, Load(256, 3840, 4096)
+    recipe, load = plan_of("precision=bf16").recipe, Load(256, 3840, 4096, 1)
     found = bench_step.rollout(recipe, load, everything())
     share = 64 * 32 / 16  # sequences of one of sixteen engines
     assert found == (share * 256 / 30_000 + share * 3840 / 1000, "rollout.json")
 
 
-def test_the_nearest_batch_and_context_is_taken_and_none_beyond_a_tenth():
-    recipe, load = plan_of("precision=bf16").recipe, Load(0, 4096, 4096)
+def test_the_nearest_batch_and_context_is_taken_and_none_beyond_15_percent():
+    recipe, load = plan_of("precision=bf16").recipe, Load(0, 4096, 4096, 1)
     near = [rollout_row(batch=125, context=2000.0, rate=7.0), rollout_row(batch=140, rate=8.0)]
     files = {"r.json": {"rows": [*reversed(near), {"regime": "limited", "batch": 128}]}}
     assert bench_step.rollout(recipe, load, files).seconds == 128 * 4096 / 7.0
-    far = {"r.json": {"rows": [rollout_row(batch=144), rollout_row(context=1800.0)]}}
+    far = {"r.json": {"rows": [rollout_row(batch=150), rollout_row(context=1700.0)]}}
     with pytest.raises(Missing, match=r"bench_rollout.py .*--precisions bf16 --points 128x2048"):
         bench_step.rollout(recipe, load, far)
 
 
 def test_training_is_ends_and_layers_of_every_micro_batch():
-    recipe, load = plan_of("precision=bf16").recipe, Load(256, 3840, 4096)
+    recipe, load = plan_of("precision=bf16").recipe, Load(256, 3840, 4096, 1)
     assert recipe.model.memory.recompute
     assert bench_step.micro_batches(recipe, load) == 2048 / 16
     found = bench_step.train(recipe, load, everything())
@@ -106,7 +115,7 @@ def test_training_is_ends_and_layers_of_every_micro_batch():
 
 
 def test_the_first_micro_batch_of_each_update_quantizes_the_weights():
-    recipe, load = plan_of("precision=fp8-e2e").recipe, Load(256, 3840, 4096)
+    recipe, load = plan_of("precision=fp8-e2e").recipe, Load(256, 3840, 4096, 1)
     files = everything("fp8-e2e", "fp8")
     cached, first = (20 + 32 * (1 + 3)) / 1e3, (20 + 32 * (2 + 3)) / 1e3
     assert recipe.grpo.updates_per_step == 4
@@ -118,21 +127,21 @@ def test_the_first_micro_batch_of_each_update_quantizes_the_weights():
 
 
 def test_without_a_penalty_there_is_no_pass_of_the_reference_policy():
-    load, files = Load(256, 3840, 4096), everything()
+    load, files = Load(256, 3840, 4096, 1), everything()
     both = bench_step.logprob(plan_of("precision=bf16").recipe, load, files)
     one = bench_step.logprob(plan_of("precision=bf16", "grpo.kl_penalty=0").recipe, load, files)
     assert both.seconds == 2 * one.seconds
 
 
 def test_bf16_refits_unproven_and_fp8_with_the_ledger():
-    load = Load(256, 3840, 4096)
+    load = Load(256, 3840, 4096, 1)
     for precision, seconds in (("bf16", 2.0), ("fp8-linear", 2.5)):
         recipe = plan_of(f"precision={precision}").recipe
         assert bench_step.refit(recipe, load, everything(precision)) == (seconds, "glue.json")
 
 
 def test_what_travels_alike_stands_for_another_precision_and_another_transport_for_none():
-    load, files = Load(256, 3840, 4096), {"kv.json": glue_file("fp8-kv-attn", refit=REFITS)}
+    load, files = Load(256, 3840, 4096, 1), {"kv.json": glue_file("fp8-kv-attn", refit=REFITS)}
     for precision, seconds in (("bf16", 2.0), ("fp8-linear", 2.5), ("fp8-e2e", 2.5)):
         recipe = plan_of(f"precision={precision}").recipe
         assert bench_step.refit(recipe, load, files) == (seconds, "kv.json")
@@ -148,7 +157,7 @@ def test_what_travels_alike_stands_for_another_precision_and_another_transport_f
 
 
 def test_recalibration_grows_with_the_tokens_of_a_gpu_and_is_nothing_in_bf16():
-    load = Load(256, 3840, 4096)
+    load = Load(256, 3840, 4096, 1)
     recipe = plan_of("precision=fp8-kv-attn").recipe
     found = bench_step.recalibrate(recipe, load, everything("fp8-kv-attn"))
     assert found.seconds == pytest.approx(0.1 * (2048 * 4096 / 16) / (1000 / 2))
@@ -156,14 +165,14 @@ def test_recalibration_grows_with_the_tokens_of_a_gpu_and_is_nothing_in_bf16():
 
 
 def test_a_step_is_the_sum_and_each_number_has_its_file():
-    found = bench_step.step(plan_of("precision=bf16").recipe, Load(256, 3840, 4096), everything())
+    found = bench_step.step(plan_of("precision=bf16").recipe, Load(256, 3840, 4096, 1), everything())
     assert found["step"].seconds == sum(found[phase].seconds for phase in bench_step.PHASES)
     assert found["refit"].source == "glue.json" and found["logprob"].source == "train.json"
 
 
 def test_all_that_is_missing_is_said_at_once_with_its_command():
     with pytest.raises(Missing) as error:
-        bench_step.step(plan_of("precision=fp8-kv-attn").recipe, Load(256, 3840, 4096), {})
+        bench_step.step(plan_of("precision=fp8-kv-attn").recipe, Load(256, 3840, 4096, 1), {})
     lines = str(error.value).splitlines()
     scripts = [next(w for w in line.split() if w.endswith(".py")).split("/")[1] for line in lines]
     assert scripts == ["bench_rollout.py", "bench_train.py", "glue.py", "glue.py"]
@@ -171,7 +180,7 @@ def test_all_that_is_missing_is_said_at_once_with_its_command():
 
 
 def test_a_failed_row_and_another_layout_are_no_measurement():
-    recipe, load = plan_of("precision=bf16").recipe, Load(256, 3840, 4096)
+    recipe, load = plan_of("precision=bf16").recipe, Load(256, 3840, 4096, 1)
     files = everything()
     files["train.json"]["rows"][0]["error"] = "OutOfMemoryError"
     with pytest.raises(Missing, match=r"python benchmarks/bench_train.py"):
@@ -183,7 +192,7 @@ def test_a_failed_row_and_another_layout_are_no_measurement():
 
 def test_a_rank_of_eight_with_sixteen_experts_is_measured_by_sixteen_experts():
     recipe = plan_of("model=qwen3-30b-a3b", "precision=bf16", "model.parallel.expert=8").recipe
-    load, files = Load(256, 3840, 4096), {"train.json": {"rows": train_rows()}}
+    load, files = Load(256, 3840, 4096, 1), {"train.json": {"rows": train_rows()}}
     for row in files["train.json"]["rows"]:
         row |= {"model": "qwen3-30b-a3b", "experts": 128}
     with pytest.raises(Missing, match=r"-- model.parallel.tensor=1 model.shape.experts=16"):
@@ -194,7 +203,7 @@ def test_a_rank_of_eight_with_sixteen_experts_is_measured_by_sixteen_experts():
 
 
 def test_a_model_cut_to_fewer_layers_is_not_served_by_the_whole_ones_numbers():
-    load, files = Load(256, 3840, 4096), everything()
+    load, files = Load(256, 3840, 4096, 1), everything()
     cut = plan_of("precision=bf16", "model.shape.layers=16").recipe
     for phase in (bench_step.rollout, bench_step.refit):
         with pytest.raises(Missing):
@@ -211,7 +220,8 @@ def test_a_runs_first_step_and_what_it_lacks_are_left_out():
         {"step": 3, "time/train": 12.0, "time/step": 24.0, "rollout/mean_length": 500.0},
     ]
     found = {"train": 11.0, "step": 22.0, "rollout/mean_length": 400.0}
-    assert bench_step.measured(rows) == found
+    assert bench_step.measured(rows, first=2) == found
+    assert bench_step.measured(rows, first=3)["train"] == 12.0
 
 
 def run_script(*words):

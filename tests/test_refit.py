@@ -405,12 +405,23 @@ def test_checksum_sees_any_neighbouring_blocks_swapped_and_rows_shifted():
 
 def test_a_manifest_that_cannot_be_read_or_lacks_checksums_is_named():
     expected, engine = engine_for(DENSE)
-    ledger = Ledger(expected, Destination(engine, expected), checksums=True)
-    for name, tensor in stream_of(made(DENSE)):
-        if ledger.receive(name, tensor):
-            engine[name].copy_(tensor)
+    stream = list(stream_of(made(DENSE)))
+
+    def received(*manifests):
+        ledger = Ledger(expected, Destination(engine, expected), checksums=True)
+        for name, tensor in [*stream, *((MANIFEST, each) for each in manifests)]:
+            if ledger.receive(name, tensor):
+                engine[name].copy_(tensor)
+            elif name == MANIFEST and manifests:
+                tensor.zero_()  # its buffer is used again
+        return ledger
+
     with fails(MANIFEST) as error:
-        ledger.close()
+        received().close()
+    assert "lacks checksums, which verify=full needs" in str(error.value)
+    whole = stream[-1][1].clone()
+    with fails(MANIFEST) as error:
+        received(whole).close()
     assert "lacks checksums, which verify=full needs" in str(error.value)
     broken = (
         "\0",
@@ -422,9 +433,8 @@ def test_a_manifest_that_cannot_be_read_or_lacks_checksums_is_named():
     )
     for text in broken:
         sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        assert not ledger.receive(MANIFEST, sent)
         with fails(MANIFEST) as error:
-            ledger.close()
+            received(sent).close()
         assert "never arrived whole" in str(error.value)
 
 

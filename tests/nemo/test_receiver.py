@@ -74,35 +74,39 @@ class Engine(nn.Module):
 
     def __init__(self, precision):
         super().__init__()
-        self.precision, self.tensors, self.loaded = precision, {}, []
+        self.precision, self.loaded = precision, []
         for name, size in named_shapes(SHAPE).items():
             self._make(name, size, is_fp8_weight(name, size, precision, 2))
         self.attention = [Attention(), Attention()]
+        for layer, attention in enumerate(self.attention):
+            self.get_submodule(f"model.layers.{layer}.self_attn").attn = attention
 
     def _make(self, name, size, fp8):
         target, _, stop = self._place(name)
         rows = max(stop or size[0], len(self.tensors.get(target, ())))
         shape = (rows, *size[1:])
-        self.tensors[target] = torch.zeros(shape).to(FP8 if fp8 else torch.bfloat16)
+        self.put(target, torch.zeros(shape).to(FP8 if fp8 else torch.bfloat16))
         if fp8:
-            blocks = torch.zeros(rows // 128, size[1] // 128)
-            self.tensors[target + "_scale_inv"] = blocks
+            self.put(target + "_scale_inv", torch.zeros(rows // 128, size[1] // 128))
+
+    def put(self, name, tensor):
+        """Another parameter in its place, or a new one."""
+        module, (*path, leaf) = self, name.split(".")
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+
+    @property
+    def tensors(self):
+        return {name: parameter.data for name, parameter in self.named_parameters()}
 
     def _place(self, name):
         for projection, (module, start, stop) in FUSED.items():
             if f".{projection}." in name:
                 return name.replace(projection, module), start, stop
         return name, 0, None
-
-    def named_parameters(self, **_):
-        found = {n: nn.Parameter(t, requires_grad=False) for n, t in self.tensors.items()}
-        for layer, attention in enumerate(self.attention):
-            at = f"model.layers.{layer}.self_attn.attn"
-            found |= {f"{at}.{name}": p for name, p in attention.named_parameters()}
-        return iter(found.items())
-
-    def get_submodule(self, name):
-        return self.attention[int(name.split(".")[2])]
 
     def load_weights(self, weights):
         for name, tensor in weights:
@@ -285,11 +289,46 @@ def test_the_engine_is_looked_up_again_only_where_a_parameter_has_moved():
     first = engine.destination()
     worker.update_weights_via_ipc_zmq()
     assert engine.destination() is first
-    tensors = worker.model_runner.model.tensors
-    tensors[NORM] = tensors[NORM].clone()
-    assert engine.destination().parts[NORM].tensor.data_ptr() == tensors[NORM].data_ptr()
-    worker.update_weights_via_ipc_zmq()
-    assert worker.fp8_nemo_proof.verified_weights == 14
+    model = worker.model_runner.model
+    norm = model.get_submodule("model.norm")
+
+    def other_memory():
+        norm.weight.data = norm.weight.data.clone()
+
+    def another_parameter():
+        model.put(NORM, norm.weight.data.clone())
+
+    def another_module():
+        model.model.norm = nn.Module()
+        model.put(NORM, norm.weight.data.clone())
+
+    for move in (other_memory, another_parameter, another_module):
+        move()
+        address = model.tensors[NORM].data_ptr()
+        assert engine.destination().parts[NORM].tensor.data_ptr() == address, move
+        worker.update_weights_via_ipc_zmq()
+        assert worker.fp8_nemo_proof.verified_weights == 14
+
+
+def test_a_models_parameters_are_found_by_the_names_that_it_gives_them():
+    model = Engine(E2E)
+    model.lm_head = model.model.embed_tokens  # tied: named once
+    model.plain, model.none = nn.Parameter(torch.ones(2)), None
+    model.model.register_parameter("bias", None)
+    slots = receiver.Slots(model)
+
+    def walked():
+        return {name: p.data_ptr() for name, p in model.named_parameters()}
+
+    def found():
+        return {name: x.data_ptr() for name, x in slots.parameters().items()}
+
+    assert slots.are_all() and found() == walked()
+    model.model.bias = nn.Parameter(torch.ones(3))
+    model.put(NORM, torch.ones(256))
+    assert slots.are_all() and found() == walked()
+    model.put("model.layers.0.self_attn.qkv_proj.bias", torch.ones(512))
+    assert not slots.are_all()
 
 
 def test_whatever_fails_before_the_stream_is_raised_after_it(monkeypatch):
@@ -403,7 +442,7 @@ def test_an_engine_that_holds_other_weights_in_fp8_is_refused_and_nothing_is_loa
     worker.wire = wire_of(run)
     engine = worker.model_runner.model
     name = "model.layers.0.input_layernorm.weight"
-    engine.tensors[name] = engine.tensors[name].to(FP8)
+    engine.put(name, engine.tensors[name].to(FP8))
     with pytest.raises(RefitError, match=rf"{name}: the engine holds float8_e4m3fn"):
         worker.update_weights_via_ipc_zmq()
     assert engine.loaded == [] and worker.ended == 1
