@@ -435,6 +435,12 @@ def test_a_folder_with_local_problems_runs_offline_and_a_hub_model_does_not():
     assert system["NEMO_RL_PY_EXECUTABLES_SYSTEM"] == "1"
 
 
+def test_an_engine_of_two_gpus_gets_the_model_runner_that_survives_there():
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    assert name not in plan("model=llama31-8b").nemo.environment
+    assert plan("model=llama31-8b", "model.parallel.rollout_tensor=2").nemo.environment[name] == "0"
+
+
 def test_the_changes_and_the_stock_command_name_absolute_folders(tmp_path):
     found = plan("model=llama31-8b", "precision=fp8-linear")
     changed = {each.key: each for each in differences(found, MAIN, tmp_path)}
