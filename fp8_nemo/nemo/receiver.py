@@ -202,13 +202,15 @@ class Engine:
 class Slots:
     """Where a model keeps its parameters, so that they are found again without walking it.
 
-    For 32 layers, a walk takes a host 1.4 ms, this 0.3. A parameter with other memory, or another in
+    A walk of 32 layers takes a host 1.4 ms, this 0.3. A parameter with other memory, or another in
     its place, is found; a model with another module, or one more parameter, is to be walked again.
     """
 
     def __init__(self, model: Any) -> None:
         named = [*model.named_modules()]
-        self.modules = [(m._modules, key, each) for _, m in named for key, each in m._modules.items()]
+        self.modules = [
+            (m._modules, key, each) for _, m in named for key, each in m._modules.items()
+        ]
         self.held = [
             (f"{at}.{key}" if at else key, m._parameters, key)
             for at, m in named
@@ -295,7 +297,9 @@ class Refit:
             return None
         proof = self.ledger.close(self.engine.destination)
         assert self.ledger.manifest is not None  # else it would not have closed
-        if broken := list(_stale_host_copies(self.engine.attentions, self.ledger.manifest.kv_scales)):
+        if broken := list(
+            _stale_host_copies(self.engine.attentions, self.ledger.manifest.kv_scales)
+        ):
             raise RefitError(broken)
         return proof
 
@@ -370,7 +374,7 @@ def _rank(model: Any) -> Rank:
 
 
 def attentions(model: Any, layers: int) -> list[Any]:
-    """vLLM's attention modules, which hold the scales of the cache, by layer."""
+    """VLLM's attention modules, which hold the scales of the cache, by layer."""
     return [model.get_submodule(f"model.layers.{layer}.self_attn.attn") for layer in range(layers)]
 
 
