@@ -11,8 +11,8 @@ A receiver that gave up in the middle would leave the sender waiting, 120 second
 for ever in a broadcast; what fails is kept, the stream is taken to its end, and then it is raised.
 """
 
-# pyright: reportMissingImports=false
-# NeMo RL and vLLM stand on the path of a run, not of a type check.
+# pyright: reportMissingImports=false, reportPrivateImportUsage=false
+# NeMo RL and vLLM stand on the path of a run, not of a type check; torch._foreach_* is public.
 from __future__ import annotations
 
 import os
@@ -297,9 +297,8 @@ class Refit:
             return None
         proof = self.ledger.close(self.engine.destination)
         assert self.ledger.manifest is not None  # else it would not have closed
-        if broken := list(
-            _stale_host_copies(self.engine.attentions, self.ledger.manifest.kv_scales)
-        ):
+        sent = self.ledger.manifest.kv_scales
+        if broken := list(_stale_host_copies(self.engine.attentions, sent)):
             raise RefitError(broken)
         return proof
 
