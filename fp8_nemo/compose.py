@@ -14,10 +14,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -39,6 +41,7 @@ from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
 
 CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
+HELP = ("-h", "--help")
 NAMES_A_CELL = ("experiment", "model", "precision", "correction")
 OPEN = "nemo"
 QUOTE = "quote a value that holds = , : or brackets: \"key='a=b'\", \"key=['a=b']\""
@@ -76,7 +79,7 @@ def compose(arguments: Iterable[str]) -> list[Recipe]:
 def compose_plans(
     arguments: Iterable[str], host_of: Callable[[Recipe], Host] = lambda recipe: MAIN
 ) -> list[Plan]:
-    """`compose`, and every recipe's plan; all of them or none.
+    """`compose`, and every recipe's plan; all of them or none. Asked for help, it ends with that.
 
     Args:
         arguments: as for `compose`.
@@ -86,6 +89,10 @@ def compose_plans(
         ComposeError: with one line per distinct mistake in any cell, what a backend forbids
             included, or because two cells are one and the same run.
     """
+    arguments = list(arguments)
+    if set(HELP).intersection(arguments):
+        print(f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\n{choices()}")
+        raise SystemExit(0)
     cells, plans, found = [], [], []
     for cell, recipe in _composed(arguments):
         cells.append(cell)
@@ -97,6 +104,23 @@ def compose_plans(
     _raise_if_any(cells, found)
     _refuse_twins(cells, plans)
     return plans
+
+
+def choices() -> str:
+    """What a command line may hold: every group with its options, keys, sweeps."""
+    folder = option_folder("")
+    groups = sorted(each.name for each in folder.iterdir() if any(each.glob("*.yaml")))
+    wide = max(map(len, groups)) + 2
+    options = (f"  {group:{wide}}{' '.join(option_names(group))}" for group in groups)
+    indent = " " * (wide + 2)
+    return "\n".join([
+        "GROUP=OPTION, of these:",
+        *(fill(each, 100, subsequent_indent=indent, break_on_hyphens=False) for each in options),
+        "KEY=VALUE, as grpo.steps=50; recipes.plan shows the values in force, and the files in",
+        f"{folder} every key;",
+        "+nemo.KEY=VALUE for NeMo RL's own keys.",
+        "-m with several values, as precision=bf16,fp8-linear: every combination, each a run.",
+    ])  # fmt: skip
 
 
 def option_folder(group: str) -> Path:
@@ -115,7 +139,7 @@ def _composed(arguments: Iterable[str]) -> list[tuple[list[str], Recipe]]:
     flags = [each for each in arguments if each.startswith("-")]
     if unknown := [flag for flag in flags if flag not in MULTIRUN]:
         raise ComposeError(
-            f"{flag}: unknown flag; the only one is -m, for sweeps" for flag in unknown
+            f"{flag}: unknown flag; there are -m, for sweeps, and --help" for flag in unknown
         )
     texts = [each for each in arguments if each not in flags]
     with initialize_config_module("fp8_nemo.conf", version_base="1.3"):

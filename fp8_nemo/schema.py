@@ -317,6 +317,7 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
     """Everything that is wrong with a recipe by itself, fields first, then pairs of fields."""
     return [
         *_field_mistakes(recipe),
+        *([] if recipe.outputs else [Mistake("outputs", "", "must name a folder")]),
         *_precision_mistakes(recipe.precision, recipe.model.shape.layers),
         *_correction_mistakes(recipe.correction),
         *_data_mistakes(recipe.data),

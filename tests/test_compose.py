@@ -5,7 +5,7 @@ import io
 import pytest
 import yaml
 
-from fp8_nemo.compose import ComposeError, compose, compose_plans
+from fp8_nemo.compose import ComposeError, compose, compose_plans, option_names
 
 MISTAKES = {
     "grpp=demo": "grpp=demo: no such key; did you mean grpo?",
@@ -18,6 +18,7 @@ MISTAKES = {
     "+model.parallel.tenosr=2": "did you mean model.parallel.tensor?",
     "grpo.steps=abc": "grpo.steps=abc: must be a whole number",
     "grpo.steps=2.5": "grpo.steps=2.5: must be a whole number",
+    "outputs=": "outputs=: must name a folder",
     "grpo.steps=0": "grpo.steps=0: must be at least 1",
     "grpo.steps=null": "grpo.steps=null: must be a whole number",
     "grpo.learning_rate=inf": "grpo.learning_rate=inf: must be above 0 and at most 1, and finite",
@@ -49,6 +50,18 @@ def lines(*arguments: str) -> list[str]:
         compose(arguments)
     assert str(caught.value) == "\n".join(caught.value.lines)
     return caught.value.lines
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_says_what_there_is_to_choose_and_ends(flag, capsys):
+    with pytest.raises(SystemExit) as ended:
+        compose_plans(["model=tiny-llama", flag])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
+    for group in ("precision", "correction", "model", "cluster", "sweep"):
+        [line] = [line for line in told.splitlines() if line.strip().startswith(group + " ")]
+        assert option_names(group)[0] in line
+    assert all(len(line) <= 100 or "/" in line for line in told.splitlines())
 
 
 def test_two_options_of_one_group_in_a_sweep_are_meant_as_an_axis():

@@ -104,6 +104,8 @@ def calibration_of(
         texts = [line for line in file.read_text().splitlines() if line.strip()]
     except UnicodeDecodeError as error:
         raise CheckpointError(f"--calibrate {file}: is not UTF-8 ({error.reason})") from None
+    except OSError as error:
+        raise CheckpointError(f"--calibrate {file}: cannot be read ({error.strerror})") from None
     if not texts:
         raise CheckpointError(f"--calibrate {file}: holds no text")
     margin = recipe.glue.recalibrate.margin

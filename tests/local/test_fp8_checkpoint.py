@@ -356,7 +356,7 @@ def test_texts_are_read_with_their_first_token_and_cut(monkeypatch):
         (["precision=fp8-kv-attn"], "its FP8 cache needs scales; add --calibrate"),
         (["--calibrate", "TEXTS"], "precision=fp8-linear has a cache in BF16"),
         (["precision=fp8-kv-attn", "--calibrate", "EMPTY"], "holds no text"),
-        (["precision=fp8-kv-attn", "--calibrate", "GONE"], "No such file"),
+        (["precision=fp8-kv-attn", "--calibrate", "GONE"], "GONE: cannot be read (No such file"),
         (
             ["model=tiny-llama"],
             "model=tiny-llama: recipes.quantize_checkpoint takes precision alone",

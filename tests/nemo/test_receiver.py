@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8_nemo.ledger import MANIFEST, SENTINEL, RefitError
 from fp8_nemo.nemo import receiver, settings
-from fp8_nemo.nemo.parts import Rank
+from fp8_nemo.nemo.parts import Rank, Slots
 from fp8_nemo.quantize import FP8, quantize_blocks
 from fp8_nemo.refit import refit_stream
 from fp8_nemo.schema import Glue, Model, Precision, Recalibrate, Recipe, Shape
@@ -315,7 +315,7 @@ def test_a_models_parameters_are_found_by_the_names_that_it_gives_them():
     model.lm_head = model.model.embed_tokens  # tied: named once
     model.plain, model.none = nn.Parameter(torch.ones(2)), None
     model.model.register_parameter("bias", None)
-    slots = receiver.Slots(model)
+    slots = Slots(model)
 
     def walked():
         return {name: p.data_ptr() for name, p in model.named_parameters()}
