@@ -20,11 +20,13 @@ from fp8_nemo.estimate import (
     Decode,
     decode_of_engine,
     estimate,
+    keeps_optimizer,
     kv_cache_tokens,
     memory_per_gpu,
+    optimizer_would_fit,
     refit_seconds,
 )
-from fp8_nemo.host import Host, data_parallel, gpus
+from fp8_nemo.host import OPTIMIZER_ALWAYS_MOVED, Host, data_parallel, gpus
 from fp8_nemo.keys import command_line
 from fp8_nemo.overrides import micro_batch_tokens, path_overrides
 from fp8_nemo.plan import Plan
@@ -122,14 +124,14 @@ def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
         f"CP {parallel.context}, EP {parallel.expert}, DP {data_parallel(recipe)}. Rollout: "
         f"{count // parallel.rollout_tensor} engines, TP {parallel.rollout_tensor}, "
         f"EP {parallel.rollout_expert}",
-        "memory": "; ".join(_memory_texts(recipe, count, tokens)) + "; an estimate",
+        "memory": "; ".join(_memory_texts(recipe, host, count, tokens)) + "; an estimate",
         "speed": "; ".join(_speed_texts(recipe, count, tokens, overrides)),
         "environment": f"{environment}; hub cache {home}",
         "checked": _checked(plan, host),
     }
 
 
-def _memory_texts(recipe: Recipe, count: int, tokens: int) -> Iterator[str]:
+def _memory_texts(recipe: Recipe, host: Host, count: int, tokens: int) -> Iterator[str]:
     """Headroom on the GPUs that people have, and the parts of the worst phase on the run's own."""
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
         there = replace(recipe, cluster=replace(recipe.cluster, gpu=gpu))
@@ -140,6 +142,12 @@ def _memory_texts(recipe: Recipe, count: int, tokens: int) -> Iterator[str]:
     memory = memory_per_gpu(recipe, count, tokens)
     yield memory.text(memory.worst)
     yield f"KV cache of an engine {kv_cache_tokens(recipe, memory):,} tokens"
+    moved = not keeps_optimizer(recipe) and OPTIMIZER_ALWAYS_MOVED not in host.defects
+    if moved and optimizer_would_fit(memory):
+        yield (
+            "there is room for the optimizer, which NeMo RL moves to the host and back in every "
+            "step, unless +nemo.policy.offload_optimizer_for_refit=false (docs/speed.md)"
+        )
 
 
 def _speed_texts(

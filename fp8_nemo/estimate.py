@@ -145,7 +145,7 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
     (with the precision-aware optimizer the master is BF16 and 16 bits of remainder), FP8 copies of
     the linear weights in both directions, activations of one micro-batch, logits in BF16 and FP32
     with their gradient. Refit: the trainer's and the engine's weights. Rollout: the engine's
-    weights and KV cache; the trainer waits in host memory.
+    weights and KV cache; the trainer waits in host memory, but for an optimizer that is kept.
 
     Args:
         recipe: with `model.parallel`, `model.memory`, `precision` and `cluster.gpu`.
@@ -176,12 +176,25 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
     cache = GPU_GIB[recipe.cluster.gpu] * GIB * memory.rollout_share - engine
     if memory.kv_cache_gib is not None:
         cache = memory.kv_cache_gib * GIB
-    phases = {
-        "train": train,
-        "refit": {"trainer": 2 * held, "engine": engine, "allowance": allowance},
-        "rollout": {"engine": engine, "KV cache": max(0.0, cache), "allowance": allowance},
-    }
+    kept = {"optimizer": train["optimizer"]} if keeps_optimizer(recipe) else {}
+    refit = {"trainer": 2 * held, "engine": engine, **kept, "allowance": allowance}
+    rollout = {"engine": engine, "KV cache": max(0.0, cache), **kept, "allowance": allowance}
+    phases = {"train": train, "refit": refit, "rollout": rollout}
     return Memory(phases, GPU_GIB[recipe.cluster.gpu])
+
+
+def keeps_optimizer(recipe: Recipe) -> bool:
+    """Whether Adam's state stays on the GPU, by `+nemo.policy.offload_optimizer_for_refit=false`.
+
+    Else NeMo RL moves it to the host before every refit and back before training.
+    """
+    return not recipe.nemo.get("policy", {}).get("offload_optimizer_for_refit", True)
+
+
+def optimizer_would_fit(memory: Memory) -> bool:
+    """Whether there is room for the optimizer, now on the host, beside the engine."""
+    share = memory.phases["train"]["optimizer"] / (memory.gpu_gib * GIB)
+    return all(memory.headroom(phase) - share >= HEADROOM for phase in ("refit", "rollout"))
 
 
 def kv_cache_tokens(recipe: Recipe, memory: Memory) -> int:

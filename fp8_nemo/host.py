@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp8_nemo.estimate import keeps_optimizer
 from fp8_nemo.schema import Mistake, Recipe
 from fp8_nemo.weights import BLOCK, is_fp8_weight, named_shapes
 
@@ -29,7 +30,12 @@ BF16_LAYERS_BROKEN = "bf16-layers-broken"
 POW2_BROKEN = "pow2-broken"
 """Power-of-two activation scales are patched in by `list.append` of three things (v0.7.0)."""
 
-V0_7_0_DEFECTS = frozenset({KV_SCALES_DROPPED, BF16_LAYERS_BROKEN, POW2_BROKEN})
+OPTIMIZER_ALWAYS_MOVED = "optimizer-always-moved"
+"""Before a refit Adam's state goes to the host, and no key keeps it on the GPU (v0.7.0)."""
+
+V0_7_0_DEFECTS = frozenset(
+    {KV_SCALES_DROPPED, BF16_LAYERS_BROKEN, POW2_BROKEN, OPTIMIZER_ALWAYS_MOVED}
+)
 
 
 class Base(NamedTuple):
@@ -298,6 +304,15 @@ HOST_LIMITS = (
         "use NeMo RL main 7ea279a or later, or precision.scales=fp32",
         "v0.7.0: nemo_rl/models/generation/vllm/quantization/fp8.py, vllm_patches.append",
         POW2_BROKEN,
+    ),
+    Limit(
+        "nemo.policy.offload_optimizer_for_refit",
+        lambda r: not keeps_optimizer(r),
+        lambda r: not keeps_optimizer(r),
+        lambda r: "this NeMo RL always moves the optimizer to the host",
+        "use NeMo RL main 7ea279a or later, or leave it out",
+        "v0.7.0: nemo_rl/models/policy/workers/megatron_policy_worker.py, offload_before_refit",
+        OPTIMIZER_ALWAYS_MOVED,
     ),
 )
 

@@ -23,6 +23,7 @@ ADDED = (
     "data.validation.input_key",
     "data.validation.output_key",
     "grpo.skip_reference_policy_logprobs_calculation",
+    "policy.offload_optimizer_for_refit",
     f"{MEGATRON}.scheduler.override_opt_param_scheduler",
     f"{VLLM}.quantization_ignored_layer_kws",
     f"{VLLM}.pow2_weight_scaling_factors",

@@ -23,6 +23,7 @@ from fp8_nemo.host import (
     BF16_LAYERS_BROKEN,
     KV_SCALES_DROPPED,
     MAIN,
+    OPTIMIZER_ALWAYS_MOVED,
     POW2_BROKEN,
     ROOT_VARIABLE,
     Host,
@@ -37,6 +38,7 @@ REMEDY = f"set {ROOT_VARIABLE}, or cluster.nemo_root=FOLDER, to a clone of NVIDI
 GRPO, ENTRY = "nemo_rl/algorithms/grpo.py", "examples/run_grpo.py"
 POLICY, CONFIG = "nemo_rl/models/policy/lm_policy.py", "nemo_rl/utils/config.py"
 FP8 = "nemo_rl/models/generation/vllm/quantization/fp8.py"
+MEGATRON_SETUP = "nemo_rl/models/megatron/setup.py"
 
 SETUP_GIVES = 13
 """Length of the tuple that `setup` returns."""
@@ -196,6 +198,8 @@ class _Source:
             yield BF16_LAYERS_BROKEN
         if any(len(call.args) > 1 for call in appends):
             yield POW2_BROKEN
+        if "offload_optimizer_for_refit" not in self._text(MEGATRON_SETUP):
+            yield OPTIMIZER_ALWAYS_MOVED
 
     def _setup_gives(self) -> int:
         for node in ast.walk(self._tree(ENTRY)):

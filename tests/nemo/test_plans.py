@@ -308,6 +308,10 @@ def test_expert_parallel_engines_keep_experts_whole():
             ["precision=fp8-linear", "precision.scales=pow2"],
             "precision.scales=pow2: this NeMo RL stops with a TypeError",
         ),
+        (
+            ["precision=bf16", "+nemo.policy.offload_optimizer_for_refit=false"],
+            "nemo.policy.offload_optimizer_for_refit=false: this NeMo RL always moves",
+        ),
     ],
 )
 def test_known_defects_of_v0_7_0_are_refused_there_and_nowhere_else(arguments, line):
@@ -470,6 +474,37 @@ def test_memory_counts_weights_and_optimizer_exactly():
     half = memory_per_gpu(found, 16, 4096).phases["train"]
     assert half["optimizer"] == train["optimizer"] / 2
     assert memory.headroom("train") == 1 - sum(train.values()) / (GPU_GIB["h100"] * GIB)
+
+
+KEEPING = "+nemo.policy.offload_optimizer_for_refit=false"
+
+
+def test_an_optimizer_that_is_kept_is_counted_beside_the_engine_and_set_upstream():
+    cell = ["model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=h200"]
+    moved, kept = plan(*cell), plan(*cell, KEEPING)
+    assert kept.nemo.overrides["policy.offload_optimizer_for_refit"] is False
+    assert "policy.offload_optimizer_for_refit" not in moved.nemo.overrides
+    here, there = (memory_per_gpu(each.recipe, 8, 4096) for each in (moved, kept))
+    assert here.phases["train"] == there.phases["train"]
+    for phase in ("refit", "rollout"):
+        more = sum(there.phases[phase].values()) - sum(here.phases[phase].values())
+        assert more == here.phases["train"]["optimizer"] == 12 * 8_030_261_248 / 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "host", "told"),
+    [
+        (["cluster.gpu=h200"], MAIN, True),
+        (["cluster.gpu=h200", KEEPING], MAIN, False),
+        (["cluster.gpu=h200"], Host("v0.7.0", defects=V0_7_0_DEFECTS), False),
+        (["cluster.gpus_per_node=2", "model.memory.kv_cache_gib=30"], MAIN, False),
+    ],
+    ids=["room", "kept already", "no such key", "no room"],
+)
+def test_a_plan_tells_where_an_optimizer_need_not_leave_the_gpu(arguments, host, told):
+    found = plan("model=llama31-8b", "precision=fp8-linear", *arguments, host=host)
+    memory = dict(describe(found, host))["memory"]
+    assert ("unless " + KEEPING in memory) == told
 
 
 def speed_of(*arguments):
