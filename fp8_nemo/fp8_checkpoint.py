@@ -181,8 +181,9 @@ def _json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
-            f"{file}: {reason}; must be a checkpoint in Hugging Face format: of a run of NeMo RL "
-            "its examples/converters/convert_megatron_to_hf.py makes one"
+            f"{file}: {reason}; must be a checkpoint in Hugging Face format, or the directory of a "
+            "local run; of a run of NeMo RL its examples/converters/convert_megatron_to_hf.py "
+            "makes one"
         ) from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{file}: is not an object")

@@ -1,10 +1,11 @@
-"""Convert a Hugging Face checkpoint to a blockwise FP8 one that vLLM loads as it is.
+"""Convert a Hugging Face checkpoint, or a local run's, to a blockwise FP8 one for vLLM.
 
 python -m recipes.quantize_checkpoint SRC DST [--calibrate TEXTS] [precision=fp8-linear ...]
 
-Shard by shard; the same line goes on where it was stopped. `precision=fp8-kv-attn` adds the scales
-of an FP8 cache, from `--calibrate`, a file with a text on each line. Prints what FP8 cost each
-layer; DST/quantization.json has every weight.
+Of a run directory of the local backend the last checkpoint becomes SRC/model-STEP first. Shard by
+shard; the same line goes on where it was stopped. `precision=fp8-kv-attn` adds the scales of an FP8
+cache, from `--calibrate`, a file with a text on each line. Prints what FP8 cost each layer;
+DST/quantization.json has every weight.
 """
 
 from __future__ import annotations

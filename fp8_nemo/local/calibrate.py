@@ -24,9 +24,11 @@ from fp8_nemo.fp8_checkpoint import (
 )
 from fp8_nemo.local import layers
 from fp8_nemo.local.chat import Chat
+from fp8_nemo.local.export import exported
 from fp8_nemo.local.policy import load_model
 from fp8_nemo.local.rollout import causal_mask, positions
 from fp8_nemo.recalibrate import AmaxObserver, kv_scales
+from fp8_nemo.run_dir import PLAN
 from fp8_nemo.schema import Precision, Recipe
 
 LONGEST = 4096
@@ -39,7 +41,7 @@ def convert(
     """Convert, or go on with it; what FP8 cost each weight.
 
     Args:
-        source: the checkpoint, BF16 or FP32.
+        source: the checkpoint, BF16 or FP32; or a run of the local backend, which is exported.
         target: a folder, new or begun by the same call.
         settings: overrides of the group `precision`.
         calibrate: texts, one on each line, where the cache is to be FP8; else None.
@@ -48,7 +50,10 @@ def convert(
     Raises:
         CheckpointError: the source, the texts or the settings are not right.
         ComposeError: an option does not exist, or is impossible.
+        RunDirError: the run directory is damaged.
     """
+    if (source / PLAN).is_file():
+        source = exported(source)
     recipe = conversion_recipe(source, settings)
     calibration = calibration_of(recipe, source, calibrate, progress)
     return quantize_checkpoint(

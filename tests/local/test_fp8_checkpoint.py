@@ -14,7 +14,8 @@ import torch
 from fp8_nemo.recipes import quantize_checkpoint as recipe
 from safetensors.torch import load_file, save_file
 
-from fp8_nemo import fp8_checkpoint
+from fp8_nemo import fp8_checkpoint, run_dir
+from fp8_nemo.compose import compose
 from fp8_nemo.fp8_checkpoint import (
     BOOK,
     INDEX,
@@ -26,7 +27,8 @@ from fp8_nemo.fp8_checkpoint import (
 from fp8_nemo.ledger import MANIFEST, SENTINEL
 from fp8_nemo.local import calibrate
 from fp8_nemo.local.calibrate import scales_of_texts
-from fp8_nemo.model_dir import SHIPPED
+from fp8_nemo.local.grpo import Run
+from fp8_nemo.model_dir import SHIPPED, model_mistakes
 from fp8_nemo.refit import refit_stream
 from fp8_nemo.schema import Precision
 
@@ -372,6 +374,40 @@ def test_a_line_that_makes_no_sense_creates_nothing(words, message, source, tmp_
     words = [str(tmp_path / word) if word.isupper() else word for word in words]
     assert recipe.main([str(source), str(tmp_path / "fp8"), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "fp8").exists()
+
+
+def test_a_local_runs_last_checkpoint_is_exported_and_converted(make_plan, tmp_path, capsys):
+    plan = make_plan("precision=fp8-linear", "grpo.learning_rate=1e-2")
+    [frozen] = run_dir.freeze([plan])
+    assert recipe.main([str(frozen.path), str(tmp_path / "early")]) == 2
+    assert "has no checkpoint; the run saves one at its end" in capsys.readouterr().err
+    run = Run(plan, frozen.path)
+    run.train(lambda row: None)
+    assert recipe.main([str(frozen.path), str(tmp_path / "fp8")]) == 0
+    plain = frozen.path / "model-2"
+    trained = {name: x.bfloat16() for name, x in run.policy.masters.items()}
+    assert same(tensors_of(plain), trained)
+    assert not same(tensors_of(SHIPPED / "tiny-llama"), trained)
+    assert same(tensors_of(tmp_path / "fp8"), stream_of(plain))
+    made = (plain / "config.json").stat().st_mtime_ns
+    assert recipe.main([str(frozen.path), str(tmp_path / "again")]) == 0
+    assert (plain / "config.json").stat().st_mtime_ns == made
+    [asked] = compose(["model=tiny-llama", f"model.path={plain}"])
+    assert not list(model_mistakes(asked))
+
+
+def test_a_damaged_checkpoint_or_a_run_of_nemo_rl_is_no_source(make_plan, tmp_path, capsys):
+    plan = make_plan()
+    [frozen] = run_dir.freeze([plan])
+    Run(plan, frozen.path).train(lambda row: None)
+    [*_, last] = run_dir.checkpoints(frozen.path)
+    (last / "state.safetensors").write_bytes(b"cut")
+    assert recipe.main([str(frozen.path), str(tmp_path / "fp8")]) == 2
+    assert "state.safetensors: cannot be read" in capsys.readouterr().err
+    assert not list(frozen.path.glob("model-*")) and not list(frozen.path.glob(".saving-*"))
+    [other] = run_dir.freeze([make_plan("backend=nemo")])
+    assert recipe.main([str(other.path), str(tmp_path / "fp8")]) == 2
+    assert "a run of NeMo RL, whose examples/converters/" in capsys.readouterr().err
 
 
 def test_one_shard_is_held_at_a_time(source, tmp_path, monkeypatch):

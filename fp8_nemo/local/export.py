@@ -1,0 +1,54 @@
+"""The model of a local run as a folder in Hugging Face format, which the world around can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM
+
+from fp8_nemo.fp8_checkpoint import CheckpointError
+from fp8_nemo.local.chat import Chat
+from fp8_nemo.local.checkpoint import TENSORS
+from fp8_nemo.local.make_model import save_model
+from fp8_nemo.model_dir import model_path
+from fp8_nemo.run_dir import checkpoint_step, checkpoints, read_plan
+
+
+def exported(run_dir: Path) -> Path:
+    """`RUN_DIR/model-STEP`, from the run's last checkpoint: BF16, as the trainer computed with it.
+
+    Made once; a run that has gone on since gets another.
+
+    Raises:
+        CheckpointError: NeMo RL's run, no checkpoint yet, or one that cannot be read.
+        RunDirError: no run directory.
+    """
+    plan, saved = read_plan(run_dir), checkpoints(run_dir)
+    if plan.backend != "local":
+        raise CheckpointError(
+            f"{run_dir}: a run of NeMo RL, whose examples/converters/convert_megatron_to_hf.py "
+            "makes a checkpoint in Hugging Face format of its own"
+        )
+    if not saved:
+        raise CheckpointError(f"{run_dir}: has no checkpoint; the run saves one at its end")
+    folder = run_dir / f"model-{checkpoint_step(saved[-1])}"
+    if not folder.is_dir():
+        start = model_path(plan.recipe.model)
+        model = AutoModelForCausalLM.from_pretrained(
+            start, dtype=torch.bfloat16, local_files_only=True
+        )
+        _load_masters(dict(model.named_parameters()), saved[-1] / TENSORS)
+        save_model(model, Chat.load(start), folder)
+    return folder
+
+
+@torch.no_grad()
+def _load_masters(parameters: dict[str, torch.Tensor], file: Path) -> None:
+    try:
+        with safe_open(file, "pt") as tensors:
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors.get_tensor(f"master.{name}"))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error})") from error
