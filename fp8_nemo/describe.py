@@ -23,7 +23,6 @@ from fp8_nemo.estimate import (
     keeps_optimizer,
     kv_cache_tokens,
     memory_per_gpu,
-    optimizer_would_fit,
     refit_seconds,
 )
 from fp8_nemo.host import OPTIMIZER_ALWAYS_MOVED, Host, data_parallel, gpus
@@ -142,8 +141,11 @@ def _memory_texts(recipe: Recipe, host: Host, count: int, tokens: int) -> Iterat
     memory = memory_per_gpu(recipe, count, tokens)
     yield memory.text(memory.worst)
     yield f"KV cache of an engine {kv_cache_tokens(recipe, memory):,} tokens"
-    moved = not keeps_optimizer(recipe) and OPTIMIZER_ALWAYS_MOVED not in host.defects
-    if moved and optimizer_would_fit(memory):
+    if OPTIMIZER_ALWAYS_MOVED in host.defects or keeps_optimizer(recipe):
+        return
+    keeping = replace(recipe, nemo={"policy": {"offload_optimizer_for_refit": False}})
+    kept = memory_per_gpu(keeping, count, tokens)
+    if min(kept.headroom("refit"), kept.headroom("rollout")) >= HEADROOM:
         yield (
             "there is room for the optimizer, which NeMo RL moves to the host and back in every "
             "step, unless +nemo.policy.offload_optimizer_for_refit=false (docs/speed.md)"

@@ -145,7 +145,9 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
     (with the precision-aware optimizer the master is BF16 and 16 bits of remainder), FP8 copies of
     the linear weights in both directions, activations of one micro-batch, logits in BF16 and FP32
     with their gradient. Refit: the trainer's and the engine's weights. Rollout: the engine's
-    weights and KV cache; the trainer waits in host memory, but for an optimizer that is kept.
+    weights and KV cache. Of the trainer only what NeMo RL moves waits in host memory: weights and
+    moments. In FP8 the masters, their last gradients and the FP8 copies stay, 36.4 GiB of 8B on two
+    GPUs, where a run had 36.5 (docs/speed.md); and the moments, if the optimizer is kept.
 
     Args:
         recipe: with `model.parallel`, `model.memory`, `precision` and `cluster.gpu`.
@@ -159,14 +161,15 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
     held = held_dense + held_expert
     spread_dense = max(1, gpus // ranks)
     spread_expert = max(1, gpus // (parallel.expert * stages))
+    held_spread = held_dense / spread_dense + held_expert / spread_expert
     fp8 = recipe.precision.train_linear == "fp8"
-    state = 12 if fp8 else 10
+    state, moved = (12, 8) if fp8 else (10, 10)
     fraction = quantized / (dense + expert)
     allowance = ALLOWANCE_GIB * GIB
     train = {
         "weights": 2 * held,
         "gradients": 2 * held,
-        "optimizer": state * (held_dense / spread_dense + held_expert / spread_expert),
+        "optimizer": state * held_spread,
         "FP8 copies": 2 * held * fraction if fp8 else 0.0,
         "activations": _activations(recipe, tokens),
         "logits": 10 * tokens * recipe.model.shape.vocab / parallel.tensor,
@@ -176,7 +179,12 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
     cache = GPU_GIB[recipe.cluster.gpu] * GIB * memory.rollout_share - engine
     if memory.kv_cache_gib is not None:
         cache = memory.kv_cache_gib * GIB
-    kept = {"optimizer": train["optimizer"]} if keeps_optimizer(recipe) else {}
+    kept = {
+        "masters": 4 * held_spread if fp8 else 0.0,
+        "their gradients": 4 * held_spread if fp8 else 0.0,
+        "FP8 copies": train["FP8 copies"],
+        "moments": moved * held_spread if keeps_optimizer(recipe) else 0.0,
+    }
     refit = {"trainer": 2 * held, "engine": engine, **kept, "allowance": allowance}
     rollout = {"engine": engine, "KV cache": max(0.0, cache), **kept, "allowance": allowance}
     phases = {"train": train, "refit": refit, "rollout": rollout}
@@ -186,15 +194,11 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
 def keeps_optimizer(recipe: Recipe) -> bool:
     """Whether Adam's state stays on the GPU, by `+nemo.policy.offload_optimizer_for_refit=false`.
 
-    Else NeMo RL moves it to the host before every refit and back before training.
+    Else NeMo RL moves it to the host before every refit and back before training: the moments, and
+    the masters where they are of the precision-aware optimizer.
     """
-    return not recipe.nemo.get("policy", {}).get("offload_optimizer_for_refit", True)
-
-
-def optimizer_would_fit(memory: Memory) -> bool:
-    """Whether there is room for the optimizer, now on the host, beside the engine."""
-    share = memory.phases["train"]["optimizer"] / (memory.gpu_gib * GIB)
-    return all(memory.headroom(phase) - share >= HEADROOM for phase in ("refit", "rollout"))
+    policy = recipe.nemo.get("policy")
+    return isinstance(policy, dict) and not policy.get("offload_optimizer_for_refit", True)
 
 
 def kv_cache_tokens(recipe: Recipe, memory: Memory) -> int:

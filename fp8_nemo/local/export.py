@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from fp8_nemo.run_dir import checkpoint_step, checkpoints, read_plan
 def exported(run_dir: Path) -> Path:
     """`RUN_DIR/model-STEP`, from the run's last checkpoint: BF16, as the trainer computed with it.
 
-    Made once; a run that has gone on since gets another.
+    Made once; a run that has gone on since gets another, and a checkpoint saved again replaces it.
 
     Raises:
         CheckpointError: NeMo RL's run, no checkpoint yet, or one that cannot be read.
@@ -33,13 +34,14 @@ def exported(run_dir: Path) -> Path:
         )
     if not saved:
         raise CheckpointError(f"{run_dir}: has no checkpoint; the run saves one at its end")
-    folder = run_dir / f"model-{checkpoint_step(saved[-1])}"
-    if not folder.is_dir():
+    folder, file = run_dir / f"model-{checkpoint_step(saved[-1])}", saved[-1] / TENSORS
+    if not folder.is_dir() or folder.stat().st_mtime < file.stat().st_mtime:
         start = model_path(plan.recipe.model)
         model = AutoModelForCausalLM.from_pretrained(
             start, dtype=torch.bfloat16, local_files_only=True
         )
-        _load_masters(dict(model.named_parameters()), saved[-1] / TENSORS)
+        _load_masters(dict(model.named_parameters()), file)
+        shutil.rmtree(folder, ignore_errors=True)
         save_model(model, Chat.load(start), folder)
     return folder
 
@@ -50,5 +52,6 @@ def _load_masters(parameters: dict[str, torch.Tensor], file: Path) -> None:
         with safe_open(file, "pt") as tensors:
             for name, parameter in parameters.items():
                 parameter.copy_(tensors.get_tensor(f"master.{name}"))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error})") from error
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{file}: cannot be read into its model ({reason})") from error

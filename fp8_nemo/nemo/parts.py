@@ -49,8 +49,8 @@ class _Place(NamedTuple):
 class Slots:
     """Where a model keeps its parameters, so that they are found again without walking it.
 
-    A walk of 32 layers takes a host 1.4 ms, this 0.3. A parameter with other memory, or another in
-    its place, is found; a model with another module, or one more parameter, is to be walked again.
+    A parameter with other memory, or another in its place, is found; a model with another module,
+    or a parameter of another name, is to be walked again.
     """
 
     def __init__(self, model: Any) -> None:
@@ -63,13 +63,13 @@ class Slots:
             for at, m in named
             for key in m._parameters
         ]
-        self.tables = [table for _, m in named for table in (m._modules, m._parameters)]
-        self.count = sum(map(len, self.tables))
+        tables = [table for _, m in named for table in (m._modules, m._parameters)]
+        self.names = [(table, tuple(table)) for table in tables]
 
     def are_all(self) -> bool:
-        """Whether the model still has these modules, and no more parameters than it had."""
+        """Whether the model still has these modules, and parameters of these names."""
         alike = all(of.get(key) is each for of, key, each in self.modules)
-        return alike and sum(map(len, self.tables)) == self.count
+        return alike and all(tuple(table) == names for table, names in self.names)
 
     def parameters(self) -> dict[str, Tensor]:
         """Each by its name, a tied one by its first, as `named_parameters` has them."""

@@ -141,7 +141,8 @@ class Engine:
 
     def __init__(self, model: Any, recipe: Recipe) -> None:
         self.model, self.shape, self.precision = model, recipe.model.shape, recipe.precision
-        self._walk()
+        self.slots: Slots | None = None
+        self.attentions: list[Any] = []
         self.known_at: dict[str, Any] = {}
         self.known: Destination | None = None
         self.specs: dict[tuple, dict[str, WireSpec]] = {}
@@ -170,8 +171,7 @@ class Engine:
         Raises:
             RefitError: it is not what the recipe's engine holds.
         """
-        self.look_again()
-        parameters = self.slots.parameters()
+        parameters = self.look_again().parameters()
         scales = dict(self._kv_scales())
         at = {  # `known` keeps their storages, so that no other tensor can get an address
             name: (x.data_ptr(), x.dtype, x.shape, x.stride())
@@ -183,15 +183,13 @@ class Engine:
             self.known_at, self.known = at, Destination(found, self.held)
         return self.known
 
-    def look_again(self) -> None:
-        """Walk the model, if it has changed since."""
-        if not self.slots.are_all():
-            self._walk()
-
-    def _walk(self) -> None:
-        fp8_kv = self.precision.rollout_kv == "fp8"
-        self.slots = Slots(self.model)
-        self.attentions = attentions(self.model, self.shape.layers) if fp8_kv else []
+    def look_again(self) -> Slots:
+        """Walk the model, at first and if it has changed since; what attends is known after it."""
+        if self.slots is None or not self.slots.are_all():
+            fp8_kv = self.precision.rollout_kv == "fp8"
+            self.slots = Slots(self.model)
+            self.attentions = attentions(self.model, self.shape.layers) if fp8_kv else []
+        return self.slots
 
     def _kv_scales(self) -> Iterator[tuple[str, Tensor]]:
         for layer, attention in enumerate(self.attentions):
@@ -252,7 +250,7 @@ class Refit:
             raise self.failed
         if self.failed or not landed:
             reason = _reason(self.failed) if self.failed else "its message is in the log"
-            problems: list[str] = []
+            problems = self.ledger.problems if self.ledger else []
             with suppress(RuntimeError):  # of a device that failed, which the reason says
                 problems = self.ledger.wire_problems() if self.ledger else []
             text = f"vLLM could not load the weights: {reason}"

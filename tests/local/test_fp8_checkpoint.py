@@ -392,6 +392,18 @@ def test_a_local_runs_last_checkpoint_is_exported_and_converted(make_plan, tmp_p
     made = (plain / "config.json").stat().st_mtime_ns
     assert recipe.main([str(frozen.path), str(tmp_path / "again")]) == 0
     assert (plain / "config.json").stat().st_mtime_ns == made
+    [*_, saved] = run_dir.checkpoints(frozen.path)
+    state = load_file(saved / "state.safetensors")
+    save_file({name: 2 * x for name, x in state.items()}, saved / "state.safetensors")
+    assert recipe.main([str(frozen.path), str(tmp_path / "later")]) == 0
+    doubled = {name: (2 * x).bfloat16() for name, x in run.policy.masters.items()}
+    assert same(tensors_of(plain), doubled)
+    save_file(
+        {**state, "master.lm_head.weight": state["rng.sampler"].clone()},
+        saved / "state.safetensors",
+    )
+    assert recipe.main([str(frozen.path), str(tmp_path / "other")]) == 2
+    assert "cannot be read into its model" in capsys.readouterr().err
     [asked] = compose(["model=tiny-llama", f"model.path={plain}"])
     assert not list(model_mistakes(asked))
 
@@ -403,7 +415,7 @@ def test_a_damaged_checkpoint_or_a_run_of_nemo_rl_is_no_source(make_plan, tmp_pa
     [*_, last] = run_dir.checkpoints(frozen.path)
     (last / "state.safetensors").write_bytes(b"cut")
     assert recipe.main([str(frozen.path), str(tmp_path / "fp8")]) == 2
-    assert "state.safetensors: cannot be read" in capsys.readouterr().err
+    assert "state.safetensors: cannot be read into its model" in capsys.readouterr().err
     assert not list(frozen.path.glob("model-*")) and not list(frozen.path.glob(".saving-*"))
     [other] = run_dir.freeze([make_plan("backend=nemo")])
     assert recipe.main([str(other.path), str(tmp_path / "fp8")]) == 2

@@ -488,7 +488,27 @@ def test_an_optimizer_that_is_kept_is_counted_beside_the_engine_and_set_upstream
     assert here.phases["train"] == there.phases["train"]
     for phase in ("refit", "rollout"):
         more = sum(there.phases[phase].values()) - sum(here.phases[phase].values())
-        assert more == here.phases["train"]["optimizer"] == 12 * 8_030_261_248 / 8
+        assert more == 8 * 8_030_261_248 / 8  # its masters were there before
+    plain = [each.replace("e2e", "linear") for each in cell]
+    here, there = (
+        memory_per_gpu(plan(*each).recipe, 8, 4096) for each in (plain, [*plain, KEEPING])
+    )
+    assert sum(here.phases["rollout"][name] for name in ("masters", "FP8 copies", "moments")) == 0
+    assert there.phases["rollout"]["moments"] == there.phases["train"]["optimizer"]
+
+
+def test_what_an_fp8_trainer_leaves_on_its_gpu_is_what_a_real_step_of_8b_had():
+    cell = ["model=llama31-8b", "precision=fp8-e2e-kv-attn", "cluster.gpu=h200"]
+    phases = memory_per_gpu(plan(*cell, "cluster.gpus_per_node=2").recipe, 2, 3072).phases
+    names = ("masters", "their gradients", "FP8 copies", "moments")
+    left = {name: phases["rollout"][name] / GIB for name in names}
+    # NeMo RL's own prints, two H200s, in GiB: in rollouts, before the refit, after training.
+    assert sum(left.values()) == pytest.approx(36.5, abs=0.2) and left["moments"] == 0
+    weights = phases["train"]["weights"] / GIB
+    assert sum(left.values()) + weights == pytest.approx(44.0, abs=0.3)
+    moments, gradients = 8 * 8_030_261_248 / 2 / GIB, weights
+    whole = sum(left.values()) + weights + moments + gradients
+    assert whole == pytest.approx(81.4, abs=0.5)
 
 
 @pytest.mark.parametrize(
@@ -505,6 +525,12 @@ def test_a_plan_tells_where_an_optimizer_need_not_leave_the_gpu(arguments, host,
     found = plan("model=llama31-8b", "precision=fp8-linear", *arguments, host=host)
     memory = dict(describe(found, host))["memory"]
     assert ("unless " + KEEPING in memory) == told
+
+
+def test_what_stands_in_a_groups_place_is_one_line_on_every_host():
+    for host in (MAIN, Host("v0.7.0", defects=V0_7_0_DEFECTS)):
+        with pytest.raises(PlanError, match=r"nemo\.policy=5"):
+            plan("model=llama31-8b", "precision=bf16", "+nemo.policy=5", host=host)
 
 
 def speed_of(*arguments):

@@ -329,16 +329,21 @@ def test_a_models_parameters_are_found_by_the_names_that_it_gives_them():
     assert slots.are_all() and found() == walked()
     model.put("model.layers.0.self_attn.qkv_proj.bias", torch.ones(512))
     assert not slots.are_all()
+    slots = Slots(model)
+    del model.get_submodule("model.norm").weight
+    model.put("model.norm.scale", torch.ones(256))
+    assert not slots.are_all(), "as many, by another name"
 
 
-def test_whatever_fails_before_the_stream_is_raised_after_it(monkeypatch):
+@pytest.mark.parametrize("where", ["_open", "attentions", "Slots"])
+def test_whatever_fails_before_the_stream_is_raised_after_it(where, monkeypatch):
     run = recipe()
     worker = worker_of(run)
     worker.wire = wire_of(run)
-    monkeypatch.setattr(receiver, "_open", lambda *_: 1 / 0)
+    monkeypatch.setattr(receiver, where, lambda *_: 1 / 0)
     with pytest.raises(RefitError, match="division by zero"):
         worker.update_weights_via_ipc_zmq()
-    assert worker.ended == 1
+    assert worker.ended == 1 and "division by zero" in worker.fp8_nemo_problems[0]
 
 
 def without(name):
