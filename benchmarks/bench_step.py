@@ -16,8 +16,8 @@ recalibrate  what watching the ranges adds, per token (glue --parts ranges), und
 
 Each number names its file; one that was not measured is an error that names the command. A
 micro-batch that its sequences do not fill is charged as a full one: right where the host is late,
-too much where the device is. Left out: exchange between GPUs beyond what the rows had, optimizer and
-its ways to the host and back, data, reward, ends of uneven rollouts.
+too much where the device is. Left out: exchange between GPUs beyond what the rows had, optimizer
+and its ways to the host and back, data, reward, ends of uneven rollouts.
 `--run` sets `time/*` of a run (median from step `--first` on, with its own mean length) beside it,
 and so says how much that is.
 """

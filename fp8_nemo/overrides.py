@@ -105,8 +105,8 @@ def environment_variables(recipe: Recipe) -> dict[str, str]:
     if recipe.cluster.interpreter == "system":
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     if recipe.model.parallel.rollout_tensor > 1:
-        # Runner V2 of 0.25.1, a dense model's own, waits for another thread's stream under Ray's
-        # executor: on two H200s it read foreign memory in its second step (docs/log.md).
+        # Runner V2 of 0.25.1, a dense model's own, read foreign memory in its second step on two
+        # H200s, in two runs of four; why, by reading, docs/log.md.
         found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     from_folder = recipe.model.path is not None or recipe.model.hf_id is None
     if from_folder and (recipe.data.is_made or recipe.data.name == "jsonl"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fp8_nemo.compose import ComposeError, compose_plans
+from fp8_nemo.compose import HELP, ComposeError, compose_plans
 from fp8_nemo.data import DataError, load_problems
 from fp8_nemo.run_dir import new_folder
 
@@ -20,6 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the checkpoint into the folder named first; 2 if the line is wrong."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
+        if asked := [word for word in words if word in HELP]:
+            compose_plans(asked)  # tells, and ends
         if not words or "=" in words[0] or words[0].startswith("-"):
             raise ComposeError(["recipes.make_model: the first argument is the folder to make"])
         [plan] = compose_plans([*words[1:], "backend=local", f"model.path={words[0]}"])

@@ -146,8 +146,22 @@ def test_the_local_backend_does_not_look_at_nemo_rl(tmp_path):
 
 
 def test_making_a_model_takes_no_flag_for_a_folder():
-    assert_refused(verb("make_model", "--help"), "the first argument is the folder to make")
-    assert not (ROOT / "--help").exists()
+    assert_refused(verb("make_model", "--model"), "the first argument is the folder to make")
+    assert not (ROOT / "--model").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "of_its_own"),
+    [
+        ("plan", "--help", "Show what a run would do"),
+        ("grpo", "-h", "the same line again resumes"),
+        ("make_model", "--help", "Train a small starting checkpoint"),
+    ],
+)
+def test_a_verb_tells_what_it_is_for_and_what_there_is_to_choose(name, flag, of_its_own):
+    done = verb(name, flag)
+    assert done.returncode == 0 and done.stderr == ""
+    assert of_its_own in done.stdout and "  precision   bf16 " in done.stdout
 
 
 def test_a_broken_line_of_data_is_refused_with_file_and_line(tmp_path):
