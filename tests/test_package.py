@@ -4,9 +4,20 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 ROOT = Path(__file__).parent.parent
+
+
+def test_everything_that_is_pinned_installs_on_the_oldest_python_that_the_package_takes():
+    """Debian 12's Python is 3.11.2: a pin that wants 3.11.5 stops `make demo` there."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.partition("==")[0] for line in lines if "==" in line]
+    wanted = {name: metadata(name).get("Requires-Python") for name in pins}
+    assert not {n: w for n, w in wanted.items() if w and not SpecifierSet(w).contains("3.11.0")}
 
 
 def run(code: str, **environment: str) -> str:
