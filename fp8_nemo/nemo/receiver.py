@@ -335,7 +335,7 @@ def _rank(model: Any) -> Rank:
 
 
 def attentions(model: Any, layers: int) -> list[Any]:
-    """VLLM's attention modules, which hold the scales of the cache, by layer."""
+    """Attention modules of vLLM, which hold the scales of the cache, by layer."""
     return [model.get_submodule(f"model.layers.{layer}.self_attn.attn") for layer in range(layers)]
 
 
@@ -356,8 +356,8 @@ def _clear_kv_scales(of: Sequence[Any]) -> None:
 def _keep_kv_scales(runner: Any, of: Sequence[Any]) -> None:
     """Put the scales of K and V back when the cache wakes up.
 
-    vLLM's model runner V1, which Qwen3-MoE gets, fills them with 1.0 then
-    (gpu_model_runner.py:964, 0.25.1), after the refit. Runner V2 leaves them alone.
+    vLLM's model runner V1, which Qwen3-MoE gets and every engine over several GPUs, fills them with
+    1.0 then (gpu_model_runner.py:964, 0.25.1), after the refit. Runner V2 leaves them alone.
     """
     reset = getattr(type(runner), "init_fp8_kv_scales", None)
     if reset is None:
