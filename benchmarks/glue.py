@@ -11,8 +11,10 @@ weights, prompts, process and machine.
 `refit` times `refit_policy_generation`, and of it what `transfer_and_update_weights` takes;
 the rest of it is offloading the policy and waking the engine, each with its seconds; `export` is
 NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of a refit is
-transfer and load, and what `ledger` adds to `fp8` is the proof. Three more rounds, with clocks
-inside the workers, say where each side's host was (`where`), Python's collections included.
+transfer and load, and what `ledger` adds to `fp8` is the proof. As many rounds again, with clocks
+inside the workers, say where each side's host was (`where`), Python's collections included: refits
+vary by more than a ledger costs, and what its opening takes may be what the receiver would have
+waited `for the first tensors`.
 `--buffers 0.3,0.03` does it again with other buffers than NeMo RL's own share of the free memory,
 by NRL_REFIT_BUFFER_MEMORY_RATIO.
 `mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and
@@ -72,7 +74,6 @@ AROUND = ("policy.offload_before_refit", "policy.offload_after_refit",
           "generation.prepare_for_generation")  # fmt: skip
 """What a colocated refit waits for beside the transfer: the two sides change places in memory."""
 SAMPLES = {"mismatch": 128, "faults": 16}  # of each prompt; 16 leave a standard error of 20%
-CLOCKED = 3
 BUFFERS = "NRL_REFIT_BUFFER_MEMORY_RATIO"  # what NeMo RL reads before each refit (grpo.py:2360)
 
 
@@ -306,16 +307,25 @@ def clock_vllm(worker: Any) -> None:
     worker._load_weights = clocked(spent, "receiver: load", worker._load_weights)
     for name in ("update_weights_via_ipc_zmq", "update_weights_from_collective"):
         setattr(worker, name, clocked(spent, "receiver: all", getattr(worker, name)))
-    begin, settle = receiver.Refit.__init__, receiver.Ledger.close
-    worker.fp8_nemo_unclocked = begin, settle
+    begin, take, settle = receiver.Refit.__init__, receiver.Refit.take, receiver.Ledger.close
+    worker.fp8_nemo_unclocked = begin, take, settle
+
+    opened: list[float] = []
 
     def timed_begin(*arguments: Any) -> None:
         clocked(spent, "receiver: open the ledger", begin)(*arguments)
+        opened.append(time.perf_counter())
+
+    def timed_take(*arguments: Any) -> None:
+        if opened:
+            spent["receiver: for the first tensors"] = time.perf_counter() - opened.pop()
+        take(*arguments)
 
     def timed_settle(*arguments: Any) -> Any:
         return clocked(spent, "receiver: settle the ledger", settle)(*arguments)
 
-    receiver.Refit.__init__, receiver.Ledger.close = timed_begin, timed_settle
+    receiver.Refit.__init__, receiver.Refit.take = timed_begin, timed_take
+    receiver.Ledger.close = timed_settle
 
 
 def take_clock(worker: Any) -> dict[str, float]:
@@ -330,7 +340,7 @@ def take_clock(worker: Any) -> dict[str, float]:
     if unclocked := worker.__dict__.pop("fp8_nemo_unclocked", None):
         from fp8_nemo.nemo import receiver
 
-        receiver.Refit.__init__, receiver.Ledger.close = unclocked
+        receiver.Refit.__init__, receiver.Refit.take, receiver.Ledger.close = unclocked
     return worker.__dict__.pop("fp8_nemo_spent")
 
 
@@ -367,7 +377,7 @@ def refits(
             encode = max(bench.in_policy(time_export, False))
             found[name]["rounds"][round_] |= {"export": export, "encode": encode}
         keep(found)
-    for _ in range(CLOCKED):
+    for _ in range(repetitions):
         for name, (glue, share) in kinds.items():
             os.environ[BUFFERS] = share
             _clean(bench, glue)
