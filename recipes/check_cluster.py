@@ -21,6 +21,9 @@ from fp8_nemo.run_dir import RunDirError, read_plan
 def main(arguments: list[str] | None = None) -> int:
     """Print what was found; 0 if all is well, 1 if not, 2 if there is nothing to look at."""
     words = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & {*words}:
+        print(__doc__, end="")
+        return 0
     if len(words) != 1:
         print("recipes.check_cluster: takes one argument, a run directory", file=sys.stderr)
         return 2

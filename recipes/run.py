@@ -19,6 +19,9 @@ DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.nemo.driver"}
 def main(arguments: list[str] | None = None) -> int:
     """0 when the last step is done, 2 if the directory cannot be run, 1 if a proof failed."""
     paths = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & {*paths}:
+        print(__doc__, end="")
+        return 0
     if len(paths) != 1:
         print("recipes.run: takes one argument, a run directory", file=sys.stderr)
         return 2

@@ -47,6 +47,8 @@ CHAT_TEMPLATE = (
 )
 CARELESS = 0.5  # of the answers, in the last fifth of the steps
 CARELESS_WORKING = 0.7  # of the answers that have working
+PASS = 2**15  # tokens, padding included; 58,624 at once took 90 GiB of an H200
+IGNORED = -100  # a label that does not count
 
 
 class Teaching(NamedTuple):
@@ -168,16 +170,21 @@ def train_model(
             chosen = [careless(each, draw) for each in chosen]
         tokens_BT, labels_BT = _supervised(chat, chosen)
         tokens_BT, labels_BT = tokens_BT.to(model.device), labels_BT.to(model.device)
-        with half:
-            logits_BTV = model(tokens_BT, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(
-            logits_BTV.float().flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=-100
-        )
-        loss.backward()
+        loss, labels = 0.0, (labels_BT[:, 1:] != IGNORED).sum()
+        rows = max(1, PASS // tokens_BT.shape[1])
+        for tokens_bT, labels_bT in zip(tokens_BT.split(rows), labels_BT[:, 1:].split(rows)):
+            with half:
+                logits_bTV = model(tokens_bT, use_cache=False).logits[:, :-1]
+            mean = torch.nn.functional.cross_entropy(
+                logits_bTV.float().flatten(0, 1), labels_bT.flatten(), ignore_index=IGNORED
+            )
+            part = mean * ((labels_bT != IGNORED).sum() / labels)
+            part.backward()
+            loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        report(step, loss.item())
+        report(step, loss)
 
 
 def careless(problem: Problem, draw: random.Random) -> Problem:
@@ -238,12 +245,12 @@ def save_model(model: PreTrainedModel, chat: Chat, folder: Path) -> None:
 
 
 def _supervised(chat: Chat, problems: list[Problem]) -> tuple[Tensor, Tensor]:
-    """Right-padded tokens `[B, T]` and labels: -100 but at the answer and its end."""
+    """Right-padded tokens `[B, T]` and labels: `IGNORED` but at the answer and its end."""
     pairs = [(chat.prompt(each.input), chat.answer(_answer(each))) for each in problems]
     width = max(len(prompt) + len(answer) for prompt, answer in pairs)
     tokens, labels = [], []
     for prompt, answer in pairs:
         padding = width - len(prompt) - len(answer)
         tokens.append(prompt + answer + [chat.pad] * padding)
-        labels.append([-100] * len(prompt) + answer + [-100] * padding)
+        labels.append([IGNORED] * len(prompt) + answer + [IGNORED] * padding)
     return torch.tensor(tokens), torch.tensor(labels)

@@ -59,6 +59,27 @@ def test_a_model_learns_and_is_read_back_from_hugging_face_files(tmp_path, extra
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == make_model.CHAT_TEMPLATE
 
 
+def test_passes_learn_what_the_whole_batch_does(monkeypatch):
+    chat, taught = make_model.make_chat(), running_sum(4, 0).train[:16]
+
+    def learned(tokens):
+        monkeypatch.setattr(make_model, "PASS", tokens)
+        model, losses = make_model.new_model(Shape(**SMALL), chat, seed=0), []
+        make_model.train_model(
+            model,
+            chat,
+            [*taught, *arithmetic(1, 0).train[:16]],  # answers as long as others are short
+            teaching=make_model.Teaching(4, 32, 1.0e-2, 1),
+            seed=0,
+            report=lambda _, loss: losses.append(loss),
+        )
+        return losses
+
+    whole = learned(2**15)
+    assert whole[-1] < 0.7 * whole[0]
+    assert learned(300) == pytest.approx(whole, rel=1e-4)
+
+
 def test_a_model_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
     chat = make_model.make_chat()
     model = make_model.new_model(Shape(**SMALL), chat, seed=0)

@@ -164,6 +164,12 @@ def test_a_verb_tells_what_it_is_for_and_what_there_is_to_choose(name, flag, of_
     assert of_its_own in done.stdout and "  precision   bf16 " in done.stdout
 
 
+@pytest.mark.parametrize("name", ["run", "check_cluster"])
+def test_a_verb_of_one_run_directory_tells_what_it_is_for(name):
+    done = verb(name, "--help")
+    assert done.returncode == 0 and done.stderr == "" and f"recipes.{name} " in done.stdout
+
+
 def test_a_broken_line_of_data_is_refused_with_file_and_line(tmp_path):
     line = '{"input": "1+2", "output": "3"}\n'
     (tmp_path / "train.jsonl").write_text(line * 5 + '{"input": "1+2", "out\n' + line)
