@@ -143,11 +143,13 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
 
     Training: BF16 weights and gradients, the distributed optimizer's FP32 master and two moments
     (with the precision-aware optimizer the master is BF16 and 16 bits of remainder), FP8 copies of
-    the linear weights in both directions, activations of one micro-batch, logits in BF16 and FP32
-    with their gradient. Refit: the trainer's and the engine's weights. Rollout: the engine's
-    weights and KV cache. Of the trainer only what NeMo RL moves waits in host memory: weights and
-    moments. In FP8 the masters, their last gradients and the FP8 copies stay, 36.4 GiB of 8B on two
-    GPUs, where a run had 36.5 (docs/speed.md); and the moments, if the optimizer is kept.
+    the linear weights in both directions; and the larger of what a backward pass needs, activations
+    of one micro-batch, logits in BF16 and FP32 with their gradient, and of what an update does,
+    without that optimizer the gradients in FP32 (distrib_optimizer.py:2782). Refit: the trainer's
+    and the engine's weights. Rollout: the engine's weights and KV cache. Of the trainer only what
+    NeMo RL moves waits in host memory: weights and moments. In FP8 the masters, their last
+    gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5
+    (docs/speed.md); and the moments, if the optimizer is kept.
 
     Args:
         recipe: with `model.parallel`, `model.memory`, `precision` and `cluster.gpu`.
@@ -166,15 +168,19 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
     state, moved = (12, 8) if fp8 else (10, 10)
     fraction = quantized / (dense + expert)
     allowance = ALLOWANCE_GIB * GIB
-    train = {
+    trainer = {
         "weights": 2 * held,
         "gradients": 2 * held,
         "optimizer": state * held_spread,
         "FP8 copies": 2 * held * fraction if fp8 else 0.0,
-        "activations": _activations(recipe, tokens),
-        "logits": 10 * tokens * recipe.model.shape.vocab / parallel.tensor,
         "allowance": allowance,
     }
+    backward = trainer | {
+        "activations": _activations(recipe, tokens),
+        "logits": 10 * tokens * recipe.model.shape.vocab / parallel.tensor,
+    }
+    update = trainer | {"gradients of masters": 4 * held_spread if fp8 else 0.0}
+    train = max(backward, update, key=lambda parts: sum(parts.values()))
     engine = _engine_weights(recipe, dense, expert, quantized)
     cache = GPU_GIB[recipe.cluster.gpu] * GIB * memory.rollout_share - engine
     if memory.kv_cache_gib is not None:
@@ -182,7 +188,7 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
     kept = {
         "masters": 4 * held_spread if fp8 else 0.0,
         "their gradients": 4 * held_spread if fp8 else 0.0,
-        "FP8 copies": train["FP8 copies"],
+        "FP8 copies": trainer["FP8 copies"],
         "moments": moved * held_spread if keeps_optimizer(recipe) else 0.0,
     }
     refit = {"trainer": 2 * held, "engine": engine, **kept, "allowance": allowance}

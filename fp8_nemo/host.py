@@ -28,7 +28,8 @@ KV_SCALES_DROPPED = "kv-scales-dropped"
 BF16_LAYERS_BROKEN = "bf16-layers-broken"
 """`num_first_layers_in_bf16` appends a list to the list of names and has no effect (v0.7.0)."""
 POW2_BROKEN = "pow2-broken"
-"""Power-of-two activation scales are patched in by `list.append` of three things (v0.7.0)."""
+"""Power-of-two activation scales cannot be patched in: `list.append` is given three things
+(v0.7.0), or what replaces vLLM's function calls it by its name, and so itself (main 7ea279a)."""
 
 OPTIMIZER_ALWAYS_MOVED = "optimizer-always-moved"
 """Before a refit Adam's state goes to the host, and no key keeps it on the GPU (v0.7.0)."""
@@ -36,6 +37,7 @@ OPTIMIZER_ALWAYS_MOVED = "optimizer-always-moved"
 V0_7_0_DEFECTS = frozenset(
     {KV_SCALES_DROPPED, BF16_LAYERS_BROKEN, POW2_BROKEN, OPTIMIZER_ALWAYS_MOVED}
 )
+MAIN_DEFECTS = frozenset({POW2_BROKEN})
 
 
 class Base(NamedTuple):
@@ -120,7 +122,7 @@ def root_of(recipe: Recipe) -> Path | None:
     return Path(named).absolute() if named else None
 
 
-MAIN = Host("main 7ea279a, assumed: no checkout", vllm="0.25.1")
+MAIN = Host("main 7ea279a, assumed: no checkout", vllm="0.25.1", defects=MAIN_DEFECTS)
 
 
 class Limit(NamedTuple):
@@ -260,8 +262,19 @@ HOST_LIMITS = (
             )
         ),
         lambda r: "cluster.gpu=b200 trains blockwise FP8 with powers of two only",
-        "set precision.scales=pow2",
+        "set precision.train_linear=bf16, or precision.scales=pow2 where NeMo RL's rollout can",
         "docs/fp8.md of NeMo RL; TransformerEngine emulates block scaling there",
+    ),
+    Limit(
+        "precision.rollout_kv",
+        lambda r: r.precision.rollout_kv,
+        lambda r: r.precision.rollout_kv != "fp8" or r.cluster.gpu != "b200",
+        lambda r: (
+            "on cluster.gpu=b200 vLLM 0.25.1 takes FlashInfer, which keeps the scales of its "
+            "first forward whatever a refit brings"
+        ),
+        "set precision.rollout_kv=bf16",
+        "vllm/v1/attention/backends/flashinfer.py, bmm1_scale",
     ),
     Limit(
         "precision.first_layers_bf16 + precision.last_layers_bf16",
@@ -300,9 +313,10 @@ HOST_LIMITS = (
         "precision.scales",
         lambda r: r.precision.scales,
         lambda r: r.precision.scales != "pow2" or r.precision.rollout_linear == "bf16",
-        lambda r: "this NeMo RL stops with a TypeError at powers of two",
-        "use NeMo RL main 7ea279a or later, or precision.scales=fp32",
-        "v0.7.0: nemo_rl/models/generation/vllm/quantization/fp8.py, vllm_patches.append",
+        lambda r: "this NeMo RL's rollout stops at powers of two: a TypeError, or RecursionError",
+        "set precision.scales=fp32",
+        "nemo_rl/models/generation/vllm/quantization/fp8.py, v0.7.0: vllm_patches.append, "
+        "main 7ea279a: per_token_group_quant_fp8",
         POW2_BROKEN,
     ),
     Limit(

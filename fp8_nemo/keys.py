@@ -88,6 +88,7 @@ OURS = {
 """NeMo RL's keys that have a word of ours: said twice, they could disagree."""
 
 _SYNC = "metrics and correction are taken from the synchronous loop"
+_FILTER = "the trainer's logprob of a token that it would have filtered out is 0"
 PINNED: dict[str, tuple[Any, str]] = {
     "grpo.async_grpo.enabled": (
         False,
@@ -97,6 +98,13 @@ PINNED: dict[str, tuple[Any, str]] = {
     f"{VLLM}.logprobs_mode": ("processed_logprobs", "others are not those it sampled from"),
     f"{GENERATION}.colocated.enabled": (True, "not supported yet"),
     f"{GENERATION}.backend": ("vllm", "the only engine whose FP8 path is driven here"),
+    f"{GENERATION}.top_p": (1.0, f"not supported yet, {_FILTER}"),
+    f"{GENERATION}.top_k": (None, f"not supported yet, {_FILTER}"),
+    f"{VLLM}.pipeline_parallel_size": (1, "not supported yet; NeMo RL wants its async engine"),
+    f"{MEGATRON}.fp8_cfg.fp8_param": (
+        False,
+        "not supported yet: a refit would be given FP8 weights, and quantizes BF16 ones",
+    ),
     "data_plane.enabled": (False, f"not supported yet, {_SYNC}"),
     "data.use_multiple_dataloader": (False, "not supported yet"),
     "policy.dtensor_cfg.enabled": (False, "the plan is written for Megatron"),

@@ -36,8 +36,14 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def model_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    """What would stop a run that reads its model from its folder."""
+def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
+    """What would stop a run that reads its model from its folder.
+
+    Args:
+        recipe: of the run.
+        pads: whether its tokenizer must have a token to pad with. NeMo RL pads with the end where
+            it has none (algorithms/utils.py:373), as Llama 3.1's has not.
+    """
     model, folder = recipe.model, model_path(recipe.model)
     if not folder.is_dir():
         yield Mistake(
@@ -52,7 +58,7 @@ def model_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         yield Mistake("model.path", folder, f"lacks {name}", "it must be in Hugging Face format")
     if missing:
         return
-    yield from _config_mistakes(folder, model)
+    yield from _config_mistakes(folder, model, pads)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         yield Mistake("model.path", folder, "holds no *.safetensors")
@@ -71,7 +77,7 @@ def _made_by(recipe: Recipe) -> Iterator[str]:
         yield f"data.difficulty={data.difficulty}"
 
 
-def _config_mistakes(folder: Path, model: Model) -> Iterator[Mistake]:
+def _config_mistakes(folder: Path, model: Model, pads: bool) -> Iterator[Mistake]:
     """The numbers that the plan counts with, and the tokens that sampling needs."""
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -86,7 +92,7 @@ def _config_mistakes(folder: Path, model: Model) -> Iterator[Mistake]:
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     if experts != model.shape.experts:
         yield Mistake("model.shape.experts", model.shape.experts, f"{folder} has {experts}")
-    for name in ("pad_token", "eos_token"):
+    for name in ("eos_token", "pad_token") if pads else ("eos_token",):
         if not tokens.get(name):
             yield Mistake("model.path", folder, f"its tokenizer has no {name}")
     if not (tokens.get("chat_template") or (folder / "chat_template.jinja").is_file()):

@@ -36,7 +36,9 @@ from fp8_nemo.schema import Correction, Mistake, Model, Recipe
 GIB = 2**30
 ARCHITECTURES = {"h100": "9.0", "h200": "9.0", "b200": "10.0"}
 PROMPT_ROOM = 1024
-"""Tokens kept for the prompt when `grpo.max_new_tokens` is given."""
+"""Tokens kept for the prompt when `grpo.max_new_tokens` is given, and not by `PROMPT`."""
+PROMPT = "data.max_input_seq_length"
+"""NeMo RL cuts a prompt of so many tokens to four, and learns nothing of it (processors.py:427)."""
 VALIDATION_PROBLEMS = 256
 """Held-out problems of one validation, the same on the local backend."""
 KEPT_CHECKPOINTS = 2
@@ -247,7 +249,6 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         f"{MEGATRON}.fp8_cfg.enabled": fp8,
         f"{MEGATRON}.fp8_cfg.fp8": "e4m3",
         f"{MEGATRON}.fp8_cfg.fp8_recipe": "blockwise",
-        f"{MEGATRON}.fp8_cfg.fp8_param": False,
         f"{MEGATRON}.optimizer.use_precision_aware_optimizer": not fp8,
         f"{MEGATRON}.optimizer.lr": recipe.grpo.learning_rate,
         f"{MEGATRON}.optimizer.min_lr": recipe.grpo.learning_rate,
@@ -274,9 +275,8 @@ def _parallel(recipe: Recipe) -> dict[str, Any]:
     parallel = recipe.model.parallel
     # Megatron wants it for experts under tensor parallelism.
     by_sequence = bool(recipe.model.shape.experts) and parallel.tensor > 1
-    multiple = (2 * parallel.context if parallel.context > 1 else 1) * (
-        parallel.tensor if by_sequence else 1
-    )
+    # Of tensor ranks too, as in the base files: `sequence_parallel` may be the user's.
+    multiple = (2 * parallel.context if parallel.context > 1 else 1) * parallel.tensor
     return {
         f"{MEGATRON}.tensor_model_parallel_size": parallel.tensor,
         f"{MEGATRON}.pipeline_model_parallel_size": parallel.pipeline,
@@ -286,7 +286,6 @@ def _parallel(recipe: Recipe) -> dict[str, Any]:
         f"{MEGATRON}.sequence_parallel": by_sequence,
         "policy.make_sequence_length_divisible_by": multiple,
         f"{VLLM}.tensor_parallel_size": parallel.rollout_tensor,
-        f"{VLLM}.pipeline_parallel_size": 1,
         f"{VLLM}.expert_parallel_size": parallel.rollout_expert,
         "cluster.num_nodes": recipe.cluster.nodes,
         "cluster.gpus_per_node": recipe.cluster.gpus_per_node,
@@ -297,12 +296,13 @@ def _lengths(recipe: Recipe, host: Host) -> dict[str, Any]:
     base = host.base(_base(recipe))
     longest, prompt, response = base.sequence, base.sequence, recipe.grpo.max_new_tokens
     if response is not None:
-        longest, prompt = 128 * math.ceil((response + PROMPT_ROOM) / 128), PROMPT_ROOM
+        prompt = leaves(recipe.nemo).get(PROMPT, PROMPT_ROOM)
+        longest = 128 * math.ceil((response + prompt) / 128)
     return {
         "policy.max_total_sequence_length": longest,
         f"{GENERATION}.max_new_tokens": response or longest,
         f"{VLLM}.max_model_len": longest,
-        "data.max_input_seq_length": prompt,
+        PROMPT: prompt,
         "policy.train_micro_batch_size": base.micro_batch,
         "policy.sequence_packing.enabled": True,
         "policy.dynamic_batching.enabled": False,

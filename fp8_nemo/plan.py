@@ -26,6 +26,8 @@ from fp8_nemo.estimate import HEADROOM, memory_per_gpu
 from fp8_nemo.host import MAIN, Host, gpus, host_mistakes
 from fp8_nemo.keys import VLLM, leaves
 from fp8_nemo.overrides import (
+    PROMPT,
+    PROMPT_ROOM,
     environment_variables,
     micro_batch_tokens,
     native_correction,
@@ -245,10 +247,20 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
             "glue.recalibrate.history, first_margin: no effect with source=forward, NeMo RL "
             "measures with the weights that will sample"
         )
-    if fp8_kv and recipe.model.shape.experts and recipe.glue.name == "stock":
+    glue, parallel = recipe.glue, recipe.model.parallel
+    stock = (glue.quantize, glue.transfer, glue.verify) == ("stock", "bf16", "off")
+    runner_v1 = recipe.model.shape.experts or parallel.rollout_tensor > 1
+    if fp8_kv and runner_v1 and stock and not watches:
         yield (
-            "glue=stock: vLLM 0.25.1 puts K and V scales of a mixture of experts to 1.0 when its "
-            "cache wakes up after a refit (gpu_model_runner.py:960); glue=ours keeps them"
+            "glue=stock: vLLM 0.25.1 puts K and V scales of a mixture of experts, and of an engine "
+            "of several GPUs, to 1.0 when its cache wakes up after a refit "
+            "(gpu_model_runner.py:960); glue=ours keeps them"
+        )
+    if recipe.data.name in ("jsonl", "openmath-2", "dapo-math-17k") and recipe.grpo.max_new_tokens:
+        room = leaves(recipe.nemo).get(PROMPT, PROMPT_ROOM)
+        yield (
+            f"nemo.{PROMPT}: NeMo RL cuts prompts of {room} tokens and more to 4, learns nothing "
+            f"of them and marks them wrong; +nemo.{PROMPT}=N makes room for longer ones"
         )
     if SHARE in leaves(recipe.nemo) and recipe.model.memory.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"

@@ -172,7 +172,8 @@ def train_model(
         tokens_BT, labels_BT = tokens_BT.to(model.device), labels_BT.to(model.device)
         loss, labels = 0.0, (labels_BT[:, 1:] != IGNORED).sum()
         rows = max(1, PASS // tokens_BT.shape[1])
-        for tokens_bT, labels_bT in zip(tokens_BT.split(rows), labels_BT[:, 1:].split(rows)):
+        parts = zip(tokens_BT.split(rows), labels_BT[:, 1:].split(rows), strict=True)
+        for tokens_bT, labels_bT in parts:
             with half:
                 logits_bTV = model(tokens_bT, use_cache=False).logits[:, :-1]
             mean = torch.nn.functional.cross_entropy(

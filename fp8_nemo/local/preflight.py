@@ -13,7 +13,7 @@ from fp8_nemo.run_dir import checkpoints, run_path
 
 def problems_with(plan: Plan) -> list[str]:
     """One line for each thing that would stop this plan after it has started."""
-    lines = [str(mistake) for mistake in model_mistakes(plan.recipe)]
+    lines = [str(mistake) for mistake in model_mistakes(plan.recipe, pads=True)]
     lines += _checkpoint_mistakes(run_path(plan))
     try:
         load_problems(plan.recipe.data, plan.recipe.seed)

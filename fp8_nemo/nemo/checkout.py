@@ -196,7 +196,12 @@ class _Source:
         appends = _calls(self._tree(FP8), "append")
         if any("_get_params_in_layers" in ast.dump(call) for call in appends):
             yield BF16_LAYERS_BROKEN
-        if any(len(call.args) > 1 for call in appends):
+        own = "per_token_group_quant_fp8"
+        calls_itself = any(
+            isinstance(node, ast.alias) and node.name == own
+            for node in ast.walk(self._function(FP8, own))
+        )
+        if calls_itself or any(len(call.args) > 1 for call in appends):
             yield POW2_BROKEN
         if "offload_optimizer_for_refit" not in self._text(MEGATRON_SETUP):
             yield OPTIMIZER_ALWAYS_MOVED

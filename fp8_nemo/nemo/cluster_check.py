@@ -25,7 +25,7 @@ from fp8_nemo.nemo import probe
 from fp8_nemo.nemo.checkout import read_host
 from fp8_nemo.nemo.preflight import hub_mistakes
 from fp8_nemo.nemo.ray_nodes import connect, node_names
-from fp8_nemo.nemo.settings import PLUGIN, has_receiver
+from fp8_nemo.nemo.settings import PLUGIN, needs_plugin
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import Recipe
 
@@ -221,7 +221,7 @@ def needed_versions(plan: Plan, environment: str) -> dict[str, str | None]:
 def needed_plugins(plan: Plan, environment: str) -> set[str]:
     """The vLLM plugins of ours that an environment with vLLM in it must show."""
     with_vllm = environment == "vLLM" or plan.recipe.cluster.interpreter == "system"
-    ours = plan.backend == "nemo" and with_vllm and has_receiver(plan.recipe.glue)
+    ours = plan.backend == "nemo" and with_vllm and needs_plugin(plan.recipe)
     return {PLUGIN} if ours else set()
 
 
@@ -239,7 +239,7 @@ def _model_mistakes(recipe: Recipe) -> Iterator[Any]:
     model = recipe.model
     if model.path is None and model.hf_id is not None:
         return hub_mistakes(model.hf_id)
-    return iter(list(model_mistakes(recipe)))
+    return iter(list(model_mistakes(recipe, pads=False)))
 
 
 def _data_mistakes(recipe: Recipe) -> Iterator[Any]:

@@ -32,7 +32,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 from fp8_nemo.correction import Multiplier, correct, correction_metrics
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.nemo.metrics import OPENED
-from fp8_nemo.nemo.settings import has_receiver, observes
+from fp8_nemo.nemo.settings import needs_plugin, observes
 from fp8_nemo.overrides import native_correction
 from fp8_nemo.quantize import FP8_MAX
 from fp8_nemo.recalibrate import (
@@ -68,7 +68,7 @@ class WatchedPolicy(Policy):
         self.kv_scales: dict[str, float] = {}
         self.observer = AmaxObserver(self.num_layers, recipe.glue.recalibrate.history)
         self.is_observed, self.has_trained = False, False
-        if has_receiver(recipe.glue) or observes(recipe):
+        if needs_plugin(recipe):
             arguments["worker_extension_cls_fqn"] = WORKER
         super().__init__(**arguments)
         if observes(recipe) and arguments.get("weights_path"):

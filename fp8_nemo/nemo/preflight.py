@@ -15,7 +15,7 @@ from fp8_nemo.data import DataError, load_problems
 from fp8_nemo.host import ROOT_VARIABLE, Host, HostError, host_mistakes, root_of
 from fp8_nemo.model_dir import model_mistakes, model_path
 from fp8_nemo.nemo.checkout import REMEDY, read_host
-from fp8_nemo.nemo.settings import PLUGIN, PLUGINS, has_receiver, own_folder, to_environment
+from fp8_nemo.nemo.settings import PLUGIN, PLUGINS, needs_plugin, own_folder, to_environment
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import Mistake, Recipe
 
@@ -109,7 +109,7 @@ def _software(recipe: Recipe, host: Host) -> Iterator[str]:
             f"cluster.interpreter=system: {', '.join(missing)} cannot be imported here; install "
             "what docs/nemo.md lists, or run in NeMo RL's container"
         )
-    elif has_receiver(recipe.glue) and (problem := _plugin_problem()):
+    elif needs_plugin(recipe) and (problem := _plugin_problem()):
         yield problem
     elif (found := metadata.version("vllm").split("+")[0]) != host.vllm:
         yield (
@@ -136,7 +136,7 @@ def _model(recipe: Recipe, plan: Plan) -> Iterator[Mistake]:
     if model.path is None and model.hf_id is not None:
         yield from hub_mistakes(model.hf_id)
         return
-    found = list(model_mistakes(recipe))
+    found = list(model_mistakes(recipe, pads=False))
     yield from found
     if not found and plan.nemo:
         longest = plan.nemo.overrides["policy.max_total_sequence_length"]

@@ -28,7 +28,7 @@ from fp8_nemo.nemo.engine import (
     refit_reports,
 )
 from fp8_nemo.nemo.ray_nodes import own_code_first
-from fp8_nemo.nemo.settings import has_receiver, observes
+from fp8_nemo.nemo.settings import needs_plugin, observes
 from fp8_nemo.overrides import native_correction, path_overrides
 from fp8_nemo.plan import Plan
 
@@ -73,7 +73,7 @@ def opened(
         dtypes = engine_dtypes(parts.generation)
         (path / "log" / "engine.json").write_text(json.dumps(dtypes, indent=1) + "\n")
         check_engine(dtypes, plan.recipe)
-        if has_receiver(plan.recipe.glue):
+        if needs_plugin(plan.recipe):
             check_receivers(parts.generation)
             parts.policy.proofs = lambda: refit_reports(parts.generation)
         if observes(plan.recipe) and not parts.policy.kv_scales:

@@ -39,7 +39,7 @@ def own_folder() -> Path | None:
 
 def to_environment(recipe: Recipe) -> dict[str, str]:
     """The variable for the workers of a run; empty where nothing in them is ours."""
-    if not (has_receiver(recipe.glue) or observes(recipe)):
+    if not needs_plugin(recipe):
         return {}
     return {VARIABLE: json.dumps(dataclasses.asdict(recipe))}
 
@@ -65,6 +65,11 @@ def has_receiver(glue: Glue) -> bool:
 def observes(recipe: Recipe) -> bool:
     """Whether the policy's workers watch Q, K and V in the logprob forward."""
     return recipe.precision.rollout_kv == "fp8" and recipe.glue.recalibrate.source == "logprob"
+
+
+def needs_plugin(recipe: Recipe) -> bool:
+    """Whether vLLM's workers must be ours: they receive, or keep the scales that were observed."""
+    return has_receiver(recipe.glue) or observes(recipe)
 
 
 def wire_precision(recipe: Recipe) -> Precision:

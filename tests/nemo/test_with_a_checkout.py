@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from fp8_nemo.compose import ComposeError, compose, compose_plans
-from fp8_nemo.host import V0_7_0_DEFECTS, HostError
+from fp8_nemo.host import MAIN_DEFECTS, V0_7_0_DEFECTS, HostError
 from fp8_nemo.keys import command_line
 from fp8_nemo.nemo import checkout, preflight
 from fp8_nemo.overrides import path_overrides
@@ -57,7 +57,7 @@ def cells(host):
         try:
             yield plan_recipe(recipe, host)
         except PlanError:
-            assert precision.endswith("kv-attn") and host.defects
+            assert precision.endswith("kv-attn") and host.defects == V0_7_0_DEFECTS
 
 
 def written(plan, host, tmp_path):
@@ -65,8 +65,8 @@ def written(plan, host, tmp_path):
 
 
 def test_the_checkouts_seams_are_there_and_its_defects_are_known(host):
-    assert host.defects in (frozenset(), V0_7_0_DEFECTS)
-    assert host.vllm == ("0.20.0" if host.defects else "0.25.1")
+    assert host.defects in (MAIN_DEFECTS, V0_7_0_DEFECTS)
+    assert host.vllm == ("0.20.0" if host.defects == V0_7_0_DEFECTS else "0.25.1")
 
 
 @imports
@@ -81,7 +81,7 @@ def test_nemo_rls_parser_and_model_accept_all_210_cells_or_126_on_v0_7_0(host, t
         config = MasterConfig(**content)
         assert config.policy["generation"]["vllm_cfg"]["precision"] in ("fp8", "bfloat16")
         count += 1
-    assert count == (126 if host.defects else 210)
+    assert count == (126 if host.defects == V0_7_0_DEFECTS else 210)
 
 
 def test_the_stock_command_line_parses_to_the_same_configuration(host, tmp_path):
