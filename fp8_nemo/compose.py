@@ -293,6 +293,8 @@ def _put(config: Any, key: str, value: Any) -> Mistake | None:
     except (ConfigKeyError, ConfigAttributeError):
         return _unknown_key(key, value, _all_keys())
     except OmegaConfBaseException:
+        if key not in _all_keys():  # of a map in a number's place
+            return _unknown_key(key, value, _all_keys())
         return Mistake(key, as_typed(value), f"must be {_type_word(key)}")
     return None
 

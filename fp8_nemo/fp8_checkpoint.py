@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -164,7 +165,7 @@ def serve_line(target: Path, *, fp8_cache: bool) -> str:
     DeepGEMM, to scales that are powers of two (`deepgemm_post_process_fp8_weight_block`).
     """
     cache = " --kv-cache-dtype fp8" if fp8_cache else ""
-    return f"VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve {target}{cache}"
+    return f"VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve {shlex.quote(str(target))}{cache}"
 
 
 def by_layer(errors: list[WeightError]) -> dict[int, list[WeightError]]:

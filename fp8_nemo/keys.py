@@ -7,6 +7,7 @@ mode, where a misspelled key is an error, and typed as a stock command line.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -156,8 +157,9 @@ def command_line(base_config: str, written: Mapping[str, Any]) -> list[str]:
 def _typed(value: Any) -> str:
     """A value in Hydra's grammar: texts quoted, the rest as JSON writes it."""
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"'{escaped}'"
+        # Hydra takes a backslash for one, but before a quote.
+        doubled = re.sub(r"\\+(?='|$)", lambda run: run[0] * 2, value)
+        return "'" + doubled.replace("'", "\\'") + "'"
     if isinstance(value, list):
         return "[" + ",".join(map(_typed, value)) + "]"
     if isinstance(value, Mapping):

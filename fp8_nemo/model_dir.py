@@ -63,7 +63,12 @@ def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
     if not files:
         yield Mistake("model.path", folder, "holds no *.safetensors")
     for file in files:
-        if missing := missing_bytes(file):
+        try:
+            missing = missing_bytes(file)
+        except ValueError as error:
+            yield Mistake("model.path", file, f"has a broken header ({error})", "copy it again")
+            continue
+        if missing:
             yield Mistake("model.path", file, f"is cut short by {missing} bytes", "copy it again")
 
 
@@ -85,6 +90,10 @@ def _config_mistakes(folder: Path, model: Model, pads: bool) -> Iterator[Mistake
     except ValueError as error:
         yield Mistake("model.path", folder, f"holds broken JSON ({error})", "copy it again")
         return
+    if "quantization_config" in config:
+        yield Mistake(
+            "model.path", folder, "is quantized already", "training starts from BF16 weights"
+        )
     for key, name in SHAPE_KEYS.items():
         typed, found = getattr(model.shape, key), config.get(name)
         if typed != found:

@@ -48,6 +48,8 @@ SHARE = f"{VLLM}.gpu_memory_utilization"
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 """NeMo RL's own (conf/glue/stock.yaml)."""
 NOT_IN_HASH = ("cluster", "logging", "outputs")
+HELD_AGAINST = ("measurement", "max_reject")
+"""Of a correction: a plan is held against them, no step is."""
 
 
 class PlanError(ValueError):
@@ -93,7 +95,7 @@ class Plan:
             del content[group]
         for key in ("steps", "stop_when_unstable"):
             del content["grpo"][key]
-        for key in ("measurement", "max_reject"):  # a plan is held against them, no step is
+        for key in HELD_AGAINST:
             del content["correction"][key]
         text = json.dumps([self.backend, _given(content)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:6]

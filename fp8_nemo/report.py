@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from fp8_nemo.plan import Plan
+from fp8_nemo.plan import HELD_AGAINST, Plan
 from fp8_nemo.run_dir import (
     ENVIRONMENT,
     METRICS,
@@ -82,7 +82,9 @@ class Run:
     def settings(self) -> dict[str, str]:
         """What makes its cell, as `{dotted key: text}`, with the backend that was chosen."""
         recipe = dataclasses.asdict(self.recipe) | {"backend": self.plan.backend}
-        return _leaves({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
+        kept = _leaves({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
+        held_against = {f"correction.{key}" for key in HELD_AGAINST}
+        return {key: text for key, text in kept.items() if key not in held_against}
 
     @property
     def matched(self) -> dict[str, str]:

@@ -155,9 +155,13 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold a run directory alone for as long as the block, or the process, lives.
 
     Raises:
-        RunDirError: another process runs it.
+        RunDirError: another process runs it, or it is somebody else's.
     """
-    with (run_dir / LOCK).open("w") as file:
+    try:
+        lock = (run_dir / LOCK).open("w")
+    except OSError as error:
+        raise RunDirError(f"{run_dir}: cannot be written ({error.strerror})") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -245,8 +249,15 @@ def short_path(path: Path) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Whole checkpoints, oldest first: checkpoints/step-000010, ..., or NeMo RL's step_10, ..."""
-    return sorted((run_dir / "checkpoints").glob("step[-_]*[0-9]"), key=checkpoint_step)
+    """Whole checkpoints, oldest first: checkpoints/step-000010, ..., or NeMo RL's step_10, ...
+
+    Raises:
+        RunDirError: they cannot be read, which `glob` takes for none.
+    """
+    folder = run_dir / "checkpoints"
+    if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+        raise RunDirError(f"{folder}: cannot be read (Permission denied)")
+    return sorted(folder.glob("step[-_]*[0-9]"), key=checkpoint_step)
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -303,8 +314,8 @@ def write_environment(run_dir: Path, **more: str) -> None:
 def call_verb(verb: str, *arguments: str) -> int:
     """Run one of the recipes in a fresh process of this interpreter; its exit code.
 
-    Ctrl-C reaches the child too, which stops and says so; this waits for it, and gives INTERRUPTED
-    however the child ended. SIGTERM is passed on.
+    Ctrl-C reaches the child too, SIGTERM is passed on; the child stops and says so, this waits for
+    it, and gives INTERRUPTED however the child ended.
     """
     asked = list[int]()
     before = signal.getsignal(signal.SIGINT)
@@ -312,9 +323,15 @@ def call_verb(verb: str, *arguments: str) -> int:
         # An exception could fall between the child's end and the reading of its code, then 0.
         signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
     child = subprocess.Popen([sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments])
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+
+    def pass_on(number: int, _: object) -> None:
+        asked.append(number)
+        child.terminate()
+
+    before_term = signal.signal(signal.SIGTERM, pass_on)
     code = child.wait()
     signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGTERM, before_term)
     return INTERRUPTED if asked else code
 
 

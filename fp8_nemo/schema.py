@@ -317,7 +317,7 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
     """Everything that is wrong with a recipe by itself, fields first, then pairs of fields."""
     return [
         *_field_mistakes(recipe),
-        *([] if recipe.outputs else [Mistake("outputs", "", "must name a folder")]),
+        *_path_mistakes(recipe),
         *_precision_mistakes(recipe.precision, recipe.model.shape.layers),
         *_correction_mistakes(recipe.correction),
         *_data_mistakes(recipe.data),
@@ -449,6 +449,20 @@ def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
         )
 
 
+def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    paths = {
+        "outputs": recipe.outputs,
+        "data.path": recipe.data.path,
+        "model.path": recipe.model.path,
+        "cluster.nemo_root": recipe.cluster.nemo_root,
+    }
+    for key, path in paths.items():
+        if path and path.startswith(("~", "$")):
+            yield Mistake(key, path, "names a folder that is called so", f'write "{key}=$HOME/..."')
+    if not recipe.outputs:
+        yield Mistake("outputs", "", "must name a folder")
+
+
 def _data_mistakes(data: Data) -> Iterator[Mistake]:
     if data.name == "jsonl" and data.path is None:
         yield Mistake(
@@ -499,6 +513,14 @@ def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
             cluster.save_before_end,
             f"must be less than the {limit} seconds of cluster.time={cluster.time}",
         )
+    for key in ("account", "partition", "qos", "extra"):
+        if cluster.kind == "here" and (value := getattr(cluster, key)):
+            yield Mistake(
+                f"cluster.{key}",
+                value,
+                f"is Slurm's, and cluster={cluster.name} is this machine",
+                "begin a site's file with `defaults: [slurm, _self_]`, or set cluster=slurm",
+            )
     for option in cluster.extra:
         if not option.startswith("-"):
             yield Mistake("cluster.extra", option, "must be options of sbatch, as --mem=0")

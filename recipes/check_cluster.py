@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fp8_nemo.run_dir import RunDirError, read_plan
 
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (RunDirError, ConnectionError, ModuleNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2
-    Console(width=120, soft_wrap=False).print(table(found))
+    Console(width=120, soft_wrap=False, markup=False).print(table(found))
     problems = [f"{each.node}: {each.check}: {each.problem}" for each in found if each.problem]
     print(*problems, sep="\n", end="\n" if problems else "")
     return 1 if problems else 0
@@ -50,7 +51,7 @@ def table(found: list) -> Table:
     ranked = sorted(found, key=lambda each: (order.index(each.check), *each[2:], each.node))
     for (check, text, problem), same in groupby(ranked, key=lambda each: each[::2] + each[3:]):
         nodes = ", ".join(each.node for each in same)
-        rows.add_row(check, nodes, text, f"[red]{problem}[/red]" if problem else "ok")
+        rows.add_row(check, nodes, text, Text(problem or "ok", style="red" if problem else ""))
     return rows
 
 

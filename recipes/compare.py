@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not runs:
         return 2
     comparison = compare(runs, lines)
-    Console(width=100).print(table(comparison))
+    Console(width=100, markup=False).print(table(comparison))
     for verdict in against_twins(comparison):
         print(verdict)
     try:

@@ -6,6 +6,7 @@ python -m recipes.grpo -m sweep=precision-x-correction model=llama31-8b cluster=
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 from rich.console import Console
@@ -50,9 +51,10 @@ def run(cells: list[Frozen]) -> int:
 
 def queue(plans: list[Plan], jobs: list[submit.Job]) -> int:
     """Every cell as a Slurm job, or none; what is finished or in the queue is left."""
-    Console(width=120).print(submit.table(plans, jobs))
+    Console(width=120, markup=False).print(submit.table(plans, jobs))
     for job in submit.submit(plans, jobs):
-        print(f"job {job.id}: {job.path}; watch it: tail -F {job.path}/log/slurm-{job.id}.out")
+        log = shlex.quote(f"{job.path}/log/slurm-{job.id}.out")
+        print(f"job {job.id}: {job.path}; watch it: tail -F {log}")
     return 0
 
 

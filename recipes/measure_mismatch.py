@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         first = options.paths[0]
         file = report_dir(first if first.is_dir() else first.parent) / "mismatch.json"
         measurement.write(file)
-        console = Console(width=100)
+        console = Console(width=100, markup=False)
         for table in tables(pairs.values(), measurement, options.reject):
             console.print(table)
         print(file)

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ComposeError, RunDirError) as error:
         print(error, file=sys.stderr)
         return 2
-    console = Console(width=100)
+    console = Console(width=100, markup=False)
     for plan, call in zip(plans, calls, strict=True):
         host, path = host_of(plan.recipe), run_path(plan)
         console.print(table(plan, host, path))

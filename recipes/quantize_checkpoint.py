@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{options.target}: stopped; the same line goes on", file=sys.stderr)
         return INTERRUPTED
-    Console(width=100).print(error_table(errors))
+    Console(width=100, markup=False).print(error_table(errors))
     print(serve_line(options.target, fp8_cache=options.calibrate is not None))
     return 0
 

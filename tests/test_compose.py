@@ -195,3 +195,18 @@ def test_nemo_is_open_and_keeps_types():
 def test_values_with_shell_characters_arrive_as_typed():
     [recipe] = compose([r"cluster.setup='echo $(id); \"a b\" | tee x'"])
     assert recipe.cluster.setup == r"echo $(id); \"a b\" | tee x"
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("outputs='~/runs'", "outputs=~/runs: names a folder that is called so"),
+        ("model.path='$HOME/m'", "model.path=$HOME/m: names a folder that is called so"),
+        ("cluster.account=mine", "cluster.account=mine: is Slurm's, and cluster=here is this"),
+        ("grpo.steps={x:1}", "grpo.steps.x=1: no such key"),
+    ],
+)
+def test_what_would_be_taken_for_something_else_is_refused(word, line):
+    with pytest.raises(ComposeError) as caught:
+        compose([word])
+    assert line in str(caught.value)

@@ -86,6 +86,19 @@ def test_a_running_directory_is_not_frozen_again(plan):
     assert run_dir.read_plan(first.path) == plan
 
 
+def test_a_directory_and_checkpoints_of_somebody_else_are_said_to_be(plan, monkeypatch):
+    [first] = run_dir.freeze([plan])
+    (first.path / "checkpoints").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, _: path.name != "checkpoints")  # root may all
+    with pytest.raises(run_dir.RunDirError, match=r"/checkpoints: cannot be read \(Permission"):
+        run_dir.checkpoints(first.path)
+    (first.path / run_dir.LOCK).unlink(missing_ok=True)
+    (first.path / run_dir.LOCK).mkdir()
+    refused = pytest.raises(run_dir.RunDirError, match=r"cannot be written \(Is a directory\)")
+    with refused, run_dir.locked(first.path):
+        pass
+
+
 def test_a_finished_directory_is_left_as_it_is(plan):
     [first] = run_dir.freeze([plan])
     run_steps(first.path, 0, 30)

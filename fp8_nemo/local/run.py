@@ -45,7 +45,8 @@ SHOWN = {
 def run(plan: Plan, path: Path) -> int:
     """Train; 0 when the last step is done, 2 for an unusable directory, 1 if a proof failed.
 
-    SIGUSR1 (Slurm's, before the time limit) and SIGTERM save after the present step and stop.
+    SIGUSR1 (Slurm's, before the time limit), SIGTERM and Ctrl-C save after the present step and
+    stop; Ctrl-C again stops at once.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -53,15 +54,27 @@ def run(plan: Plan, path: Path) -> int:
     stop = threading.Event()
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+
+        def interrupted(*_: object) -> None:
+            if stop.is_set():
+                raise KeyboardInterrupt
+            stop.set()
+            print(f"{path}: saves after this step; Ctrl-C again stops at once", file=sys.stderr)
+
+        signal.signal(signal.SIGINT, interrupted)
     try:
         with run_dir.locked(path):
             step = _attempt(plan, path, stop)
     except (CheckpointError, run_dir.RunDirError, OSError, *DIVERGED) as error:
-        logging.exception("stopped")
+        if logging.getLogger().hasHandlers():  # there is a log: the directory is this attempt's
+            logging.exception("stopped")
         print(error if str(path) in str(error) else f"{path}: {error}", file=sys.stderr)
         return 1 if isinstance(error, DIVERGED) else 2
     except KeyboardInterrupt:
-        print(f"{path}: stopped; the same line goes on from its last checkpoint", file=sys.stderr)
+        saved = run_dir.checkpoints(path)
+        goes_on = f"goes on from {saved[-1].name}" if saved else "begins again, nothing was saved"
+        print(f"{path}: stopped; the same line {goes_on}", file=sys.stderr)
         return run_dir.INTERRUPTED
     if step < plan.recipe.grpo.steps:
         print(f"{path}: stopped, step {step} is saved; the same line goes on", file=sys.stderr)
@@ -83,7 +96,7 @@ def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
 @contextmanager
 def progress(plan: Plan) -> Iterator[Report]:
     """A bar on a terminal, a line every tenth of the way elsewhere; every row goes to the log."""
-    console, steps = Console(), plan.recipe.grpo.steps
+    console, steps = Console(markup=False), plan.recipe.grpo.steps
     every = max(1, steps // 10)
     columns = (
         TextColumn(f"{plan.cell:36}"),

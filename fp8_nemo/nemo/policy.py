@@ -118,7 +118,8 @@ class WatchedPolicy(Policy):
         if settings.source == "forward":
             options.setdefault("margin", settings.margin)
             found = super().calibrate_qkv_fp8_scales(*arguments, **options)
-            self._take_scales(found["layers"], ranges_of(found["layers"], settings.margin))
+            scales = checked_scales(found["layers"], self.num_layers)
+            self._take_scales(scales, ranges_of(scales, settings.margin))
             return found
         if not self.is_observed and (self.has_trained or not self.kv_scales):
             super().calibrate_qkv_fp8_scales(*arguments, **options)
@@ -128,7 +129,8 @@ class WatchedPolicy(Policy):
             amax_L3 = torch.tensor(self.run_all_workers_single_data("fp8_nemo_take_ranges")[0])
             self.observer.next_step()
             self.observer.amax_SL3[0] = amax_L3
-            self._take_scales(kv_scales(self.observer.read(), margin), amax_L3)
+            scales = checked_scales(kv_scales(self.observer.read(), margin), self.num_layers)
+            self._take_scales(scales, amax_L3)
         self.is_observed, self.has_trained = False, False
         return {"format": "fp8", "margin": settings.margin, "layers": self.kv_scales}
 
@@ -165,7 +167,6 @@ class WatchedPolicy(Policy):
             self.kv_scales = content["kv_scales"]
 
     def _take_scales(self, scales: dict[str, float], amax_L3: torch.Tensor) -> None:
-        scales = checked_scales(scales, self.num_layers)
         if self.kv_scales:
             self.row["recalibrate/saturated_fraction"] = saturated_fraction(amax_L3, self.kv_scales)
             self.row["recalibrate/max_drift"] = max_drift(self.kv_scales, scales)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from fp8_nemo.local.preflight import problems_with
-from fp8_nemo.model_dir import SHIPPED, missing_bytes
+from fp8_nemo.model_dir import SHIPPED, missing_bytes, model_mistakes
 
 
 @pytest.fixture
@@ -48,3 +48,26 @@ def test_a_tokenizer_that_sampling_cannot_use_is_refused(make_plan, copy, name):
     file.write_text(json.dumps({**json.loads(file.read_text()), name: None}))
     [line] = problems_with(make_plan(f"model.path={copy}"))
     assert line.endswith(f"its tokenizer has no {name}")
+
+
+def test_a_header_that_is_no_json_is_named(make_plan, copy):
+    file = copy / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:8] + b"?" + content[9:])
+    [line] = problems_with(make_plan(f"model.path={copy}"))
+    assert line.startswith(f"model.path={file}: has a broken header")
+
+
+def test_training_does_not_start_from_a_checkpoint_in_fp8(make_plan, copy):
+    file = copy / "config.json"
+    content = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    file.write_text(json.dumps(content))
+    [line] = problems_with(make_plan(f"model.path={copy}"))
+    assert line.startswith(f"model.path={copy}: is quantized already")
+
+
+def test_nemo_rl_pads_with_the_end_where_a_tokenizer_has_nothing_to_pad_with(make_plan, copy):
+    file = copy / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pad_token": None}))
+    recipe = make_plan(f"model.path={copy}").recipe
+    assert not list(model_mistakes(recipe, pads=False)) and list(model_mistakes(recipe, pads=True))

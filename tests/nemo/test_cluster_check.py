@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fp8_nemo.compose import compose
 from fp8_nemo.nemo import cluster_check
@@ -14,6 +15,7 @@ from fp8_nemo.nemo.cluster_check import findings, needed_versions
 from fp8_nemo.nemo.driver import job_end, save_within
 from fp8_nemo.plan import plan_recipe
 from fp8_nemo.run_dir import freeze
+from recipes import check_cluster
 from tests.conftest import small_plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -121,3 +123,16 @@ def test_nemo_rl_is_told_how_long_it_has_from_the_end_of_its_set_up(monkeypatch)
     assert job_end("00:10:00") == 1600.5
     monkeypatch.setenv("FP8_NEMO_JOB_END", "1234")
     assert job_end("00:10:00") == 1234.0
+
+
+def test_where_only_the_watching_is_ours_its_plugin_is_asked_for_too():
+    words = ["precision=fp8-kv-attn", "glue.recalibrate.source=logprob"]
+    assert cluster_check.needed_plugins(nemo_plan(*words), "job") == {"fp8_nemo"}
+    assert cluster_check.needed_plugins(nemo_plan(*words[:1]), "job") == set()
+
+
+def test_a_problem_is_shown_as_it_is_brackets_included(capsys):
+    said = "[/pytorch/gloo/pair.cc:547] Connection closed [rank0]: gone"
+    found = [cluster_check.Finding("node1", "all-reduce", "2 nodes", said)]
+    Console(width=200, markup=False).print(check_cluster.table(found))
+    assert said in capsys.readouterr().out

@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fp8_nemo.compose import ComposeError, compose, compose_plans
 from fp8_nemo.describe import describe, differences, stock_command
@@ -26,7 +27,7 @@ from fp8_nemo.host import (
     Host,
     gpus,
 )
-from fp8_nemo.keys import may_be_added
+from fp8_nemo.keys import command_line, may_be_added
 from fp8_nemo.overrides import micro_batch_tokens
 from fp8_nemo.plan import PlanError, plan_from_json, plan_recipe
 
@@ -609,3 +610,9 @@ def test_what_people_read_names_layout_memory_and_what_was_checked():
     assert "h100 80 GiB" in rows["memory"] and "h200 140 GiB" in rows["memory"]
     assert rows["refit"].startswith("16.1 GB, in BF16")
     assert "NEMO_RL_ROOT" in rows["checked"]
+
+
+@pytest.mark.parametrize("text", ["a\\b", "a'b", "a\\'b", "ends\\", "a\\\\'", "a\\\\b"])
+def test_hydra_reads_a_text_of_the_stock_command_as_it_is(text):
+    words = command_line("base.yaml", {"logger.wandb.name": text})
+    assert OverridesParser.create().parse_override(words[-1]).value() == text

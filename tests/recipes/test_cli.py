@@ -368,8 +368,9 @@ def test_ctrl_c_stops_run_and_sweep_with_one_line_and_the_run_goes_on_later(tmp_
     os.killpg(child.pid, signal.SIGINT)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130
-    [said] = errors.strip().splitlines()
-    assert said.endswith("stopped; the same line goes on from its last checkpoint")
+    asked, said = errors.strip().splitlines()
+    assert asked.endswith("saves after this step; Ctrl-C again stops at once")
+    assert "stopped, step " in said and said.endswith(" is saved; the same line goes on")
     assert len(list((tmp_path / "outputs").glob("*/*/*/metrics.jsonl"))) == 1
 
 
@@ -389,11 +390,12 @@ def test_ctrl_c_while_a_cell_still_imports_ends_the_sweep(tmp_path):
     assert not list((tmp_path / "outputs").glob("*/*/*/log/*")), "no cell began"
 
 
-def test_ctrl_c_ends_a_sweep_also_where_its_cell_ends_well():
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_sweep_that_is_asked_to_end_does_also_where_its_cell_ends_well_or_by_it(number):
     code = (
         "import os, signal, threading\n"
         "from fp8_nemo.run_dir import call_verb\n"
-        "ask = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))\n"
+        f"ask = threading.Timer(0.2, os.kill, (os.getpid(), signal.{number}))\n"
         "ask.start()\n"
         "print(call_verb('plan', 'model=tiny-llama'))\n"
     )
