@@ -14,6 +14,7 @@ Its last result is rewarded, the one that NeMo RL's math_verify takes too (tests
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -66,6 +67,11 @@ def load_problems(data: Data, seed: int) -> Split:
         return MAKERS[data.name](data.difficulty, seed)
     folder = Path(data.path or "")
     return Split(read_jsonl(folder / TRAIN_FILE), read_jsonl(folder / VALIDATION_FILE))
+
+
+def problems_digest(problems: Split) -> str:
+    """Of all of them, in their order."""
+    return hashlib.sha256(repr(problems).encode()).hexdigest()[:12]
 
 
 def arithmetic(difficulty: int, seed: int) -> Split:

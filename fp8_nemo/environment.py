@@ -24,13 +24,17 @@ VERSIONS_OF = (
     "transformer-engine-torch",
 )
 
+COMMIT = "COMMIT"
+"""File beside a job's copy of the package that says which commit it is of."""
+QUIETLY: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "timeout": 10}
+
 
 def environment() -> dict[str, Any]:
     """Versions, commit and hardware of this process: what a number was measured on."""
     return {
         "python": platform.python_version(),
         "versions": {name: version for name in VERSIONS_OF if (version := _version(name))},
-        "commit": _commit(),
+        "commit": commit(),
         "hardware": {
             "machine": platform.machine(),
             "processor": _processor(),
@@ -48,24 +52,21 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """Commit of the code that runs; `-dirty` if it is not exactly that; None outside a clone."""
-    here = Path(__file__).parent
-    command = [
-        "git",
-        "-C",
-        str(here),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+def commit() -> str | None:
+    """Commit of the code that runs; `-dirty` if it is not exactly that.
+
+    None outside a clone. A job's frozen copy has been told, and lies in a clone that goes on.
+    """
+    here = Path(__file__)
+    if (told := here.parents[1] / COMMIT).is_file():
+        return told.read_text().strip() or None
+    git = ["git", "-C", str(here.parent)]
+    describe = [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:  # a copy that lies in somebody's clone is none of its files
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], **QUIETLY)
+        return subprocess.run(describe, **QUIETLY).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
 
 
 def _gpus() -> list[str]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from fp8_nemo.environment import COMMIT, commit
 from fp8_nemo.run_dir import RunDirError, code_parent
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +57,7 @@ def freeze_code(outputs: Path) -> Path:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, copy)
     _copy_metadata(staging)
+    (staging / COMMIT).write_text(f"{commit() or ''}\n")
     staging.chmod(0o755)
     try:
         staging.rename(target)

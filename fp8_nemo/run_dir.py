@@ -287,7 +287,7 @@ def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
 
 def changed_versions(run_dir: Path) -> list[str]:
     """One line for each package that is not the one that the run's checkpoints were made with."""
-    before, now = _began_with(run_dir).get("versions", {}), environment()["versions"]
+    before, now = began_with(run_dir).get("versions", {}), environment()["versions"]
     return [
         f"{run_dir}: began with {name} {before[name]}, here is {now.get(name, 'none')}; install "
         "that again, or set cluster.other_versions=allow"
@@ -296,12 +296,8 @@ def changed_versions(run_dir: Path) -> list[str]:
     ]
 
 
-def began_from(run_dir: Path) -> str | None:
-    """Digest of the weights that a run with checkpoints began from, where one was recorded."""
-    return _began_with(run_dir).get("weights")
-
-
-def _began_with(run_dir: Path) -> dict[str, Any]:
+def began_with(run_dir: Path) -> dict[str, Any]:
+    """The environment that a run with checkpoints began in; empty for one without."""
     path = run_dir / ENVIRONMENT
     return json.loads(path.read_text()) if checkpoints(run_dir) and path.exists() else {}
 

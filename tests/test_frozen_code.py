@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo import frozen_code
+from fp8_nemo import environment, frozen_code
+from fp8_nemo.environment import COMMIT
 from fp8_nemo.run_dir import RunDirError
 
 ROOT = Path(__file__).parent.parent
@@ -39,21 +40,23 @@ def test_the_copy_is_what_pip_installs(tmp_path):
     )
     copied, installed = files(Path(done.stdout.strip())), files(tmp_path / "pip")
     documents = {name for name in copied if name.endswith("README.md")}
-    assert {name: copied[name] for name in copied.keys() - documents} == installed
+    assert {name: copied[name] for name in copied.keys() - documents - {COMMIT}} == installed
 
 
 def test_the_copy_runs_away_from_the_clone_and_shows_its_metadata(tmp_path):
     folder = frozen_code.freeze_code(tmp_path / "outputs")
     code = (
         "import importlib.metadata as m, fp8_nemo, fp8_nemo.conf, fp8_nemo.recipes.run;"
-        "print(fp8_nemo.__file__, fp8_nemo.recipes.__file__, m.version('fp8-nemo'))"
+        "from fp8_nemo.environment import commit;"
+        "print(fp8_nemo.__file__, fp8_nemo.recipes.__file__, m.version('fp8-nemo'), commit())"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    package, recipes, version = done.stdout.split()
+    package, recipes, version, commit = done.stdout.split()
+    assert commit == (folder / COMMIT).read_text().strip() == str(environment.commit() or "")
     assert package.startswith(str(folder)) and recipes.startswith(str(folder))
     assert version == metadata.version("fp8-nemo")
 

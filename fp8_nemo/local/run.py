@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fp8_nemo import run_dir
+from fp8_nemo.data import load_problems, problems_digest
 from fp8_nemo.environment import environment
 from fp8_nemo.health import UnstableError
 from fp8_nemo.local.checkpoint import CheckpointError
@@ -86,11 +87,31 @@ def run(plan: Plan, path: Path) -> int:
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
-    began_from = run_dir.began_from(path) or weights_digest(model_path(plan.recipe.model))
-    run_dir.write_environment(path, weights=began_from)
+    run_dir.write_environment(path, **_sources(plan, path))
     logging.info("environment %s", environment())
     with progress(plan) as report:
         return Run(plan, path).train(report, stop.is_set)
+
+
+def _sources(plan: Plan, path: Path) -> dict[str, str]:
+    """Digests of what a run learns from, as it began.
+
+    Raises:
+        RunDirError: its starting weights or its problems are others now.
+    """
+    recipe = plan.recipe
+    now = {
+        "weights": weights_digest(model_path(recipe.model)),
+        "problems": problems_digest(load_problems(recipe.data, recipe.seed)),
+    }
+    began = run_dir.began_with(path)
+    for name, digest in now.items():
+        if began.get(name, digest) != digest and recipe.cluster.other_versions == "refuse":
+            raise run_dir.RunDirError(
+                f"{path}: began with {name} {began[name]}, here are {digest}; put back what was "
+                "there, give the run other outputs, or set cluster.other_versions=allow"
+            )
+    return now | {name: began[name] for name in now if name in began}
 
 
 @contextmanager

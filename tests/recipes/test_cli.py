@@ -324,6 +324,30 @@ def test_other_versions_than_it_began_with_are_refused_unless_allowed(tmp_path):
     assert allowed.returncode == 0 and curve(path)[-1]["step"] == 3
 
 
+def test_other_problems_or_weights_than_it_began_with_are_refused_unless_allowed(tmp_path):
+    shutil.copytree(SHIPPED / "tiny-llama", tmp_path / "model")
+    for name in ("train", "validation"):
+        lines = [f'{{"input": "{n}+1", "output": "{n + 1}"}}\n' for n in range(64)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    line = [*SMALL, "data=jsonl", f"data.path={tmp_path}", f"outputs={tmp_path}/outputs"]
+    line.append(f"model.path={tmp_path}/model")
+    assert verb("grpo", *line).returncode == 0
+    [path] = (tmp_path / "outputs").glob("*/*/*")
+    train = tmp_path / "train.jsonl"
+    kept = train.read_text()
+    train.write_text(kept.replace('"output": "1"', '"output": "7"'))
+    refused = verb("grpo", *line, "grpo.steps=3")
+    assert refused.returncode == 2 and "began with problems " in refused.stderr
+    train.write_text(kept)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    refused = verb("grpo", *line, "grpo.steps=3")
+    assert refused.returncode == 2 and "began with weights " in refused.stderr
+    assert curve(path)[-1]["step"] == 2
+    assert verb("grpo", *line, "grpo.steps=3", "cluster.other_versions=allow").returncode == 0
+
+
 def test_a_checkpoint_cut_short_is_named_and_the_one_before_it_serves(tmp_path):
     line = [*SMALL, "grpo.steps=4", "grpo.checkpoint_every=1", f"outputs={tmp_path}/outputs"]
     assert verb("grpo", *line).returncode == 0
