@@ -45,6 +45,11 @@ class Job:
     """new, unfinished, finished; or as Slurm has it, if it was in the queue already."""
     id: str | None = None
 
+    @property
+    def watch(self) -> str:
+        """The command that shows what a job in the queue prints."""
+        return shlex.join(["tail", "-F", f"{self.path}/log/slurm-{self.id}.out"])
+
 
 def sbatch_command(plan: Plan, code: Path | None = None) -> list[str]:
     """The call that queues a plan, as an argument list.

@@ -6,7 +6,6 @@ python -m recipes.grpo -m sweep=precision-x-correction model=llama31-8b cluster=
 
 from __future__ import annotations
 
-import shlex
 import sys
 
 from rich.console import Console
@@ -53,8 +52,7 @@ def queue(plans: list[Plan], jobs: list[submit.Job]) -> int:
     """Every cell as a Slurm job, or none; what is finished or in the queue is left."""
     Console(width=120, markup=False).print(submit.table(plans, jobs))
     for job in submit.submit(plans, jobs):
-        log = shlex.quote(f"{job.path}/log/slurm-{job.id}.out")
-        print(f"job {job.id}: {job.path}; watch it: tail -F {log}")
+        print(f"job {job.id}: {job.path}; watch it: {job.watch}")
     return 0
 
 
