@@ -514,12 +514,13 @@ def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
             f"must be less than the {limit} seconds of cluster.time={cluster.time}",
         )
     for key in ("account", "partition", "qos", "extra"):
-        if cluster.kind == "here" and (value := getattr(cluster, key)):
+        # `cluster=here` at the end of a job's line is this machine on purpose.
+        if cluster.kind == "here" != cluster.name and (value := getattr(cluster, key)):
             yield Mistake(
                 f"cluster.{key}",
                 value,
-                f"is Slurm's, and cluster={cluster.name} is this machine",
-                "begin a site's file with `defaults: [slurm, _self_]`, or set cluster=slurm",
+                f"is Slurm's, and cluster={cluster.name} is kind: here, this machine",
+                "begin the site's file with `defaults: [slurm, _self_]`",
             )
     for option in cluster.extra:
         if not option.startswith("-"):

@@ -202,7 +202,6 @@ def test_values_with_shell_characters_arrive_as_typed():
     [
         ("outputs='~/runs'", "outputs=~/runs: names a folder that is called so"),
         ("model.path='$HOME/m'", "model.path=$HOME/m: names a folder that is called so"),
-        ("cluster.account=mine", "cluster.account=mine: is Slurm's, and cluster=here is this"),
         ("grpo.steps={x:1}", "grpo.steps.x=1: no such key"),
     ],
 )
@@ -210,3 +209,10 @@ def test_what_would_be_taken_for_something_else_is_refused(word, line):
     with pytest.raises(ComposeError) as caught:
         compose([word])
     assert line in str(caught.value)
+
+
+def test_a_site_that_would_train_on_the_login_node_is_refused():
+    words = ["cluster.account=mine", "cluster.name=mysite"]
+    with pytest.raises(ComposeError, match="account=mine: is Slurm's, and cluster=mysite is kind"):
+        compose(words)
+    assert compose(words[:1]) and compose([*words, "cluster=slurm"])
