@@ -56,7 +56,7 @@ from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.nemo import driver, session
 from fp8_nemo.nemo.checkout import host_of
 from fp8_nemo.nemo.engine import EngineError, refit_problems, refit_reports
-from fp8_nemo.nemo.settings import VARIABLE, has_receiver
+from fp8_nemo.nemo.settings import VARIABLE
 from fp8_nemo.schema import Glue, Recalibrate, Recipe
 from fp8_nemo.weights import kv_scale_names
 
@@ -634,7 +634,7 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
         if fault == "KV scales lost" and bench.recipe.precision.rollout_kv != "fp8":
             continue
         for glue in ("ledger", "full", "stock"):
-            if fault == "plugin missing" and not has_receiver(GLUES[glue]):
+            if fault == "plugin missing" and not GLUES[glue].has_receiver:
                 continue
             _clean(bench, "stock" if glue == "stock" else "ledger")
             bench.switch(GLUES[glue])

@@ -31,7 +31,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fp8_nemo.host import MAIN, Host, HostError
@@ -290,10 +290,8 @@ def _put(config: Any, key: str, value: Any) -> Mistake | None:
     """Set one leaf of the structured Recipe, or say why it cannot be."""
     try:
         OmegaConf.update(config, key, value, force_add=key.startswith(OPEN))
-    except (ConfigKeyError, ConfigAttributeError):
-        return _unknown_key(key, value, _all_keys())
     except OmegaConfBaseException:
-        if key not in _all_keys():  # of a map in a number's place
+        if key not in _all_keys():  # or of a map in a number's place
             return _unknown_key(key, value, _all_keys())
         return Mistake(key, as_typed(value), f"must be {_type_word(key)}")
     return None

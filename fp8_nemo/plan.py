@@ -249,10 +249,8 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
             "glue.recalibrate.history, first_margin: no effect with source=forward, NeMo RL "
             "measures with the weights that will sample"
         )
-    glue, parallel = recipe.glue, recipe.model.parallel
-    stock = (glue.quantize, glue.transfer, glue.verify) == ("stock", "bf16", "off")
-    runner_v1 = recipe.model.shape.experts or parallel.rollout_tensor > 1
-    if fp8_kv and runner_v1 and stock and not watches:
+    runner_v1 = recipe.model.shape.experts or recipe.model.parallel.rollout_tensor > 1
+    if fp8_kv and runner_v1 and not (recipe.glue.has_receiver or watches):
         yield (
             "glue=stock: vLLM 0.25.1 puts K and V scales of a mixture of experts, and of an engine "
             "of several GPUs, to 1.0 when its cache wakes up after a refit "

@@ -245,6 +245,11 @@ class Glue:
     verify: str = one_of("ledger", "off", "full")
     recalibrate: Recalibrate = field(default_factory=Recalibrate)
 
+    @property
+    def has_receiver(self) -> bool:
+        """Whether vLLM's workers need our receiver."""
+        return (self.quantize, self.transfer, self.verify) != ("stock", "bf16", "off")
+
 
 @dataclass
 class Logging:

@@ -58,6 +58,7 @@ def run(plan: Plan, path: Path) -> int:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
 
         def interrupted(*_: object) -> None:
+            """Ctrl-C: save first; the second time stop at once."""
             if stop.is_set():
                 raise KeyboardInterrupt
             stop.set()

@@ -24,7 +24,6 @@ from fp8_nemo.nemo.ranges import watched
 from fp8_nemo.nemo.settings import (
     formula,
     from_environment,
-    has_receiver,
     observes,
     wire_precision,
 )
@@ -53,7 +52,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         self.fp8_nemo_wire = None
         wire: dict[str, Any] = super().prepare_refit_info()
         self.fp8_nemo_wire = wire
-        if has_receiver(_recipe().glue):
+        if _recipe().glue.has_receiver:
             gc.collect()
             gc.freeze()
         return wire
@@ -76,7 +75,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         self, kv_scales: dict[str, float] | None = None, **options: Any
     ) -> Iterator[tuple[str, Tensor]]:
         recipe = _recipe()
-        if not has_receiver(recipe.glue):
+        if not recipe.glue.has_receiver:
             yield from super()._iter_params_with_optional_kv_scales(kv_scales, **options)
             return
         exported = super()._iter_params_with_optional_kv_scales(None, **options)

@@ -41,7 +41,6 @@ from fp8_nemo.nemo.settings import (
     VARIABLE,
     formula,
     from_environment,
-    has_receiver,
     wire_precision,
 )
 from fp8_nemo.refit import encode, in_groups
@@ -96,13 +95,13 @@ def receiver(stock: type, recipe: Recipe) -> type:
                 self.fp8_nemo_refit.take(weights, super()._load_weights)
 
         def _weight_update_errors_are_fatal(self) -> bool:
-            return has_receiver(self.fp8_nemo_recipe.glue)
+            return self.fp8_nemo_recipe.glue.has_receiver
 
         def fp8_nemo_proven(self, update: Callable[[], bool]) -> bool:
             """NeMo RL's update, as one refit of ours; what failed in it is kept to be asked for."""
             self.fp8_nemo_refit, self.fp8_nemo_proof, self.fp8_nemo_problems = None, None, ()
             model, recipe = self.model_runner.model, self.fp8_nemo_recipe
-            if not has_receiver(recipe.glue):  # recalibration alone is ours
+            if not recipe.glue.has_receiver:  # recalibration alone is ours
                 landed = update()
             else:
                 if self.fp8_nemo_engine is None:

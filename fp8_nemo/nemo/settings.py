@@ -57,11 +57,6 @@ def _recipe(text: str) -> Recipe:
     return recipe
 
 
-def has_receiver(glue: Glue) -> bool:
-    """Whether vLLM's workers need our receiver."""
-    return (glue.quantize, glue.transfer, glue.verify) != ("stock", "bf16", "off")
-
-
 def observes(recipe: Recipe) -> bool:
     """Whether the policy's workers watch Q, K and V in the logprob forward."""
     return recipe.precision.rollout_kv == "fp8" and recipe.glue.recalibrate.source == "logprob"
@@ -69,7 +64,7 @@ def observes(recipe: Recipe) -> bool:
 
 def needs_plugin(recipe: Recipe) -> bool:
     """Whether vLLM's workers must be ours: they receive, or keep the scales that were observed."""
-    return has_receiver(recipe.glue) or observes(recipe)
+    return recipe.glue.has_receiver or observes(recipe)
 
 
 def wire_precision(recipe: Recipe) -> Precision:

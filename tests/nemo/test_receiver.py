@@ -243,7 +243,7 @@ def test_kv_scales_survive_the_waking_of_the_cache_refit_after_refit(glue):
         stream = refit_stream(
             weights_of().items(), settings.wire_precision(run), scales, num_layers=2
         )
-        ours = settings.has_receiver(glue)
+        ours = glue.has_receiver
         worker.wire = [pair for pair in stream if ours or pair[0] not in (SENTINEL, MANIFEST)]
         assert worker.update_weights_via_ipc_zmq()
         worker.model_runner.post_kv_cache_wake_up()
