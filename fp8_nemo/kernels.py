@@ -125,22 +125,23 @@ def product(
     is what DeepGEMM works around; a reference has no need to.
 
     Args:
-        left: bytes `[T, K]` and scales `[T, Q]`, of any strides.
-        right: bytes `[O, K]` and scales `[O, Q]`, or `[P, Q]` of blocks, of any strides.
+        left: bytes `[E, T, K]` and scales `[E, T, Q]`, of any strides; of one for all, E is 1.
+        right: bytes `[E, O, K]` and scales `[E, O, Q]`, or `[E, P, Q]` of blocks, of any strides.
         dtype: of the result.
 
     Returns:
-        `[T, O]`.
+        `[E, T, O]`.
     """
-    (a, a_scale), (b, b_scale) = left, right
-    (T, K), O = a.shape, len(b)
-    result = torch.empty(T, O, dtype=dtype, device=a.device)
+    (b, b_scale), (E, O, K) = right, right[0].shape
+    a, a_scale = (each.expand(E, -1, -1) for each in left)
+    T = a.shape[1]
+    result = torch.empty(E, T, O, dtype=dtype, device=a.device)
     if result.numel():
         with torch.cuda.device(a.device):
-            _product[(triton.cdiv(T, SIDE), triton.cdiv(O, SIDE))](
+            _product[(triton.cdiv(T, SIDE), triton.cdiv(O, SIDE), E)](
                 a, a_scale, b, b_scale, result, T, O, K,
                 *a.stride(), *a_scale.stride(), *b.stride(), *b_scale.stride(),
-                PER_SCALE=1 if len(b_scale) == O else 128, SIDE=SIDE, num_warps=WARPS,
+                PER_SCALE=1 if b_scale.shape[1] == O else 128, SIDE=SIDE, num_warps=WARPS,
             )  # fmt: skip
     return result
 
@@ -325,9 +326,13 @@ def _quantize_groups(
 @triton.jit
 def _product(
     a, a_scale, b, b_scale, result, T, O, K,
-    a_row, a_column, a_scale_row, a_scale_column, b_row, b_column, b_scale_row, b_scale_column,
+    a_expert, a_row, a_column, a_scale_expert, a_scale_row, a_scale_column,
+    b_expert, b_row, b_column, b_scale_expert, b_scale_row, b_scale_column,
     PER_SCALE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
+    expert = tl.program_id(2).to(tl.int64)
+    a, a_scale = a + expert * a_expert, a_scale + expert * a_scale_expert
+    b, b_scale = b + expert * b_expert, b_scale + expert * b_scale_expert
     rows = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     columns = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     total = tl.zeros((SIDE, SIDE), tl.float32)
@@ -344,7 +349,7 @@ def _product(
         at = columns // PER_SCALE * b_scale_row + n * b_scale_column
         right_scale = tl.load(b_scale + at, mask=columns < O, other=0.0)
         total += tl.dot(left, right) * (left_scale[:, None] * right_scale[None, :])
-    at = rows[:, None] * O + columns[None, :]
+    at = (expert * T + rows[:, None]) * O + columns[None, :]
     inside = (rows < T)[:, None] & (columns < O)[None, :]
     tl.store(result + at, total.to(result.dtype.element_ty), mask=inside)
 

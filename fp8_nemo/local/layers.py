@@ -15,13 +15,13 @@ Attention in FP8 does what vLLM's FlashAttention 3 kernel does on Hopper, withou
 the cache holds them, probabilities in E4M3, tile by tile.
 
 Shapes: B sequences, T tokens, H heads, K key heads, G = H/K, D head dimension, O out, I in
-features, E experts, F expert features, A experts of a token, N tokens of an expert.
+features, E experts, F expert features, A experts of a token, N = T A rows of all experts.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,19 +74,21 @@ def multiplied(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
     """`left right^T`: exact products of what the bytes stand for, summed in FP32.
 
     Args:
-        left: `[..., T, K]`.
-        right: `[O, K]`.
+        left: `[..., T, K]`; with a slab `[E, T, K]` or `[1, T, K]`.
+        right: `[O, K]`, or a slab `[E, O, K]`.
         dtype: of the result `[..., T, O]`.
     """
     if isinstance(left, Tensor):
         assert isinstance(right, Tensor)
-        return nn.functional.linear(left, right).to(dtype)
+        return (left @ right.mT).to(dtype)
     assert not isinstance(right, Tensor)
     from fp8_nemo import kernels
 
-    fp8, scale_inv = left
-    found = kernels.product((fp8.flatten(0, -2), scale_inv.flatten(0, -2)), right, dtype)
-    return found.unflatten(0, fp8.shape[:-1])
+    if right[0].ndim == 3:
+        return kernels.product(left, right, dtype)
+    rows = left[0].flatten(0, -2)[None], left[1].flatten(0, -2)[None]
+    found = kernels.product(rows, (right[0][None], right[1][None]), dtype)
+    return found[0].unflatten(0, left[0].shape[:-1])
 
 
 def operand(held: Fp8Weight | Fp8Groups) -> Operand:
@@ -234,46 +236,74 @@ class Experts(nn.Module):
 
     def __init__(self, experts: Any, pow2: bool) -> None:
         super().__init__()
-        self.act_fn, self.experts, self.pow2 = experts.act_fn, experts.num_experts, pow2
+        self.act_fn, self.pow2 = experts.act_fn, pow2
 
-    def product(self, x: Tensor, slab: str, index: int) -> Tensor:
-        """`x` times one expert's matrix of a slab, in the format that the subclass stands for."""
+    def slab(self, name: str) -> Any:
+        """All experts' matrices, as `product` takes them."""
+        raise NotImplementedError
+
+    def matrices(self, name: str) -> Sequence[Any]:
+        """The same, expert by expert."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor, matrix: Any) -> Tensor:
+        """`x` times a matrix `[O, I]` or a slab `[E, O, I]`, in the format of the subclass."""
         raise NotImplementedError
 
     def forward(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
         """Sum of the chosen experts by their shares, in ascending order, so that it repeats."""
-        mix = self._of_all if Experts.take_all else self._of_chosen
-        return mix(hidden_TI, index_TA, share_TA)
-
-    def _of_all(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
-        """Every expert takes every token."""
-        expert_E = torch.arange(self.experts, device=index_TA.device)
-        share_TE = torch.where(index_TA[..., None] == expert_E, share_TA[..., None], 0.0).sum(1)
-        inner = [self.product(hidden_TI, "gate_up_proj", index) for index in range(self.experts)]
+        # Largest first: there a stack's gradients begin to add up, which made models' digests know.
+        given_T1A, index_TA = index_TA[:, None], index_TA.sort(-1, descending=True).values
+        share_TA = share_TA[:, None].where(index_TA[..., None] == given_T1A, 0.0).sum(-1)
+        output_TAI = (self._of_all if Experts.take_all else self._of_chosen)(hidden_TI, index_TA)
+        output_TAI = (output_TAI * share_TA[..., None]).to(hidden_TI.dtype)
         mixed_TI = torch.zeros_like(hidden_TI)
-        for index, both in enumerate(inner):
-            gate, up = both.chunk(2, dim=-1)
-            share_T1 = share_TE[:, index, None]
-            output = self.product(self.act_fn(gate) * up, "down_proj", index) * share_T1
-            output = output.masked_fill(share_T1 == 0, 0.0)  # NaN of an expert that nobody chose
-            mixed_TI = mixed_TI + output.to(mixed_TI.dtype)
+        for output_TI in reversed(output_TAI.unbind(1)):
+            mixed_TI = mixed_TI + output_TI
         return mixed_TI
 
-    def _of_chosen(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
+    def _of_all(self, hidden_TI: Tensor, index_TA: Tensor) -> Tensor:
+        """Every expert takes every token, and `[T, A, I]` of that is used."""
+        gate, up = self.product(hidden_TI[None], self.slab("gate_up_proj")).chunk(2, dim=-1)
+        output_ETI = self.product(self.act_fn(gate) * up, self.slab("down_proj"))
+        return output_ETI[index_TA, torch.arange(len(index_TA), device=index_TA.device)[:, None]]
+
+    def _of_chosen(self, hidden_TI: Tensor, index_TA: Tensor) -> Tensor:
         """Every expert takes the tokens that chose it; one read on the host."""
-        mixed_TI = torch.zeros_like(hidden_TI)
-        order = index_TA.flatten().argsort(stable=True)  # by expert, then by token
-        expert_E = torch.arange(self.experts, device=index_TA.device)
+        A, matrices = index_TA.shape[1], self.matrices("gate_up_proj")
+        order_N = index_TA.flatten().argsort(stable=True)  # by expert, then by token
+        back_N = order_N.argsort()
+        expert_E = torch.arange(len(matrices), device=index_TA.device)
         counts = (index_TA[..., None] == expert_E).sum((0, 1)).tolist()  # the one host read
-        for index, chosen_N in enumerate(order.split(counts)):
-            if not counts[index]:
-                continue
-            token_N, choice_N = chosen_N // index_TA.shape[1], chosen_N % index_TA.shape[1]
-            gate, up = self.product(hidden_TI[token_N], "gate_up_proj", index).chunk(2, dim=-1)
-            output = self.product(self.act_fn(gate) * up, "down_proj", index)
-            output = output * share_TA[token_N, choice_N, None]
-            mixed_TI = mixed_TI.index_add(0, token_N, output.to(mixed_TI.dtype))
-        return mixed_TI
+
+        def products(x_NI: Tensor, matrices: Sequence[Any]) -> Tensor:
+            parts = zip(x_NI.split(counts), matrices, strict=True)
+            return torch.cat([self.product(x, matrix) for x, matrix in parts if len(x)])
+
+        hidden_NI = torch.stack([hidden_TI] * A, dim=1).flatten(0, 1)
+        gate, up = products(permuted(hidden_NI, order_N, back_N), matrices).chunk(2, dim=-1)
+        output_NI = products(self.act_fn(gate) * up, self.matrices("down_proj"))
+        return permuted(output_NI, back_N, order_N).unflatten(0, (-1, A))
+
+
+class Permuted(torch.autograd.Function):
+    """Rows in another order. Torch's own gradient of an index would sort to add up what is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x_N: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
+        """`x[order]`."""
+        ctx.save_for_backward(back_N)
+        return x_N[order_N]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """`grad[back]`."""
+        return grads[0][ctx.saved_tensors[0]], None, None
+
+
+def permuted(x_N: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
+    """`x[order]`, with `back` the order that undoes it."""
+    return Permuted.apply(x_N, order_N, back_N)  # pyright: ignore[reportReturnType]
 
 
 class Bf16Experts(Experts):
@@ -283,18 +313,25 @@ class Bf16Experts(Experts):
         super().__init__(experts, pow2)
         self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
 
-    def product(self, x: Tensor, slab: str, index: int) -> Tensor:
-        """BF16 operands."""
-        return linear_bf16(x, getattr(self, slab)[index])
+    def slab(self, name: str) -> Tensor:
+        """`[E, O, I]`."""
+        return getattr(self, name)
+
+    def matrices(self, name: str) -> Sequence[Tensor]:
+        """E times `[O, I]`."""
+        return self.slab(name).unbind()
+
+    def product(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """BF16 operands, multiplied as `linear_bf16` does."""
+        return x @ matrix.mT if x.is_cuda else (x.float() @ matrix.float().mT).to(x.dtype)
 
 
 class Fp8TrainExperts(Bf16Experts):
     """Slabs in BF16 that are quantized in every product."""
 
-    def product(self, x: Tensor, slab: str, index: int) -> Tensor:
-        """Both operands of all three products in FP8."""
-        held = getattr(self, slab)[index]
-        return Fp8Product.apply(x, held, self.pow2)  # pyright: ignore[reportReturnType]
+    def product(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Both operands of all three products in FP8; no slabs."""
+        return Fp8Product.apply(x, matrix, self.pow2)  # pyright: ignore[reportReturnType]
 
 
 class Fp8RolloutExperts(Experts, Fp8Held):
@@ -307,9 +344,17 @@ class Fp8RolloutExperts(Experts, Fp8Held):
             self.register_buffer(name, torch.zeros_like(slab, dtype=FP8))
             self.register_buffer(f"{name}_scale_inv", _nan_scales(slab))
 
-    def product(self, x: Tensor, slab: str, index: int) -> Tensor:
+    def slab(self, name: str) -> Operand:
+        """`[E, O, I]`."""
+        return self.value(name)
+
+    def matrices(self, name: str) -> Sequence[Operand]:
+        """E times `[O, I]`."""
+        return [self.value(name, index) for index in range(len(getattr(self, name)))]
+
+    def product(self, x: Tensor, matrix: Operand) -> Tensor:
         """FP8 operands."""
-        return multiplied(_last.grouped(x, self.pow2), self.value(slab, index), x.dtype)
+        return multiplied(_last.grouped(x, self.pow2), matrix, x.dtype)
 
 
 @dataclass

@@ -349,8 +349,23 @@ def test_products_in_fp8_are_those_of_the_values_that_the_bytes_stand_for(sizes,
         (block, dequantize_blocks(block)),
         (tuple(each.T for each in across), dequantize_blocks(across).T),
     ):
-        found = kernels.product(groups, right, dtype)
+        found = layers.multiplied(groups, right, dtype)
         expected = (dequantize_groups(groups).double() @ value.double().T).to(dtype)
         assert found.dtype == dtype
         rtol = 1e-5 if dtype == torch.float32 else 1e-2
         torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-4)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("sizes", [(5, 7, 130), (256, 1024, 512)])
+def test_products_with_a_slab_are_those_of_its_matrices(shared, sizes):
+    T, O, K = sizes
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1 if shared else 16, T, K, generator=draw).cuda().bfloat16()
+    slab = quantize_blocks(torch.randn(16, O, K, generator=draw).cuda().bfloat16())
+    groups = quantize_groups(x)
+    found = layers.multiplied(groups, slab, torch.bfloat16)
+    for n, one in enumerate(found):
+        left = tuple(each[0 if shared else n] for each in groups)
+        matrix = slab.fp8_OI[n], slab.scale_inv_PQ[n]
+        assert torch.equal(one, layers.multiplied(left, matrix, torch.bfloat16)), n
