@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from fp8_nemo.compose import compose, option_folder, option_names
+from fp8_nemo.compose import ComposeError, compose, option_folder, option_names
 from fp8_nemo.measure import MeasureError, by_length, by_position, effect
 from fp8_nemo.measurement import Measurement
 from fp8_nemo.mismatch import LogprobPair
@@ -66,7 +66,11 @@ def _effects(pairs: Collection[LogprobPair]) -> Table:
         "what each correction would do", "correction", "clips", "rejects", "ESS", "mean multiplier"
     )
     for name in option_names("correction"):
-        [recipe] = compose([f"correction={name}", "correction.measurement=null"])
+        try:
+            [recipe] = compose([f"correction={name}", "correction.measurement=null"])
+        except ComposeError as error:  # a site's own file
+            table.add_row(name, error.lines[0])
+            continue
         found = effect(pairs, recipe.correction)
         table.add_row(
             name,
@@ -100,21 +104,30 @@ def write_option(name: str, mask: str, reject: float, measurement: Measurement, 
         file: where it stands.
 
     Raises:
-        MeasureError: the name is not one that git ignores.
+        MeasureError: the name is not one that git ignores, or is taken; nothing differs from
+            nothing in what was measured.
     """
+    path = option_folder("correction") / f"{name}.yaml"
     if not OWN.fullmatch(name):
         raise MeasureError(f"--write {name}: must begin with my, as git ignores such options")
+    if path.exists():
+        raise MeasureError(f"--write {name}: {path} is there; take another name, or delete it")
     low, high = measurement.bounds(mask, reject)
+    if high == low or high == 0:
+        raise MeasureError(
+            f"--write {name}: {mask} is {high:g} wherever it was measured, and bounds from there "
+            "would reject all that differs; measure a run whose rollouts are in FP8"
+        )
+    share = measurement.rejected(Correction(mask=mask, low=low, high=high))
     bounds = {"mask": mask, "low": low, "high": high, "measurement": str(file.absolute())}
     lines = [
-        f"# min(r_t, 2) where {mask} is in bounds that rejected {reject:.2%} of "
+        f"# min(r_t, 2) where {mask} is in bounds that rejected {share:.2%} of "
         f"{measurement.tokens:,} measured tokens",
         "defaults: [tis, _self_]",
         "",
         f"name: {name}",
         *(f"{key}: {value}" for key, value in bounds.items() if value is not None),
     ]
-    path = option_folder("correction") / f"{name}.yaml"
     path.write_text("\n".join(lines) + "\n")
     return path
 

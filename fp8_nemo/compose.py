@@ -218,7 +218,7 @@ def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mista
         if value is None and group in ("experiment", "sweep"):
             continue
         if str(value) not in options:
-            near = difflib.get_close_matches(str(value), options, n=1)
+            near = difflib.get_close_matches(str(value).lower(), options, n=1)
             site = f"describe yours in conf/cluster/{value}.yaml (docs/slurm.md, step 2)"
             yield Mistake(
                 group,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fp8_nemo.schema import DIVERGENCES, Correction, Mistake
+from fp8_nemo.schema import DIVERGENCES, RATIOS, Correction, Mistake
 
 POINTS = 1000  # quantiles 0, 1/1000, ..., 1: a share is known to a tenth of a point
 VETO = "min-token"
@@ -93,6 +93,9 @@ def read_measurement(file: Path) -> Measurement:
         raise MeasurementError(f"{file}: no such file") from None
     except (ValueError, TypeError, AttributeError):
         raise MeasurementError(f"{file}: is no measurement of recipes.measure_mismatch") from None
+    if missing := {*RATIOS, *DIVERGENCES, VETO}.difference(found.quantiles):
+        lacks = f"{file}: is of another version, {', '.join(sorted(missing))} is missing"
+        raise MeasurementError(f"{lacks}; measure again")
     return found
 
 

@@ -37,6 +37,10 @@ ABOUT_TWINS = (
 )
 
 
+class PageError(RuntimeError):
+    """A page that could not be made; one line."""
+
+
 def table(comparison: Comparison) -> Table:
     """The comparison for a terminal of 100 columns; the Markdown page has all columns."""
     columns = [column for column in COLUMNS if column.terminal]
@@ -96,7 +100,7 @@ def write_html(comparison: Comparison, folder: Path, paths: Iterable[Path]) -> P
     Raises:
         FileNotFoundError: this is no clone, so the notebook to execute is not here.
         ModuleNotFoundError: papermill or nbconvert, which are extras.
-        papermill.PapermillExecutionError: a cell failed.
+        PageError: a cell of the notebook failed.
     """
     notebook, page = folder / "report.ipynb", folder / "report.html"
     _execute(paths, notebook)
@@ -109,11 +113,15 @@ def _execute(paths: Iterable[Path], target: Path) -> None:
 
     if not NOTEBOOK.is_file():
         raise FileNotFoundError(f"{NOTEBOOK}: is in a clone of the repository, not in a package")
-    papermill.execute_notebook(
-        NOTEBOOK, target, {"runs": [str(path) for path in paths]},
-        kernel_name="python3", progress_bar=False, log_output=False,
-        extra_arguments=["--IPKernelApp.log_level=ERROR"],  # its sockets are of no use to a reader
-    )  # fmt: skip
+    try:
+        papermill.execute_notebook(
+            NOTEBOOK, target, {"runs": [str(path) for path in paths]},
+            kernel_name="python3", progress_bar=False, log_output=False,
+            extra_arguments=["--IPKernelApp.log_level=ERROR"],  # its sockets are of no use here
+        )  # fmt: skip
+    except papermill.PapermillExecutionError as error:
+        cell = f"cell {error.exec_count} failed, {error.ename}: {error.evalue}"
+        raise PageError(f"{target}: {cell}; the notebook holds the rest") from error
 
 
 def to_html(notebook: Path, title: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fp8_nemo.page import table, write_html, write_markdown
+from fp8_nemo.page import PageError, table, write_html, write_markdown
 from fp8_nemo.report import compare, find_runs, read_runs
 from fp8_nemo.run_dir import report_dir, short_path
 from fp8_nemo.twin import against_twins
@@ -41,8 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(write_markdown(comparison, folder, f"python -m recipes.compare {shlex.join(words)}"))
         if options.html:
             print(write_html(comparison, folder, [short_path(path) for path in found]))
-    except (OSError, ModuleNotFoundError) as error:
-        remedy = "" if isinstance(error, OSError) else "; pip install 'fp8-nemo[report]'"
+    except (OSError, PageError, ModuleNotFoundError) as error:
+        extra = isinstance(error, ModuleNotFoundError)
+        remedy = "; pip install 'fp8-nemo[report]'" if extra else ""
         print(f"the report cannot be written: {error}{remedy}", file=sys.stderr)
         return 2
     return 0

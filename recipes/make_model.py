@@ -8,12 +8,15 @@ Takes the groups `model`, `data`, `seed`; the folder is new or empty until the m
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 from fp8_nemo.compose import HELP, ComposeError, compose_plans
 from fp8_nemo.data import DataError, load_problems
 from fp8_nemo.run_dir import new_folder
+
+TAKES = re.compile(r"\+*(model|data|seed)\b")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,6 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
             compose_plans(asked)  # tells, and ends
         if not words or "=" in words[0] or words[0].startswith("-"):
             raise ComposeError(["recipes.make_model: the first argument is the folder to make"])
+        if others := [word for word in words[1:] if not TAKES.match(word)]:
+            raise ComposeError(f"{word}: a model is made of model, data, seed" for word in others)
         [plan] = compose_plans([*words[1:], "backend=local", f"model.path={words[0]}"])
         recipe = plan.recipe
         problems = load_problems(recipe.data, recipe.seed).train

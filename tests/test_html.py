@@ -44,6 +44,17 @@ def test_the_notebook_beside_it_was_executed_for_these_runs(page):
     assert any(str(page.parents[1]) in "".join(cell["source"]) for cell in code)
 
 
+def test_a_cell_that_fails_is_one_line(page, tmp_path, monkeypatch, capsys):
+    broken = json.loads((page.parent / "report.ipynb").read_text())
+    next(c for c in broken["cells"] if c["cell_type"] == "code")["source"] = ["1 / 0"]
+    (tmp_path / "broken.ipynb").write_text(json.dumps(broken))
+    monkeypatch.setattr("fp8_nemo.page.NOTEBOOK", tmp_path / "broken.ipynb")
+    shutil.copytree(RUNS, tmp_path / "runs")
+    assert main([str(tmp_path / "runs"), "--html"]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "the report cannot be written: " in said and "ZeroDivisionError: division by" in said
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian: apt-get install chromium)")
 @pytest.mark.parametrize("width", [400, 1400])
 def test_a_browser_shows_it_without_an_error_at_any_width(page, width, tmp_path):

@@ -169,6 +169,11 @@ def test_a_measurement_reads_back_and_anything_else_is_one_line(tmp_path, measur
         file.write_text(content)
         with pytest.raises(MeasurementError, match="is no measurement"):
             read_measurement(file)
+    old = dataclasses.asdict(measured)
+    del old["quantiles"]["max-k2"]
+    file.write_text(json.dumps(old))
+    with pytest.raises(MeasurementError, match="max-k2 is missing; measure again"):
+        read_measurement(file)
     with pytest.raises(MeasurementError, match="no such file"):
         read_measurement(tmp_path / "gone.json")
 
@@ -226,8 +231,33 @@ def test_an_option_with_measured_bounds_composes_and_is_held_to_them(
     [plan] = compose_plans(["correction=tis", *settings])
     kept_BT = correct(batch(0), plan.recipe.correction).kept_BT
     assert kept_BT.sum() / batch(0).mask_BT.sum() == pytest.approx(0.98, abs=0.015)
+    assert f"rejected {measured.rejected(plan.recipe.correction):.2%} of" in text
     with pytest.raises(MeasureError, match="must begin with my"):
         write_option("k3", "mean-k3", 0.02, measured, file)
+    with pytest.raises(MeasureError, match=r"my-k3\.yaml is there; take another name"):
+        write_option("my-k3", "sequence", 0.02, measured, file)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("mask", ["geometric", "mean-k3"])
+def test_no_bounds_are_written_from_a_run_without_a_mismatch(tmp_path, monkeypatch, mask):
+    from fp8_nemo import bounds
+
+    monkeypatch.setattr(bounds, "option_folder", lambda group: tmp_path)
+    zeros, mask_BT = torch.zeros(4, 6), torch.ones(4, 6).bool()
+    same = measure({"a": LogprobPair(zeros, zeros, mask_BT)})
+    with pytest.raises(MeasureError, match="measure a run whose rollouts are in FP8"):
+        write_option("my-own", mask, 0.01, same, tmp_path / "mismatch.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_option_that_does_not_compose_is_a_row_and_no_end(measured, monkeypatch):
+    from fp8_nemo import bounds
+
+    monkeypatch.setattr(bounds, "option_names", lambda group: ["my-broken", "tis"])
+    effects = list(tables([batch(0)], measured, 0.01))[1]
+    name, clips = (list(column.cells) for column in effects.columns[:2])
+    assert name == ["my-broken", "tis"] and "must be one of" in clips[0] and "%" in clips[1]
 
 
 def test_measurements_hold_what_says_where_they_come_from(measured):

@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be resumed from; names it and what to do."""
+    """A checkpoint that cannot be written, or resumed from; names it and what to do."""
 
 
 @dataclass
@@ -40,7 +40,11 @@ class Progress:
 
 
 def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
-    """Write a checkpoint of `progress.step`, whole or not at all."""
+    """Write a checkpoint of `progress.step`, whole or not at all.
+
+    Raises:
+        CheckpointError: there is no room, or something else keeps it from being written.
+    """
     tensors: dict[str, Tensor] = {
         "rng.sampler": progress.sampler.get_state(),
         "kv.amax_SL3": progress.observer.state_dict()["amax_SL3"],
@@ -49,10 +53,17 @@ def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
         tensors[f"master.{name}"] = master
         for moment, value in policy.optimizer.state.get(master, {}).items():
             tensors[f"{moment}.{name}"] = value
-    with new_checkpoint(run_dir, progress.step) as folder:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
-        state = {"step": progress.step, "kv_scales": progress.kv_scales}
-        (folder / STATE).write_text(json.dumps(state))
+    try:
+        with new_checkpoint(run_dir, progress.step) as folder:
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, folder / TENSORS)
+            state = {"step": progress.step, "kv_scales": progress.kv_scales}
+            (folder / STATE).write_text(json.dumps(state))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{run_dir}: step {progress.step} cannot be saved, {error}; make room, and the same "
+            "line goes on from the checkpoint before it"
+        ) from error
 
 
 def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:

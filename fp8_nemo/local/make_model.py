@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -70,17 +71,24 @@ WORKING = Teaching(600, 64, 3.0e-4, 100)
 
 
 def make(folder: Path, recipe: Recipe, problems: list[Problem]) -> None:
-    """Train with a progress bar and save, the same bytes whenever it is done on such a machine."""
+    """Train and save, the same bytes whenever it is done on such a machine.
+
+    A bar on a terminal, a line every tenth of the way elsewhere.
+    """
     repeat_exactly()  # the runs of a study begin alike, wherever and whenever a model was made
     chat, shape, how = make_chat(), recipe.model.shape, teaching_for(problems)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = new_model(shape, chat, recipe.seed)
-    with Progress() as bar:
+    console, every = Console(), max(1, how.steps // 10)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(recipe.model.name, total=how.steps)
 
         def report(step: int, loss: float) -> None:
-            """Move the bar."""
-            bar.update(task, completed=step, description=f"{recipe.model.name} loss {loss:.3f}")
+            """Move the bar, or print the line."""
+            shown = f"{recipe.model.name} loss {loss:.3f}"
+            bar.update(task, completed=step, description=shown)
+            if not console.is_terminal and step % every == 0:
+                console.print(f"{shown}  step {step}/{how.steps}", soft_wrap=True)
 
         train_model(model, chat, problems, teaching=how, seed=recipe.seed, report=report)
     save_model(model, chat, folder)

@@ -69,11 +69,11 @@ def read_host(root: Path) -> Host:
     """
     for name in (ENTRY, GRPO, POLICY, CONFIG):
         if not (root / name).is_file():
-            raise HostError(f"{ROOT_VARIABLE}={root}: no NeMo RL here, {name} is missing; {REMEDY}")
+            raise HostError(f"{root}: no NeMo RL here, {name} is missing; {REMEDY}")
     source = _Source(root)
     if missing := list(source.missing_seams()):
         raise HostError(
-            f"{ROOT_VARIABLE}={root}: {missing[0]}; main 7ea279a and v0.7.0 are known to work"
+            f"NeMo RL in {root}: {missing[0]}; main 7ea279a and v0.7.0 are known to work"
         )
     return Host(source.name, str(root), Bases(root), frozenset(source.defects()), source.vllm)
 

@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from fp8_nemo import run_dir
 from fp8_nemo.data import Problem, read_jsonl, running_sum
+from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import Run, clipped_loss, group_advantages, k3
 from fp8_nemo.plan import Plan
 from fp8_nemo.refit import RefitError
@@ -106,6 +108,24 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not(make_plan, tmp_path):
             Run(plan, frozen.path).train(stop_at(last))
     Run(plan, frozen.path).train(lambda row: None)
     assert without_times(run_dir.read_metrics(frozen.path)) == whole
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_checkpoint_before_it(make_plan):
+    [frozen] = run_dir.freeze([plan := make_plan("grpo.steps=4", "grpo.checkpoint_every=2")])
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(row):
+        """From step 3 on no file may be longer than 64 KiB, and checkpoints are."""
+        if row["step"] == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, most[1]))
+
+    try:
+        with pytest.raises(CheckpointError, match=r"step 4 cannot be saved, .*; make room, and"):
+            Run(plan, frozen.path).train(fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert [path.name for path in run_dir.checkpoints(frozen.path)] == ["step-000002"]
+    assert Run(plan, frozen.path).train(lambda row: None) == 4
 
 
 def test_full_verification_scores_a_fixed_prompt_on_both_sides(make_plan):

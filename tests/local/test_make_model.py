@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fp8_nemo.compose import compose
 from fp8_nemo.data import Problem, arithmetic, reward, running_sum
 from fp8_nemo.local import make_model
 from fp8_nemo.model_dir import weights_digest
@@ -57,6 +58,18 @@ def test_a_model_learns_and_is_read_back_from_hugging_face_files(tmp_path, extra
     for name, weight in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == make_model.CHAT_TEMPLATE
+
+
+def test_making_one_without_a_terminal_prints_a_line_now_and_then(monkeypatch, tmp_path, capsys):
+    few = make_model.ANSWERS._replace(steps=20, batch=4)
+    monkeypatch.setattr(make_model, "ANSWERS", few)
+    [recipe] = compose(["model=tiny-llama"])
+    make_model.make(tmp_path, recipe, arithmetic(1, 0).train[:8])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("  ")[2] for line in lines[:-1]] == [
+        f"step {step}/20" for step in range(2, 21, 2)
+    ]
+    assert lines[-1].startswith(f"{tmp_path}: tiny-llama, ")
 
 
 def test_passes_learn_what_the_whole_batch_does(monkeypatch):

@@ -150,6 +150,12 @@ def test_making_a_model_takes_no_flag_for_a_folder():
     assert not (ROOT / "--model").exists()
 
 
+@pytest.mark.parametrize("word", ["-m", "precision=fp8-e2e", "seeds=1"])
+def test_making_a_model_takes_what_makes_one_and_nothing_else(tmp_path, word):
+    done = verb("make_model", str(tmp_path / "new"), "model=tiny-llama", "seed=1", word)
+    assert_refused(done, f"{word}: a model is made of model, data, seed")
+
+
 @pytest.mark.parametrize(
     ("name", "flag", "of_its_own"),
     [
