@@ -2,8 +2,10 @@
 
 `estimate` counts bytes exactly, from the model's numbers. `memory_per_gpu` adds up what trainer and
 engine hold in each phase of a NeMo RL step on one GPU: exact for weights, gradients and optimizer,
-by formula for activations, and with a fixed allowance for what no formula knows. It has not been
-held against a measurement yet.
+by formula for activations, and with a fixed allowance for what no formula knows. The
+trainer's part was corrected after one run, and less the allowance is within 0.1 GiB of what NeMo RL
+printed there after training, before the refit and while the engine sampled: 8B, FP8 on both sides,
+two H200s (docs/speed.md). The rest has not been held against a measurement yet.
 
 `decode_seconds` and `refit_seconds` are bytes over bandwidth and operations over arithmetic rate,
 plus one fixed cost per model, which benchmarks/fit_estimate.py fits on half of what was measured

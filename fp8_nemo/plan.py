@@ -1,10 +1,10 @@
 """Recipe -> Plan: everything that one run will do, decided and frozen before anything starts.
 
-A Plan holds the recipe with every open number filled in, the backend that was chosen, what this
-checkout cannot do yet, and notes on options without effect. It is JSON in `plan.json`; the run
-reads that file and never composes again. The name of its run directory carries a hash over all of
-it but steps, cluster, logging and outputs, so the same line finds the same directory, also with
-more steps.
+A Plan holds the recipe with its open numbers filled in (but NeMo RL's `max_new_tokens`), the
+backend that was chosen, what NeMo RL is handed, and notes on options without effect and on what the
+host cannot do as asked. It is JSON in `plan.json`; the run reads that file and never composes
+again. The name of its run directory carries a hash over backend and recipe, less what `Plan.hash6`
+leaves out, so the same line finds the same directory, also with more steps.
 
 `null` in `grpo` inherits the base configuration: the model's base YAML in NeMo RL, and on the local
 backend `LOCAL_BASE`, the values of its `grpo_math_1B.yaml` (main 7ea279a).
@@ -89,7 +89,11 @@ class Plan:
 
     @property
     def hash6(self) -> str:
-        """Six hex digits over the plan less steps, cluster, logging and outputs."""
+        """Six hex digits over the backend and most of the recipe.
+
+        Left out are keys that are null, cluster, logging, outputs, `grpo.steps`,
+        `grpo.stop_when_unstable`, `correction.measurement` and `correction.max_reject`.
+        """
         content = self.to_json()["recipe"]
         for group in NOT_IN_HASH:
             del content[group]

@@ -1,9 +1,10 @@
 """The directory of one run: freeze a plan into it, find it again, resume it, damage nothing.
 
     outputs/MODEL/PRECISION-CORRECTION/sSEED-HASH6/
-        recipe.yaml plan.json environment.json metrics.jsonl log/ checkpoints/ data/ report/
+        recipe.yaml plan.json environment.json metrics.jsonl log/ checkpoints/ data/ job/
+        mismatch/ report/
 
-The only file that makes directories. Freezing is all-or-nothing over the cells of a sweep:
+Run directories are made here alone. Freezing is all-or-nothing over the cells of a sweep:
 everything is written into one staging directory and renamed into place, so a mistake in the last
 cell leaves no trace of the first. Checkpoints appear by one rename as well; a run that is killed
 while saving leaves only a folder that the next save removes. No secret ever comes here: of the

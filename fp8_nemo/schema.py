@@ -1,8 +1,9 @@
 """The Recipe: one dataclass per Hydra group, each limit declared beside the field that it binds.
 
 A Recipe is what a user may say. `mistakes(recipe)` lists everything that is wrong with it, one
-`Mistake` per cause, and nothing else in the package validates options. What a *host* forbids is
-`plan.py`'s business.
+`Mistake` per cause, as far as it can be seen in the recipe alone. Unknown keys and wrong types are
+found by `compose.py`, what a backend forbids by `plan.py`, what NeMo RL forbids by `host.py` and
+`overrides.py`, what a correction's measurement says against it by `measurement.py`.
 
 Fields are plain strings and numbers, because a Recipe is also a YAML file, a command line and a
 line of a JSON file. `None` in a number of `grpo` means "as the base configuration has it".

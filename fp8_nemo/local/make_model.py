@@ -142,7 +142,7 @@ def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
 
 
 def teaching_for(problems: list[Problem]) -> Teaching:
-    """That of the shipped recipe."""
+    """`WORKING` for problems whose answers have working, else `ANSWERS`."""
     return WORKING if problems[0].working else ANSWERS
 
 

@@ -36,7 +36,10 @@ from fp8_nemo.schema import seconds
 
 
 def run(plan: Plan, path: Path) -> int:
-    """Train; 0 when NeMo RL ends by itself, 2 for an unusable directory, 1 if the run broke."""
+    """Train; 0 when NeMo RL ends by itself, 2 for an unusable directory, 1 if the run broke.
+
+    Ctrl-C stops it without saving: `run_dir.INTERRUPTED`.
+    """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # NeMo RL saves by its own clock, `save_within`
     try:
         with run_dir.locked(path):

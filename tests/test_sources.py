@@ -1,29 +1,19 @@
 """Each source of mismatch is the real engine's, alone, and whole distributions are compared."""
 
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import kl_div, linear
 
 from fp8_nemo.data import Problem, arithmetic
-from fp8_nemo.local import layers, sources
+from fp8_nemo.local import layers
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.local.rollout import Engine
-from fp8_nemo.local.sources import (
-    ACTIVATIONS,
-    ATTENTION,
-    EVERYTHING,
-    FP8_KV_ATTN,
-    LINEAR,
-    NOTHING,
-    PROJECTIONS,
-    WEIGHTS,
-    in_bf16_but,
-    measure,
-)
 from fp8_nemo.model_dir import SHIPPED
 from fp8_nemo.quantize import (
     FP8,
@@ -35,6 +25,22 @@ from fp8_nemo.quantize import (
 from fp8_nemo.recalibrate import AmaxObserver, kv_scales
 from fp8_nemo.refit import refit_stream
 from fp8_nemo.schema import Precision
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import sources
+from sources import (
+    ACTIVATIONS,
+    ATTENTION,
+    EVERYTHING,
+    FP8_KV_ATTN,
+    LINEAR,
+    NOTHING,
+    PROJECTIONS,
+    WEIGHTS,
+    in_bf16_but,
+    measure,
+)
 
 MODELS = ["tiny-llama", "tiny-qwen3-moe"]
 PROBLEMS = arithmetic(2, 0).validation[:24]

@@ -1,22 +1,22 @@
 """Exact ratios of a shipped model: distributions, scaling, expectations, sums over tokens."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from fp8_nemo.data import arithmetic
-from fp8_nemo.local.exact_ratios import (
-    ExactRatios,
-    exact_ratios,
-    expected_effect,
-    sum_of_tokens,
-)
-from fp8_nemo.local.sources import EVERYTHING, measure
 from fp8_nemo.measure import effect
 from fp8_nemo.mismatch import LogprobPair
 from fp8_nemo.model_dir import SHIPPED
 from fp8_nemo.schema import Correction
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from exact_ratios import ExactRatios, exact_ratios, expected_effect, sum_of_tokens
+from sources import EVERYTHING, measure
 
 PROBLEMS = arithmetic(2, 0).validation[:24]
 TIS = Correction(level="token", truncate=2.0)

@@ -4,13 +4,21 @@ Tolerances are of FP64 sums, but for what goes through `correct`, whose multipli
 """
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from fp8_nemo.compose import compose, option_names
 from fp8_nemo.correction import STATISTICS
-from fp8_nemo.local.enumerated import (
+from fp8_nemo.local.grpo import clipped_loss
+from fp8_nemo.mismatch import mismatch_metrics
+from fp8_nemo.schema import Correction
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from enumerated import (
     GradientError,
     enumerate_answers,
     expected_multiplier,
@@ -19,9 +27,6 @@ from fp8_nemo.local.enumerated import (
     pooled,
     true_gradient,
 )
-from fp8_nemo.local.grpo import clipped_loss
-from fp8_nemo.mismatch import mismatch_metrics
-from fp8_nemo.schema import Correction
 
 FP32 = 1e-6
 SEQUENCE = Correction(level="sequence")

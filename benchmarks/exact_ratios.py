@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from enumerated import expected_multiplier
+from sources import CPU, FP8_KV_ATTN, answer_logprobs, answered, engine_model
 from torch import Tensor
 
 from fp8_nemo.correction import correct
 from fp8_nemo.data import Problem
 from fp8_nemo.local.chat import Chat
-from fp8_nemo.local.enumerated import expected_multiplier
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.local.sources import CPU, FP8_KV_ATTN, answer_logprobs, answered, engine_model
 from fp8_nemo.measure import Effect
 from fp8_nemo.mismatch import LogprobPair
 from fp8_nemo.schema import Correction, Precision
