@@ -55,6 +55,15 @@ COLUMNS = {
     "clipped": "clip",
     "rejected": "mask",
 }
+READ = {
+    "cell": "cell",
+    "seeds": "seeds",
+    "late accuracy, points": "late_accuracy",
+    "KL": "kl",
+    "99th percentile": "abs_log_ratio_p99",
+    "KL, last third by first": "kl_trend",
+}
+"""What a reader is shown of a row, by the heads of its columns."""
 SUPPORTED, NOT_SUPPORTED, OPEN = "supported", "not supported", "not decidable"
 KEEPS, LOSES = "keeps", "loses"
 
@@ -361,6 +370,23 @@ def main() -> None:
     keep(options.out, options.commit, **content)
     show("cells", [short(each) for each in content["rows"]])
     show("claims", content["verdicts"])
+
+
+def learning_table(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Cells by accuracy and mismatch, as `report.markdown_table` takes them."""
+    table = [(*READ, "rejected")]
+    for cell in comparison.cells:
+        found = short(row(cell))
+        rejected = cell.numbers[COLUMNS["rejected"]]
+        share = f"{100 * rejected.mean:.2f}%" if rejected else "-"
+        table.append((*(found[key] for key in READ.values()), share))
+    return table
+
+
+def claims_table(found: Iterable[Verdict]) -> list[tuple[str, ...]]:
+    """Claims and what the rule says of them, as `report.markdown_table` takes them."""
+    heads = ("claim", "by", "verdict", "evidence")
+    return [heads, *((each.claim, each.source, each.verdict, each.evidence) for each in found)]
 
 
 def short(found: dict[str, Any]) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def correction_metrics(
         "correction/multiplier_mean": value_N.mean().item(),
         "correction/ess": effective_sample_share(samples_N),
         "correction/clipped_fraction": multiplier.clipped_BT[mask_BT].double().mean().item(),
-        "correction/masked_fraction": 1 - multiplier.kept_BT[mask_BT].double().mean().item(),
+        "correction/masked_fraction": (~multiplier.kept_BT[mask_BT]).double().mean().item(),
     }
 
 
