@@ -3,22 +3,21 @@
 A `Host` is read from a checkout by `nemo/checkout.py`. Without one, `MAIN` stands in: the revision
 that this package was proven against, of which only the few values in `KNOWN_BASES` are known.
 
-`HOST_LIMITS` repeats, in the user's words and before a GPU is asked for, every assert between
-`run_grpo.py` and the first step that an option of ours can trip. Each row names the line of NeMo RL
-main 7ea279a (or of vLLM 0.25.1, Megatron Core) that it mirrors.
+`host_limits` repeats, in the user's words and before a GPU is asked for, every assert between
+`run_grpo.py` and the first step that an option of ours can trip. Each limit names the line of NeMo
+RL main 7ea279a (or of vLLM 0.25.1, Megatron Core) that it mirrors.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8_nemo.estimate import keeps_optimizer
-from fp8_nemo.schema import Mistake, Recipe
+from fp8_nemo.schema import Mistake, Parallel, Recipe
 from fp8_nemo.weights import BLOCK, is_fp8_weight, named_shapes
 
 ROOT_VARIABLE = "NEMO_RL_ROOT"
@@ -123,21 +122,7 @@ def root_of(recipe: Recipe) -> Path | None:
 
 
 MAIN = Host("main 7ea279a, assumed: no checkout", vllm="0.25.1", defects=MAIN_DEFECTS)
-
-
-class Limit(NamedTuple):
-    """One thing that a host forbids."""
-
-    key: str
-    value: Callable[[Recipe], Any]
-    holds: Callable[[Recipe], bool]
-    """Whether the recipe keeps to it."""
-    allowed: Callable[[Recipe], str]
-    remedy: str
-    mirrors: str
-    """The line upstream that would stop the run, or what would go wrong."""
-    defect: str | None = None
-    """Only for hosts that have this defect."""
+ENGINE = "nemo_rl/models/generation/vllm"
 
 
 def gpus(recipe: Recipe) -> int:
@@ -158,218 +143,170 @@ def sequences_per_update(recipe: Recipe) -> int:
     return grpo.prompts_per_step * grpo.generations_per_prompt // grpo.updates_per_step
 
 
-def _divides(key: str, mirrors: str, of: Callable[[Recipe], int], what: str) -> Limit:
-    """`model.parallel.KEY` must divide a number of the recipe."""
+class Limit(NamedTuple):
+    """One thing that a host forbids, and what a recipe makes of it."""
 
-    def value(recipe: Recipe) -> int:
-        return getattr(recipe.model.parallel, key)
-
-    return Limit(
-        f"model.parallel.{key}",
-        value,
-        lambda recipe: of(recipe) % value(recipe) == 0,
-        lambda recipe: f"must divide {what}, {of(recipe)}",
-        "",
-        mirrors,
-    )
-
-
-HOST_LIMITS = (
-    Limit(
-        "model.parallel.pipeline",
-        lambda r: r.model.parallel.pipeline,
-        lambda r: r.precision.rollout_kv != "fp8" or r.model.parallel.pipeline == 1,
-        lambda r: "precision.rollout_kv=fp8 allows 1, layers are counted per stage upstream",
-        "use model.parallel.tensor instead",
-        "nemo_rl/algorithms/grpo.py:1338",
-    ),
-    Limit(
-        "cluster.nodes x cluster.gpus_per_node",
-        gpus,
-        lambda r: (
-            gpus(r) % (data_parallel(r) * _model_parallel(r)) == 0 and gpus(r) >= _model_parallel(r)
-        ),
-        lambda r: f"must be a multiple of tensor x pipeline x context = {_model_parallel(r)}",
-        "change cluster.nodes, cluster.gpus_per_node or model.parallel",
-        "nemo_rl/models/policy/lm_policy.py:226,235",
-    ),
-    _divides(
-        "rollout_tensor", "nemo_rl/models/generation/vllm/vllm_generation.py:118", gpus, "the GPUs"
-    ),
-    Limit(
-        "model.parallel.rollout_expert",
-        lambda r: r.model.parallel.rollout_expert,
-        lambda r: (
-            r.model.parallel.rollout_expert == 1
-            or (
-                r.model.parallel.rollout_expert % r.model.parallel.rollout_tensor == 0
-                and gpus(r) % r.model.parallel.rollout_expert == 0
-            )
-        ),
-        lambda r: (
-            "must be 1, or a multiple of rollout_tensor="
-            f"{r.model.parallel.rollout_tensor} that divides the GPUs, {gpus(r)}"
-        ),
-        "",
-        "nemo_rl/models/generation/vllm/vllm_generation.py:133",
-    ),
-    Limit(
-        "model.parallel.expert",
-        lambda r: r.model.parallel.expert,
-        lambda r: (
-            gpus(r) // r.model.parallel.pipeline % r.model.parallel.expert == 0
-            and (r.model.shape.experts or 1) % r.model.parallel.expert == 0
-        ),
-        lambda r: (
-            f"must divide the experts, {r.model.shape.experts or 'none here'}, and the GPUs "
-            f"of a pipeline stage, {gpus(r) // r.model.parallel.pipeline}"
-        ),
-        "",
-        "megatron/core/parallel_state.py, initialize_model_parallel",
-    ),
-    _divides("pipeline", "megatron/core/transformer", lambda r: r.model.shape.layers, "the layers"),
-    _divides(
-        "tensor", "megatron/core/transformer", lambda r: r.model.shape.kv_heads, "the K/V heads"
-    ),
-    _divides("rollout_tensor", "vllm, model config", lambda r: r.model.shape.heads, "the heads"),
-    Limit(
-        "model.parallel.rollout_tensor",
-        lambda r: r.model.parallel.rollout_tensor,
-        lambda r: not _uneven_shards(r),
-        lambda r: f"cuts {_uneven_shards(r)[0]} into shards that are no multiple of {BLOCK}",
-        "experts stay whole with model.parallel.rollout_expert=rollout_tensor; else lower it",
-        "vllm, validate_fp8_block_shape",
-    ),
-    Limit(
-        "grpo.updates_per_step",
-        lambda r: r.grpo.updates_per_step,
-        lambda r: sequences_per_update(r) % data_parallel(r) == 0,
-        lambda r: (
-            f"gives updates of {sequences_per_update(r)} sequences, which "
-            f"{data_parallel(r)} data-parallel ranks cannot share evenly"
-        ),
-        "change grpo.updates_per_step, grpo.prompts_per_step or the GPUs",
-        "nemo_rl/distributed/batched_data_dict.py, shard_by_batch_size",
-    ),
-    Limit(
-        "precision.scales",
-        lambda r: r.precision.scales,
-        lambda r: (
-            not (
-                r.cluster.gpu == "b200"
-                and r.precision.train_linear == "fp8"
-                and r.precision.scales == "fp32"
-            )
-        ),
-        lambda r: "cluster.gpu=b200 trains blockwise FP8 with powers of two only",
-        "set precision.train_linear=bf16, or precision.scales=pow2 where NeMo RL's rollout can",
-        "docs/fp8.md of NeMo RL; TransformerEngine emulates block scaling there",
-    ),
-    Limit(
-        "precision.rollout_kv",
-        lambda r: r.precision.rollout_kv,
-        lambda r: r.precision.rollout_kv != "fp8" or r.cluster.gpu != "b200",
-        lambda r: (
-            "on cluster.gpu=b200 vLLM 0.25.1 takes FlashInfer, which keeps the scales of its "
-            "first forward whatever a refit brings"
-        ),
-        "set precision.rollout_kv=bf16",
-        "vllm/v1/attention/backends/flashinfer.py, bmm1_scale",
-    ),
-    Limit(
-        "precision.first_layers_bf16 + precision.last_layers_bf16",
-        lambda r: r.precision.first_layers_bf16 + r.precision.last_layers_bf16,
-        lambda r: (
-            r.precision.rollout_linear == "bf16"
-            or not r.model.shape.experts
-            or not (r.precision.first_layers_bf16 or r.precision.last_layers_bf16)
-        ),
-        lambda r: "must be 0 for a mixture of experts: upstream names its slabs, vLLM its modules",
-        "",
-        "nemo_rl/models/generation/vllm/quantization/fp8.py, _get_params_in_layers",
-    ),
-    Limit(
-        "precision.rollout_kv",
-        lambda r: r.precision.rollout_kv,
-        lambda r: r.precision.rollout_kv != "fp8",
-        lambda r: "this NeMo RL drops the KV scales on the way to the engine, which runs with 1.0",
-        "use NeMo RL main 7ea279a or later, or precision.rollout_kv=bf16",
-        "v0.7.0: nemo_rl/algorithms/grpo.py:1924",
-        KV_SCALES_DROPPED,
-    ),
-    Limit(
-        "precision.first_layers_bf16 + precision.last_layers_bf16",
-        lambda r: r.precision.first_layers_bf16 + r.precision.last_layers_bf16,
-        lambda r: (
-            not (r.precision.first_layers_bf16 or r.precision.last_layers_bf16)
-            or r.precision.rollout_linear == "bf16"
-        ),
-        lambda r: "this NeMo RL quantizes the layers that should stay BF16",
-        "use NeMo RL main 7ea279a or later, or set both to 0",
-        "v0.7.0: nemo_rl/models/generation/vllm/quantization/fp8.py, bf16_params.append",
-        BF16_LAYERS_BROKEN,
-    ),
-    Limit(
-        "precision.scales",
-        lambda r: r.precision.scales,
-        lambda r: r.precision.scales != "pow2" or r.precision.rollout_linear == "bf16",
-        lambda r: "this NeMo RL's rollout stops at powers of two: a TypeError, or RecursionError",
-        "set precision.scales=fp32",
-        "nemo_rl/models/generation/vllm/quantization/fp8.py, v0.7.0: vllm_patches.append, "
-        "main 7ea279a: per_token_group_quant_fp8",
-        POW2_BROKEN,
-    ),
-    Limit(
-        "nemo.policy.offload_optimizer_for_refit",
-        lambda r: not keeps_optimizer(r),
-        lambda r: not keeps_optimizer(r),
-        lambda r: "this NeMo RL always moves the optimizer to the host",
-        "use NeMo RL main 7ea279a or later, or leave it out",
-        "v0.7.0: nemo_rl/models/policy/workers/megatron_policy_worker.py, offload_before_refit",
-        OPTIMIZER_ALWAYS_MOVED,
-    ),
-)
+    key: str
+    value: Any
+    broken: bool
+    allowed: str
+    mirrors: str
+    """The line upstream that would stop the run, or what would go wrong."""
+    remedy: str = ""
 
 
 def host_mistakes(recipe: Recipe, host: Host) -> Iterator[Mistake]:
     """Every limit of the host that a recipe, with its numbers filled in, does not keep to."""
-    for limit in HOST_LIMITS:
-        if limit.defect is not None and limit.defect not in host.defects:
-            continue
-        if not limit.holds(recipe):
-            text = f"{limit.allowed(recipe)} ({limit.mirrors})"
-            yield Mistake(limit.key, limit.value(recipe), text, limit.remedy)
+    for key, value, broken, allowed, mirrors, remedy in host_limits(recipe, host):
+        if broken:
+            yield Mistake(key, value, f"{allowed} ({mirrors})", remedy)
 
 
-def _model_parallel(recipe: Recipe) -> int:
-    return math.prod(
-        (
-            recipe.model.parallel.tensor,
-            recipe.model.parallel.pipeline,
-            recipe.model.parallel.context,
-        )
+def host_limits(recipe: Recipe, host: Host) -> Iterator[Limit]:
+    """Every limit there is, kept or broken, in the order in which a user is told.
+
+    Args:
+        recipe: valid by itself, with its numbers filled in.
+        host: a limit that only a defect brings counts as kept where the host has no such defect.
+    """
+    at, shape, precision = recipe.model.parallel, recipe.model.shape, recipe.precision
+    fp8_rollout, fp8_kv = precision.rollout_linear == "fp8", precision.rollout_kv == "fp8"
+    bf16_key = "precision.first_layers_bf16 + precision.last_layers_bf16"
+    bf16_layers = precision.first_layers_bf16 + precision.last_layers_bf16
+    all_gpus, on_b200 = gpus(recipe), recipe.cluster.gpu == "b200"
+    update, ranks = sequences_per_update(recipe), data_parallel(recipe)
+    copy, stage = at.tensor * at.pipeline * at.context, all_gpus // at.pipeline  # in GPUs
+    uneven, keeps = _uneven_shard(recipe), keeps_optimizer(recipe)
+    yield Limit(
+        "model.parallel.pipeline",
+        at.pipeline,
+        fp8_kv and at.pipeline != 1,
+        "precision.rollout_kv=fp8 allows 1, layers are counted per stage upstream",
+        "nemo_rl/algorithms/grpo.py:1338",
+        "use model.parallel.tensor instead",
+    )
+    yield Limit(
+        "cluster.nodes x cluster.gpus_per_node",
+        all_gpus,
+        all_gpus % copy != 0,
+        f"must be a multiple of tensor x pipeline x context = {copy}",
+        "nemo_rl/models/policy/lm_policy.py:226,235",
+        "change cluster.nodes, cluster.gpus_per_node or model.parallel",
+    )
+    yield _divides(at, "rollout_tensor", all_gpus, "the GPUs", f"{ENGINE}/vllm_generation.py:118")
+    yield Limit(
+        "model.parallel.rollout_expert",
+        at.rollout_expert,
+        at.rollout_expert != 1
+        and (at.rollout_expert % at.rollout_tensor != 0 or all_gpus % at.rollout_expert != 0),
+        f"must be 1, or a multiple of rollout_tensor={at.rollout_tensor} that divides the GPUs, "
+        f"{all_gpus}",
+        f"{ENGINE}/vllm_generation.py:133",
+    )
+    yield Limit(
+        "model.parallel.expert",
+        at.expert,
+        stage % at.expert != 0 or (shape.experts or 1) % at.expert != 0,
+        f"must divide the experts, {shape.experts or 'none here'}, and the GPUs of a pipeline "
+        f"stage, {stage}",
+        "megatron/core/parallel_state.py, initialize_model_parallel",
+    )
+    yield _divides(at, "pipeline", shape.layers, "the layers", "megatron/core/transformer")
+    yield _divides(at, "tensor", shape.kv_heads, "the K/V heads", "megatron/core/transformer")
+    yield _divides(at, "rollout_tensor", shape.heads, "the heads", "vllm, model config")
+    yield Limit(
+        "model.parallel.rollout_tensor",
+        at.rollout_tensor,
+        uneven is not None,
+        f"cuts {uneven} into shards that are no multiple of {BLOCK}",
+        "vllm, validate_fp8_block_shape",
+        "experts stay whole with model.parallel.rollout_expert=rollout_tensor; else lower it",
+    )
+    yield Limit(
+        "grpo.updates_per_step",
+        recipe.grpo.updates_per_step,
+        update % ranks != 0,
+        f"gives updates of {update} sequences, which {ranks} data-parallel ranks cannot share "
+        "evenly",
+        "nemo_rl/distributed/batched_data_dict.py, shard_by_batch_size",
+        "change grpo.updates_per_step, grpo.prompts_per_step or the GPUs",
+    )
+    yield Limit(
+        "precision.scales",
+        precision.scales,
+        on_b200 and precision.train_linear == "fp8" and precision.scales == "fp32",
+        "cluster.gpu=b200 trains blockwise FP8 with powers of two only",
+        "docs/fp8.md of NeMo RL; TransformerEngine emulates block scaling there",
+        "set precision.train_linear=bf16, or precision.scales=pow2 where NeMo RL's rollout can",
+    )
+    yield Limit(
+        "precision.rollout_kv",
+        precision.rollout_kv,
+        on_b200 and fp8_kv,
+        "on cluster.gpu=b200 vLLM 0.25.1 takes FlashInfer, which keeps the scales of its first "
+        "forward whatever a refit brings",
+        "vllm/v1/attention/backends/flashinfer.py, bmm1_scale",
+        "set precision.rollout_kv=bf16",
+    )
+    yield Limit(
+        bf16_key,
+        bf16_layers,
+        bf16_layers > 0 and fp8_rollout and shape.experts > 0,
+        "must be 0 for a mixture of experts: upstream names its slabs, vLLM its modules",
+        f"{ENGINE}/quantization/fp8.py, _get_params_in_layers",
+    )
+    yield Limit(
+        "precision.rollout_kv",
+        precision.rollout_kv,
+        KV_SCALES_DROPPED in host.defects and fp8_kv,
+        "this NeMo RL drops the KV scales on the way to the engine, which runs with 1.0",
+        "v0.7.0: nemo_rl/algorithms/grpo.py:1924",
+        "use NeMo RL main 7ea279a or later, or precision.rollout_kv=bf16",
+    )
+    yield Limit(
+        bf16_key,
+        bf16_layers,
+        BF16_LAYERS_BROKEN in host.defects and bf16_layers > 0 and fp8_rollout,
+        "this NeMo RL quantizes the layers that should stay BF16",
+        f"v0.7.0: {ENGINE}/quantization/fp8.py, bf16_params.append",
+        "use NeMo RL main 7ea279a or later, or set both to 0",
+    )
+    yield Limit(
+        "precision.scales",
+        precision.scales,
+        POW2_BROKEN in host.defects and fp8_rollout and precision.scales == "pow2",
+        "this NeMo RL's rollout stops at powers of two: a TypeError, or RecursionError",
+        f"{ENGINE}/quantization/fp8.py, v0.7.0: vllm_patches.append, "
+        "main 7ea279a: per_token_group_quant_fp8",
+        "set precision.scales=fp32",
+    )
+    yield Limit(
+        "nemo.policy.offload_optimizer_for_refit",
+        not keeps,
+        OPTIMIZER_ALWAYS_MOVED in host.defects and keeps,
+        "this NeMo RL always moves the optimizer to the host",
+        "v0.7.0: nemo_rl/models/policy/workers/megatron_policy_worker.py, offload_before_refit",
+        "use NeMo RL main 7ea279a or later, or leave it out",
     )
 
 
-def _uneven_shards(recipe: Recipe) -> list[str]:
-    """Weights that vLLM would hold in FP8 and cannot cut on block borders."""
+def _divides(parallel: Parallel, key: str, whole: int, what: str, mirrors: str) -> Limit:
+    """`model.parallel.KEY` must divide a number of the recipe."""
+    size, allowed = getattr(parallel, key), f"must divide {what}, {whole}"
+    return Limit(f"model.parallel.{key}", size, whole % size != 0, allowed, mirrors)
+
+
+def _uneven_shard(recipe: Recipe) -> str | None:
+    """The first weight that vLLM would hold in FP8 and cannot cut on block borders."""
     parallel, shape = recipe.model.parallel, recipe.model.shape
-    uneven = []
-    for name, (rows, columns) in _matrices(recipe):
-        if not is_fp8_weight(name, (rows, columns), recipe.precision, shape.layers):
+    for name, sizes in named_shapes(shape).items():
+        is_whole = ".experts." in name and parallel.rollout_expert > 1
+        if is_whole or not is_fp8_weight(name, sizes, recipe.precision, shape.layers):
             continue
-        if ".experts." in name and parallel.rollout_expert > 1:
-            continue
-        by_column = name.endswith(("o_proj.weight", "down_proj.weight"))
+        axis = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
         ranks = parallel.rollout_tensor
         if name.endswith(("k_proj.weight", "v_proj.weight")):
             ranks = min(ranks, shape.kv_heads)  # more ranks hold copies of a head
-        if (columns if by_column else rows) % (BLOCK * ranks):
-            uneven.append(name)
-    return uneven
-
-
-def _matrices(recipe: Recipe) -> Iterator[tuple[str, tuple[int, int]]]:
-    for name, shape in named_shapes(recipe.model.shape).items():
-        if len(shape) == 2:
-            yield name, (shape[0], shape[1])
+        if sizes[axis] % (BLOCK * ranks):
+            return name
+    return None

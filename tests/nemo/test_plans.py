@@ -18,7 +18,6 @@ from fp8_nemo.describe import describe, differences, stock_command
 from fp8_nemo.estimate import GIB, GPU_GIB, HEADROOM, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.host import (
     BASE_KEYS,
-    HOST_LIMITS,
     KNOWN_BASES,
     MAIN,
     MAIN_DEFECTS,
@@ -26,6 +25,7 @@ from fp8_nemo.host import (
     Base,
     Host,
     gpus,
+    host_limits,
 )
 from fp8_nemo.keys import command_line, may_be_added
 from fp8_nemo.overrides import micro_batch_tokens
@@ -219,78 +219,78 @@ def test_a_length_that_is_given_leaves_room_for_the_prompt():
     assert inherited["policy.max_total_sequence_length"] == 4096
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (
-            ["model=qwen3-30b-a3b", "model.parallel.pipeline=2", "precision=fp8-kv-attn"],
-            "model.parallel.pipeline=2: precision.rollout_kv=fp8 allows 1",
-        ),
-        (
-            ["model=llama31-8b", "cluster.gpus_per_node=5"],
-            "cluster.nodes x cluster.gpus_per_node=5: must be a multiple of tensor x pipeline",
-        ),
-        (
-            ["model=llama31-8b", "model.parallel.rollout_tensor=3"],
-            "model.parallel.rollout_tensor=3: must divide the GPUs, 8",
-        ),
-        (
-            ["model=qwen3-30b-a3b", "model.parallel.rollout_expert=3"],
-            "model.parallel.rollout_expert=3: must be 1, or a multiple of rollout_tensor=2",
-        ),
-        (
-            ["model=qwen3-30b-a3b", "model.parallel.expert=16"],
-            "model.parallel.expert=16: must divide the experts, 128, and the GPUs",
-        ),
-        (
-            ["model=llama31-8b", "model.parallel.expert=2"],
-            "model.parallel.expert=2: must divide the experts, none here",
-        ),
-        (
-            [
-                *("model=llama31-8b", "model.parallel.pipeline=8", "precision=fp8-linear"),
-                *("model.parallel.tensor=1", "model.shape.layers=36"),
-            ],
-            "model.parallel.pipeline=8: must divide the layers, 36",
-        ),
-        (
-            ["model=qwen3-30b-a3b", "model.parallel.tensor=8"],
-            "model.parallel.tensor=8: must divide the K/V heads, 4",
-        ),
-        (
-            ["model=qwen3-30b-a3b", "model.parallel.rollout_tensor=4"],
-            "model.parallel.rollout_tensor=4: cuts model.layers.0.mlp.experts.0.gate_proj.weight",
-        ),
-        (
-            [
-                *("model=llama31-8b", "grpo.prompts_per_step=2"),
-                *("grpo.generations_per_prompt=3", "grpo.updates_per_step=1"),
-            ],
-            "grpo.updates_per_step=1: gives updates of 6 sequences, which 4 data-parallel",
-        ),
-        (
-            ["model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=b200"],
-            "precision.scales=fp32: cluster.gpu=b200 trains blockwise FP8 with powers of two",
-        ),
-        (
-            ["model=llama31-8b", "precision=fp8-kv-attn", "cluster.gpu=b200"],
-            "precision.rollout_kv=fp8: on cluster.gpu=b200 vLLM 0.25.1 takes FlashInfer",
-        ),
-        (
-            ["model=qwen3-30b-a3b", "precision=fp8-linear", "precision.first_layers_bf16=1"],
-            "precision.first_layers_bf16 + precision.last_layers_bf16=1: must be 0 for a mixture",
-        ),
-        (
-            ["model=llama31-8b", "grpo.updates_per_step=3"],
-            "grpo.updates_per_step=3: must divide the step's 2048 sequences",
-        ),
-        (
-            ["model=llama31-8b", "model.base_config=examples/configs/mine.yaml"],
-            "model.base_config=examples/configs/mine.yaml: not known without a checkout",
-        ),
-        (["model=llama31-8b", "model.base_config=null"], "model.base_config=null: backend=nemo"),
-    ],
-)
+FORBIDDEN = [
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.pipeline=2", "precision=fp8-kv-attn"],
+        "model.parallel.pipeline=2: precision.rollout_kv=fp8 allows 1",
+    ),
+    (
+        ["model=llama31-8b", "cluster.gpus_per_node=5"],
+        "cluster.nodes x cluster.gpus_per_node=5: must be a multiple of tensor x pipeline",
+    ),
+    (
+        ["model=llama31-8b", "model.parallel.rollout_tensor=3"],
+        "model.parallel.rollout_tensor=3: must divide the GPUs, 8",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.rollout_expert=3"],
+        "model.parallel.rollout_expert=3: must be 1, or a multiple of rollout_tensor=2",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.expert=16"],
+        "model.parallel.expert=16: must divide the experts, 128, and the GPUs",
+    ),
+    (
+        ["model=llama31-8b", "model.parallel.expert=2"],
+        "model.parallel.expert=2: must divide the experts, none here",
+    ),
+    (
+        [
+            *("model=llama31-8b", "model.parallel.pipeline=8", "precision=fp8-linear"),
+            *("model.parallel.tensor=1", "model.shape.layers=36"),
+        ],
+        "model.parallel.pipeline=8: must divide the layers, 36",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.tensor=8"],
+        "model.parallel.tensor=8: must divide the K/V heads, 4",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.rollout_tensor=4"],
+        "model.parallel.rollout_tensor=4: cuts model.layers.0.mlp.experts.0.gate_proj.weight",
+    ),
+    (
+        [
+            *("model=llama31-8b", "grpo.prompts_per_step=2"),
+            *("grpo.generations_per_prompt=3", "grpo.updates_per_step=1"),
+        ],
+        "grpo.updates_per_step=1: gives updates of 6 sequences, which 4 data-parallel",
+    ),
+    (
+        ["model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=b200"],
+        "precision.scales=fp32: cluster.gpu=b200 trains blockwise FP8 with powers of two",
+    ),
+    (
+        ["model=llama31-8b", "precision=fp8-kv-attn", "cluster.gpu=b200"],
+        "precision.rollout_kv=fp8: on cluster.gpu=b200 vLLM 0.25.1 takes FlashInfer",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "precision=fp8-linear", "precision.first_layers_bf16=1"],
+        "precision.first_layers_bf16 + precision.last_layers_bf16=1: must be 0 for a mixture",
+    ),
+    (
+        ["model=llama31-8b", "grpo.updates_per_step=3"],
+        "grpo.updates_per_step=3: must divide the step's 2048 sequences",
+    ),
+    (
+        ["model=llama31-8b", "model.base_config=examples/configs/mine.yaml"],
+        "model.base_config=examples/configs/mine.yaml: not known without a checkout",
+    ),
+    (["model=llama31-8b", "model.base_config=null"], "model.base_config=null: backend=nemo"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), FORBIDDEN)
 def test_what_the_host_forbids_is_refused_at_compose_time(arguments, line):
     with pytest.raises(ComposeError) as caught:
         compose_plans([*NEMO, *arguments])
@@ -304,24 +304,24 @@ def test_expert_parallel_engines_keep_experts_whole():
     assert found[f"{VLLM}.expert_parallel_size"] == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["precision=fp8-kv-attn"], "precision.rollout_kv=fp8: this NeMo RL drops the KV scales"),
-        (
-            ["precision=fp8-linear", "precision.first_layers_bf16=1"],
-            "precision.first_layers_bf16 + precision.last_layers_bf16=1: this NeMo RL quantizes",
-        ),
-        (
-            ["precision=fp8-linear", "precision.scales=pow2"],
-            "precision.scales=pow2: this NeMo RL's rollout stops",
-        ),
-        (
-            ["precision=bf16", "+nemo.policy.offload_optimizer_for_refit=false"],
-            "nemo.policy.offload_optimizer_for_refit=false: this NeMo RL always moves",
-        ),
-    ],
-)
+DEFECTIVE = [
+    (["precision=fp8-kv-attn"], "precision.rollout_kv=fp8: this NeMo RL drops the KV scales"),
+    (
+        ["precision=fp8-linear", "precision.first_layers_bf16=1"],
+        "precision.first_layers_bf16 + precision.last_layers_bf16=1: this NeMo RL quantizes",
+    ),
+    (
+        ["precision=fp8-linear", "precision.scales=pow2"],
+        "precision.scales=pow2: this NeMo RL's rollout stops",
+    ),
+    (
+        ["precision=bf16", "+nemo.policy.offload_optimizer_for_refit=false"],
+        "nemo.policy.offload_optimizer_for_refit=false: this NeMo RL always moves",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), DEFECTIVE)
 def test_known_defects_of_v0_7_0_are_refused_there_and_nowhere_else(arguments, line):
     there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
     with pytest.raises(PlanError) as caught:
@@ -367,8 +367,20 @@ def test_it_is_told_where_vllm_forgets_the_scales_of_a_cache(model, more, told):
     assert any("to 1.0 when its cache wakes up" in note for note in notes) == told
 
 
-def test_every_limit_names_the_line_that_it_mirrors():
-    assert all(limit.mirrors for limit in HOST_LIMITS)
+def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it():
+    there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
+    cases = [case for case, _ in FORBIDDEN] + [["model=llama31-8b", *case] for case, _ in DEFECTIVE]
+    lines = []
+    for arguments in cases:
+        with pytest.raises(ComposeError) as caught:
+            compose_plans([*NEMO, *arguments], lambda recipe: there)
+        lines += caught.value.lines
+    limits = list(host_limits(plan("model=llama31-8b").recipe, there))
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 17
+    for limit in limits:
+        assert limit.mirrors
+        broken = [line for line in lines if line.startswith(f"{limit.key}=")]
+        assert any(f"({limit.mirrors})" in line for line in broken), limit
 
 
 @pytest.mark.parametrize(
