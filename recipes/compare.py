@@ -42,8 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.html:
             print(write_html(comparison, folder, [short_path(path) for path in found]))
     except (OSError, PageError, ModuleNotFoundError) as error:
-        extra = isinstance(error, ModuleNotFoundError)
-        remedy = "; pip install 'fp8-nemo[report]'" if extra else ""
+        remedy = "; pip install 'fp8-nemo[report]'" * isinstance(error, ModuleNotFoundError)
         print(f"the report cannot be written: {error}{remedy}", file=sys.stderr)
         return 2
     return 0
