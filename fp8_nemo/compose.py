@@ -35,6 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fp8_nemo.host import MAIN, Host, HostError
+from fp8_nemo.keys import leaves
 from fp8_nemo.measurement import measurement_mistakes
 from fp8_nemo.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
@@ -269,16 +270,15 @@ def _cells(overrides: list[Override], multirun: bool) -> list[list[str]]:
 
 def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
     try:
-        tree = OmegaConf.to_container(
-            hydra_compose(CONFIG, cell), resolve=True, throw_on_missing=True
-        )
+        composed = hydra_compose(CONFIG, cell)
+        tree: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         return None, [_first_line(error)]
     except YAMLError as error:  # in a site's own file, which it names with line and column
         return None, [" ".join(str(error).split())]
-    assert isinstance(tree, dict)
     config = OmegaConf.structured(Recipe)
-    found = [str(each) for key, value in _leaves(tree) if (each := _put(config, key, value))]
+    values = leaves(tree | {OPEN: {}}) | {OPEN: tree[OPEN]}
+    found = [str(each) for key, value in values.items() if (each := _put(config, key, value))]
     if found:
         return None, found
     recipe = OmegaConf.to_object(config)
@@ -295,14 +295,6 @@ def _put(config: Any, key: str, value: Any) -> Mistake | None:
             return _unknown_key(key, value, _all_keys())
         return Mistake(key, as_typed(value), f"must be {_type_word(key)}")
     return None
-
-
-def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value and f"{prefix}{key}" != OPEN:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _raise_if_any(cells: list[list[str]], found: list[list[str]]) -> None:

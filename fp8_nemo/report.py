@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from fp8_nemo.keys import leaves
 from fp8_nemo.plan import HELD_AGAINST, Plan
 from fp8_nemo.run_dir import (
     ENVIRONMENT,
@@ -82,7 +83,7 @@ class Run:
     def settings(self) -> dict[str, str]:
         """What makes its cell, as `{dotted key: text}`, with the backend that was chosen."""
         recipe = dataclasses.asdict(self.recipe) | {"backend": self.plan.backend}
-        kept = _leaves({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
+        kept = _as_typed({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
         held_against = {f"correction.{key}" for key in HELD_AGAINST}
         return {key: text for key, text in kept.items() if key not in held_against}
 
@@ -272,7 +273,7 @@ def read_run(run_dir: Path) -> Run:
     plan, path = read_plan(run_dir), run_dir / ENVIRONMENT
     rows = read_metrics(run_dir)
     try:
-        environment = _leaves(json.loads(path.read_text())) if path.exists() else {}
+        environment = _as_typed(json.loads(path.read_text())) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise RunDirError(f"{run_dir}: cannot be read ({error})") from error
     return Run(run_dir, plan, rows, environment)
@@ -402,13 +403,9 @@ def differing(named: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[
     return found
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """`{"a": {"b": None}}` -> `{"a.b": "null"}`."""
-    leaves = {}
-    for key, value in tree.items():
-        inner = isinstance(value, dict)
-        leaves |= _leaves(value, f"{prefix}{key}.") if inner else {prefix + key: as_typed(value)}
-    return leaves
+def _as_typed(tree: Mapping[str, Any]) -> dict[str, str]:
+    """`{"a": {"b": None}}` -> `{"a.b": "null"}`; a group without a key is left out."""
+    return {key: as_typed(value) for key, value in leaves(tree).items() if value != {}}
 
 
 def markdown_table(rows: Sequence[Sequence[Any]]) -> str:
