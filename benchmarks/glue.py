@@ -141,7 +141,8 @@ class Bench:
                 delattr(sides[side], method)
         proofs = [proof for proof in refit_reports(self.parts.generation) if proof]
         found = {"refit": clock.seconds["refit"], "transfer": clock.seconds[TRANSFER]} | around
-        return found | {f"proof_{k}": v for proof in proofs[:1] for k, v in proof.items()}
+        kept = ("bytes", "verified_weights")
+        return found | {f"proof_{key}": proof[key] for proof in proofs[:1] for key in kept}
 
     def rest(self) -> None:
         """After a refit: the engine asleep, the policy on its GPU."""

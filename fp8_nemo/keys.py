@@ -106,6 +106,11 @@ PINNED: dict[str, tuple[Any, str]] = {
         False,
         "not supported yet: a refit would be given FP8 weights, and quantizes BF16 ones",
     ),
+    f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather": (
+        False,
+        "a refit would send shards of before the last update: they are gathered in the next "
+        "forward, and none comes between (NeMo RL main 7ea279a and v0.7.0)",
+    ),
     "data_plane.enabled": (False, f"not supported yet, {_SYNC}"),
     "data.use_multiple_dataloader": (False, "not supported yet"),
     "policy.dtensor_cfg.enabled": (False, "the plan is written for Megatron"),

@@ -24,7 +24,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ class RefitProof:
     """FP8 weights whose bytes and scales the engine took from this refit."""
     checksums: int
     """Tensors whose bytes in the engine equal the sender's; 0 unless `verify: full`."""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """The sender's checksum of each tensor; empty unless `verify: full`."""
 
 
 class Part(NamedTuple):
@@ -282,6 +284,7 @@ class Ledger:
             bytes=sum(self.received.values()),
             verified_weights=sum(weights.scale_name(name) in held for name in self.received),
             checksums=len(self.part_sums),
+            sent=self._sent_sums() if self.checksums else {},
         )
 
     def _arrival_problem(self, name: str, tensor: Tensor) -> str:
@@ -316,9 +319,12 @@ class Ledger:
         elif self.checksums:
             yield from self._altered(self.arrived_sums, "arrived with other bytes than were sent")
 
-    def _altered(self, sums: Mapping[str, Tensor], what: str) -> Iterator[str]:
+    def _sent_sums(self) -> dict[str, int]:
         assert self.manifest is not None
-        sent = dict(zip(self.manifest.names, self.manifest.sums, strict=True))
+        return dict(zip(self.manifest.names, self.manifest.sums, strict=True))
+
+    def _altered(self, sums: Mapping[str, Tensor], what: str) -> Iterator[str]:
+        sent = self._sent_sums()
         for name, value in on_host(sums).items():
             if value != sent[name]:
                 yield f"{name}: {what} (checksum)"

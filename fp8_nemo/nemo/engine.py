@@ -46,8 +46,8 @@ def engine_dtypes(generation: Any) -> dict[str, str]:
     return {name: dtype for answer in answers for each in answer for name, dtype in each.items()}
 
 
-def refit_reports(generation: Any) -> list[dict[str, float]]:
-    """What each of vLLM's workers has proven of its last refit; empty for one that is not ours."""
+def refit_reports(generation: Any) -> list[dict[str, Any]]:
+    """Each vLLM worker's `RefitProof` of its last refit, as a dict; empty for one not ours."""
     return [answer for actor in _ask(generation, _reports_of_actor) for answer in actor]
 
 
@@ -155,12 +155,12 @@ def _asked(generation: Any, question: Callable[[Any], list[Any]]) -> list[Any]:
     return [actor.__ray_call__.remote(question) for actor in actors]
 
 
-def _reports_of_actor(actor: Any) -> list[dict[str, float]]:
+def _reports_of_actor(actor: Any) -> list[dict[str, Any]]:
     llm = getattr(actor, "llm", None)
     return llm.collective_rpc(_report_of_worker) if llm is not None else []
 
 
-def _report_of_worker(worker: Any) -> dict[str, float]:
+def _report_of_worker(worker: Any) -> dict[str, Any]:
     report = getattr(worker, "fp8_nemo_report", None)
     return report() if report is not None else {}
 

@@ -30,6 +30,7 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 
 from fp8_nemo.correction import Multiplier, correct, correction_metrics
+from fp8_nemo.ledger import RefitError
 from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.nemo.metrics import OPENED
 from fp8_nemo.nemo.settings import needs_plugin, observes
@@ -64,7 +65,7 @@ class WatchedPolicy(Policy):
         self.num_layers = recipe.model.shape.layers
         self.row: dict[str, float] = {}
         self.refit_bytes = 0
-        self.proofs: Callable[[], list[dict[str, float]]] = list
+        self.proofs: Callable[[], list[dict[str, Any]]] = list
         self.kv_scales: dict[str, float] = {}
         self.observer = AmaxObserver(self.num_layers, recipe.glue.recalibrate.history)
         self.is_observed, self.has_trained = False, False
@@ -79,6 +80,7 @@ class WatchedPolicy(Policy):
 
         Raises:
             LogprobError: a logprob of a real token is not finite.
+            RefitError: engines took different weights from different ranks of the trainer.
         """
         pair = logprob_pair(data)
         multiplier = correct(pair, self.correction)
@@ -260,16 +262,23 @@ def ranges_file(weights_path: str | os.PathLike[str]) -> Path:
     return Path(weights_path).parent / RANGES
 
 
-def refit_metrics(proofs: list[dict[str, float]], sent: int) -> dict[str, float]:
+def refit_metrics(proofs: list[dict[str, Any]], sent: int) -> dict[str, float]:
     """Bytes and proven weights of the last refit, of the worker that proved least.
 
     Args:
         proofs: what each of vLLM's workers reports; none with `verify: off`.
         sent: bytes by NeMo RL's handshake.
+
+    Raises:
+        RefitError: with `verify: full`, what two ranks of the trainer sent is not the same; each
+            engine holds what it was sent, so no engine can know.
     """
     proven = [proof for proof in proofs if proof]
     if not proven:
         return {"refit/bytes": sent, "refit/verified_weights": 0}
+    first = proven[0]["sent"]
+    if apart := [n for n in first if any(proof["sent"][n] != first[n] for proof in proven[1:])]:
+        raise RefitError([f"{name}: the trainer's ranks sent different bytes" for name in apart])
     return {
         "refit/bytes": min(proof["bytes"] for proof in proven),
         "refit/verified_weights": min(proof["verified_weights"] for proof in proven),

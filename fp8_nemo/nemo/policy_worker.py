@@ -79,9 +79,9 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             yield from super()._iter_params_with_optional_kv_scales(kv_scales, **options)
             return
         exported = super()._iter_params_with_optional_kv_scales(None, **options)
-        weights = ((name, x) for name, x in exported if not name.endswith(KV_SUFFIXES))
+        head = recipe.model.shape.tied * ("lm_head.weight",)  # some checkpoints hold it twice
         stream = refit_stream(
-            weights,
+            ((name, x) for name, x in exported if not name.endswith((*KV_SUFFIXES, *head))),
             wire_precision(recipe),
             kv_scales,
             num_layers=recipe.model.shape.layers,

@@ -19,7 +19,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from functools import cached_property
 from typing import Any
 
@@ -117,12 +117,10 @@ def receiver(stock: type, recipe: Recipe) -> type:
                 _keep_kv_scales(self.model_runner, attentions(model, recipe.model.shape.layers))
             return landed
 
-        def fp8_nemo_report(self) -> dict[str, float]:
+        def fp8_nemo_report(self) -> dict[str, Any]:
             """Of the last refit; empty before one, and with `verify: off`."""
             proof = self.fp8_nemo_proof
-            if proof is None:
-                return {}
-            return {"bytes": proof.bytes, "verified_weights": proof.verified_weights}
+            return asdict(proof) if proof is not None else {}
 
     Receiver.__qualname__ = Receiver.__name__ = stock.__name__
     return Receiver

@@ -163,6 +163,50 @@ def test_collections_leave_alone_what_set_up_made_where_the_refit_is_ours(
         gc.unfreeze()
 
 
+@imports
+def test_a_head_that_a_tied_checkpoint_holds_twice_is_not_sent(nemo_path, monkeypatch):
+    import torch
+    from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
+
+    from fp8_nemo.compose import compose
+    from fp8_nemo.ledger import Ledger
+    from fp8_nemo.nemo import settings
+    from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
+    from fp8_nemo.weights import named_shapes, wire_specs
+
+    words = ["backend=nemo", "model=tiny-llama", "precision=fp8-linear", "model.shape.tied=true"]
+    [recipe] = compose(words)
+    for name, value in settings.to_environment(recipe).items():
+        monkeypatch.setenv(name, value)
+    shapes = named_shapes(recipe.model.shape)
+    exported = {name: torch.ones(shape).bfloat16() for name, shape in shapes.items()}
+    exported["lm_head.weight"] = exported["model.embed_tokens.weight"]
+    stock = "_iter_params_with_optional_kv_scales"
+    monkeypatch.setattr(MegatronPolicyWorkerImpl, stock, lambda *_, **__: iter(exported.items()))
+    worker = Fp8PolicyWorkerImpl.__new__(Fp8PolicyWorkerImpl)
+    worker.fp8_nemo_wire = {}
+    ledger = Ledger(wire_specs(shapes, recipe.precision, recipe.model.shape.layers))
+    for name, tensor in worker._iter_params_with_optional_kv_scales():
+        ledger.receive(name, tensor)
+    assert ledger.close().verified_weights == 14
+
+
+@imports
+def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weights(nemo_path):
+    from fp8_nemo.ledger import RefitError
+    from fp8_nemo.nemo.policy import refit_metrics
+
+    def proof(**sent):
+        return {"bytes": 8, "verified_weights": 2, "checksums": len(sent), "sent": sent}
+
+    alike = {"refit/bytes": 8, "refit/verified_weights": 2}
+    assert refit_metrics([proof(a=1, b=2), {}, proof(a=1, b=2)], 9) == alike
+    assert refit_metrics([proof(), proof()], 9) == alike  # verify: ledger
+    with pytest.raises(RefitError) as error:
+        refit_metrics([proof(a=1, b=2), proof(a=1, b=2), proof(a=1, b=3)], 9)
+    assert error.value.problems == ["b: the trainer's ranks sent different bytes"]
+
+
 def in_a_process(tmp_path, code, **environment):
     """Run code as a vLLM process would, a copy of this package and its metadata on the path."""
     from fp8_nemo.frozen_code import freeze_code

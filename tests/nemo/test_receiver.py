@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_nemo.ledger import MANIFEST, SENTINEL, RefitError
+from fp8_nemo.ledger import MANIFEST, SENTINEL, RefitError, checksum
 from fp8_nemo.nemo import receiver, settings
 from fp8_nemo.nemo.parts import Rank, Slots
 from fp8_nemo.quantize import FP8, quantize_blocks
@@ -219,7 +219,10 @@ def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision,
         assert report == {}
     else:
         sent = sum(t.nbytes for n, t in worker.wire if n not in (SENTINEL, MANIFEST))
-        assert report == {"bytes": sent, "verified_weights": fp8_weights}
+        assert report["bytes"] == sent and report["verified_weights"] == fp8_weights
+        booked = {name: checksum(tensor).item() for name, tensor in worker.wire}
+        del booked[SENTINEL], booked[MANIFEST]
+        assert report["sent"] == (booked if glue.verify == "full" else {})
     quantizes = precision is E2E and glue.transfer == "bf16" and glue.quantize == "stock"
     assert bool(worker.as_stock) == quantizes
 
