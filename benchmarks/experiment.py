@@ -3,8 +3,8 @@
 python -m recipes.grpo -m sweep=experiment
 python benchmarks/experiment.py outputs/small-llama --out FILE.json
 
-One study at a time: runs of one cell and model differ in their seed alone. Keeps every step's
-metrics beside the verdicts. The rule was written before the runs and is not to be tuned here.
+One study at a time: runs of one cell and model differ in their seed alone. `keep_runs.py` keeps
+their metrics. The rule was written before the runs and is not to be tuned here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from record import add_options, keep, show
-from record_runs import record
 
 from fp8_nemo.report import (
     Cell,
@@ -43,6 +42,7 @@ FEWEST = 3
 """Seeds that a verdict needs."""
 GOOD, STILL_GOOD = 1.03, 1.05
 """The band of token_mult_prob_error that needs nothing special (NVIDIA, by secondary pages)."""
+JUDGED_HERE = "Judged on the machine named here; a run's environment.json says where it ran."
 THIRD = 1 / 3
 BASELINE = "bf16-none"
 KL = "mismatch/kl"
@@ -297,14 +297,14 @@ def row(cell: Cell) -> dict[str, Any]:
 
 
 def judged(comparison: Comparison) -> dict[str, Any]:
-    """Everything that the results file says: rows, verdicts, twins, notes, and every step."""
+    """Everything that the results file says: rows, verdicts, twins, notes, and which runs."""
     return {
         "rule": "docs/experiment.md",
         "rows": [row(cell) for cell in comparison.cells],
         "verdicts": [each._asdict() for each in verdicts(cells_of(comparison))],
         "against_twins": [asdict(each) for each in against_twins(comparison)],
-        "notes": comparison.notes,
-        "runs": [record(run) for run in comparison.runs],
+        "notes": [JUDGED_HERE, *comparison.notes],
+        "runs": [str(run.path) for run in comparison.runs],
     }
 
 
