@@ -395,6 +395,11 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             "nemo.grpo.async_grpo.enabled=true: must be false: not supported yet",
         ),
         (
+            "+nemo.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather=true",
+            "nemo.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather=true: "
+            "must be false: a refit would send shards of before the last update",
+        ),
+        (
             "+nemo.policy.router_replay.enabled=true",
             "nemo.policy.router_replay.enabled=true: must be false: not supported yet",
         ),
