@@ -13,8 +13,8 @@ the rest of it is offloading the policy and waking the engine, each with its sec
 NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of a refit is
 transfer and load, and what `ledger` adds to `fp8` is the proof. As many rounds again, with clocks
 inside the workers, say where each side's host was (`where`), Python's collections included: refits
-vary by more than a ledger costs, and what its opening takes may be what the receiver would have
-waited `for the first tensors`.
+vary by more than a ledger costs. What its opening takes may be what the receiver would have waited
+`for the first tensors`, and settling it what it waits `for the device` in any case.
 `--buffers 0.3,0.03` does it again with other buffers than NeMo RL's own share of the free memory,
 by NRL_REFIT_BUFFER_MEMORY_RATIO.
 `mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and
@@ -297,6 +297,8 @@ def clock_policy(worker: Any) -> None:
 
 def clock_vllm(worker: Any) -> None:
     """In a vLLM worker: the whole receiving, and of it what loading and the proof take."""
+    import torch
+
     from fp8_nemo.nemo import receiver
 
     worker = getattr(worker, "worker", worker)
@@ -309,7 +311,8 @@ def clock_vllm(worker: Any) -> None:
     for name in ("update_weights_via_ipc_zmq", "update_weights_from_collective"):
         setattr(worker, name, clocked(spent, "receiver: all", getattr(worker, name)))
     begin, take, settle = receiver.Refit.__init__, receiver.Refit.take, receiver.Ledger.close
-    worker.fp8_nemo_unclocked = begin, take, settle
+    close = receiver.Refit.close
+    worker.fp8_nemo_unclocked = begin, take, settle, close
 
     opened: list[float] = []
 
@@ -325,8 +328,18 @@ def clock_vllm(worker: Any) -> None:
     def timed_settle(*arguments: Any) -> Any:
         return clocked(spent, "receiver: settle the ledger", settle)(*arguments)
 
+    def timed_close(refit: Any, update: Callable[[], bool]) -> Any:
+        """What was sent is loaded before the book is settled, which would else wait for it."""
+
+        def update_and_wait() -> bool:
+            landed = update()
+            clocked(spent, "receiver: for the device", torch.cuda.synchronize)()
+            return landed
+
+        return close(refit, update_and_wait)
+
     receiver.Refit.__init__, receiver.Refit.take = timed_begin, timed_take
-    receiver.Ledger.close = timed_settle
+    receiver.Ledger.close, receiver.Refit.close = timed_settle, timed_close
 
 
 def take_clock(worker: Any) -> dict[str, float]:
@@ -341,7 +354,8 @@ def take_clock(worker: Any) -> dict[str, float]:
     if unclocked := worker.__dict__.pop("fp8_nemo_unclocked", None):
         from fp8_nemo.nemo import receiver
 
-        receiver.Refit.__init__, receiver.Refit.take, receiver.Ledger.close = unclocked
+        receiver.Refit.__init__, receiver.Refit.take = unclocked[:2]
+        receiver.Ledger.close, receiver.Refit.close = unclocked[2:]
     return worker.__dict__.pop("fp8_nemo_spent")
 
 
