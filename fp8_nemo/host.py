@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8_nemo.estimate import keeps_optimizer
-from fp8_nemo.schema import Mistake, Parallel, Recipe
+from fp8_nemo.schema import Mistake, Parallel, Precision, Recipe
 from fp8_nemo.weights import BLOCK, is_fp8_weight, named_shapes
 
 ROOT_VARIABLE = "NEMO_RL_ROOT"
@@ -123,6 +123,7 @@ def root_of(recipe: Recipe) -> Path | None:
 
 MAIN = Host("main 7ea279a, assumed: no checkout", vllm="0.25.1", defects=MAIN_DEFECTS)
 ENGINE = "nemo_rl/models/generation/vllm"
+BF16_LAYERS = "precision.first_layers_bf16 + precision.last_layers_bf16"
 
 
 def gpus(recipe: Recipe) -> int:
@@ -169,18 +170,20 @@ def host_limits(recipe: Recipe, host: Host) -> Iterator[Limit]:
         recipe: valid by itself, with its numbers filled in.
         host: a limit that only a defect brings counts as kept where the host has no such defect.
     """
-    at, shape, precision = recipe.model.parallel, recipe.model.shape, recipe.precision
-    fp8_rollout, fp8_kv = precision.rollout_linear == "fp8", precision.rollout_kv == "fp8"
-    bf16_key = "precision.first_layers_bf16 + precision.last_layers_bf16"
-    bf16_layers = precision.first_layers_bf16 + precision.last_layers_bf16
-    all_gpus, on_b200 = gpus(recipe), recipe.cluster.gpu == "b200"
-    update, ranks = sequences_per_update(recipe), data_parallel(recipe)
+    yield from _of_gpus(recipe)
+    yield from _of_shape(recipe)
+    yield from _of_precision(recipe)
+    yield from _of_defects(recipe, host.defects)
+
+
+def _of_gpus(recipe: Recipe) -> Iterator[Limit]:
+    """How the GPUs are shared out."""
+    at, shape, all_gpus = recipe.model.parallel, recipe.model.shape, gpus(recipe)
     copy, stage = at.tensor * at.pipeline * at.context, all_gpus // at.pipeline  # in GPUs
-    uneven, keeps = _uneven_shard(recipe), keeps_optimizer(recipe)
     yield Limit(
         "model.parallel.pipeline",
         at.pipeline,
-        fp8_kv and at.pipeline != 1,
+        recipe.precision.rollout_kv == "fp8" and at.pipeline != 1,
         "precision.rollout_kv=fp8 allows 1, layers are counted per stage upstream",
         "nemo_rl/algorithms/grpo.py:1338",
         "use model.parallel.tensor instead",
@@ -211,6 +214,12 @@ def host_limits(recipe: Recipe, host: Host) -> Iterator[Limit]:
         f"stage, {stage}",
         "megatron/core/parallel_state.py, initialize_model_parallel",
     )
+
+
+def _of_shape(recipe: Recipe) -> Iterator[Limit]:
+    """How the model and an update's sequences are cut."""
+    at, shape, uneven = recipe.model.parallel, recipe.model.shape, _uneven_shard(recipe)
+    update, ranks = sequences_per_update(recipe), data_parallel(recipe)
     yield _divides(at, "pipeline", shape.layers, "the layers", "megatron/core/transformer")
     yield _divides(at, "tensor", shape.kv_heads, "the K/V heads", "megatron/core/transformer")
     yield _divides(at, "rollout_tensor", shape.heads, "the heads", "vllm, model config")
@@ -231,6 +240,11 @@ def host_limits(recipe: Recipe, host: Host) -> Iterator[Limit]:
         "nemo_rl/distributed/batched_data_dict.py, shard_by_batch_size",
         "change grpo.updates_per_step, grpo.prompts_per_step or the GPUs",
     )
+
+
+def _of_precision(recipe: Recipe) -> Iterator[Limit]:
+    """What a GPU, or the way upstream names its weights, rules out."""
+    precision, on_b200 = recipe.precision, recipe.cluster.gpu == "b200"
     yield Limit(
         "precision.scales",
         precision.scales,
@@ -242,31 +256,36 @@ def host_limits(recipe: Recipe, host: Host) -> Iterator[Limit]:
     yield Limit(
         "precision.rollout_kv",
         precision.rollout_kv,
-        on_b200 and fp8_kv,
+        on_b200 and precision.rollout_kv == "fp8",
         "on cluster.gpu=b200 vLLM 0.25.1 takes FlashInfer, which keeps the scales of its first "
         "forward whatever a refit brings",
         "vllm/v1/attention/backends/flashinfer.py, bmm1_scale",
         "set precision.rollout_kv=bf16",
     )
     yield Limit(
-        bf16_key,
-        bf16_layers,
-        bf16_layers > 0 and fp8_rollout and shape.experts > 0,
+        BF16_LAYERS,
+        _bf16_layers(precision),
+        _keeps_bf16_layers(precision) and recipe.model.shape.experts > 0,
         "must be 0 for a mixture of experts: upstream names its slabs, vLLM its modules",
         f"{ENGINE}/quantization/fp8.py, _get_params_in_layers",
     )
+
+
+def _of_defects(recipe: Recipe, defects: frozenset[str]) -> Iterator[Limit]:
+    """What some versions get wrong."""
+    precision, keeps = recipe.precision, keeps_optimizer(recipe)
     yield Limit(
         "precision.rollout_kv",
         precision.rollout_kv,
-        KV_SCALES_DROPPED in host.defects and fp8_kv,
+        KV_SCALES_DROPPED in defects and precision.rollout_kv == "fp8",
         "this NeMo RL drops the KV scales on the way to the engine, which runs with 1.0",
         "v0.7.0: nemo_rl/algorithms/grpo.py:1924",
         "use NeMo RL main 7ea279a or later, or precision.rollout_kv=bf16",
     )
     yield Limit(
-        bf16_key,
-        bf16_layers,
-        BF16_LAYERS_BROKEN in host.defects and bf16_layers > 0 and fp8_rollout,
+        BF16_LAYERS,
+        _bf16_layers(precision),
+        BF16_LAYERS_BROKEN in defects and _keeps_bf16_layers(precision),
         "this NeMo RL quantizes the layers that should stay BF16",
         f"v0.7.0: {ENGINE}/quantization/fp8.py, bf16_params.append",
         "use NeMo RL main 7ea279a or later, or set both to 0",
@@ -274,7 +293,7 @@ def host_limits(recipe: Recipe, host: Host) -> Iterator[Limit]:
     yield Limit(
         "precision.scales",
         precision.scales,
-        POW2_BROKEN in host.defects and fp8_rollout and precision.scales == "pow2",
+        POW2_BROKEN in defects and precision.rollout_linear == "fp8" and precision.scales == "pow2",
         "this NeMo RL's rollout stops at powers of two: a TypeError, or RecursionError",
         f"{ENGINE}/quantization/fp8.py, v0.7.0: vllm_patches.append, "
         "main 7ea279a: per_token_group_quant_fp8",
@@ -283,11 +302,20 @@ def host_limits(recipe: Recipe, host: Host) -> Iterator[Limit]:
     yield Limit(
         "nemo.policy.offload_optimizer_for_refit",
         not keeps,
-        OPTIMIZER_ALWAYS_MOVED in host.defects and keeps,
+        OPTIMIZER_ALWAYS_MOVED in defects and keeps,
         "this NeMo RL always moves the optimizer to the host",
         "v0.7.0: nemo_rl/models/policy/workers/megatron_policy_worker.py, offload_before_refit",
         "use NeMo RL main 7ea279a or later, or leave it out",
     )
+
+
+def _bf16_layers(precision: Precision) -> int:
+    return precision.first_layers_bf16 + precision.last_layers_bf16
+
+
+def _keeps_bf16_layers(precision: Precision) -> bool:
+    """Whether an FP8 rollout is to leave layers in BF16."""
+    return precision.rollout_linear == "fp8" and _bf16_layers(precision) > 0
 
 
 def _divides(parallel: Parallel, key: str, whole: int, what: str, mirrors: str) -> Limit:
