@@ -311,6 +311,12 @@ def test_the_engine_is_looked_up_again_only_where_a_parameter_has_moved():
         assert engine.destination().parts[NORM].tensor.data_ptr() == address, move
         worker.update_weights_via_ipc_zmq()
         assert worker.fp8_nemo_proof.verified_weights == 14
+        move()  # and nobody has looked before the next refit, which sees another module by itself
+        if move is not another_module:
+            with pytest.raises(RefitError, match=f"{NORM}: its storage moved"):
+                worker.update_weights_via_ipc_zmq()
+        worker.update_weights_via_ipc_zmq()  # as it lies now
+        assert worker.fp8_nemo_proof.verified_weights == 14
 
 
 def test_a_models_parameters_are_found_by_the_names_that_it_gives_them():
