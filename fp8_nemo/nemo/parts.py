@@ -71,15 +71,26 @@ class Slots:
         alike = all(of.get(key) is each for of, key, each in self.modules)
         return alike and all(tuple(table) == names for table, names in self.names)
 
+    def places(self) -> list[tuple | None]:
+        """Where each parameter lies, by `place_of`; None where a module has none of that name."""
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's own kinds of parameter are slow
+            found = [of.get(key) for _, of, key in self.held]
+            return [each if each is None else place_of(each) for each in found]
+
     def parameters(self) -> dict[str, Tensor]:
         """Each by its name, a tied one by its first, as `named_parameters` has them."""
         found: dict[int, tuple[str, Tensor]] = {}
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's own kinds of parameter are slow
+        with torch._C.DisableTorchFunctionSubclass():
             for name, of, key in self.held:
                 parameter = of.get(key)
                 if parameter is not None:
                     found.setdefault(id(parameter), (name, parameter.data))
         return dict(found.values())
+
+
+def place_of(tensor: Tensor) -> tuple:
+    """Address, type, shape and strides: alike for two tensors of the same memory, read alike."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def engine_parts(

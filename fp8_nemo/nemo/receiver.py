@@ -36,7 +36,7 @@ from fp8_nemo.ledger import (
     RefitError,
     RefitProof,
 )
-from fp8_nemo.nemo.parts import Rank, Slots, engine_parts, layers_with_experts
+from fp8_nemo.nemo.parts import Rank, Slots, engine_parts, layers_with_experts, place_of
 from fp8_nemo.nemo.settings import (
     VARIABLE,
     formula,
@@ -140,7 +140,7 @@ class Engine:
         self.model, self.shape, self.precision = model, recipe.model.shape, recipe.precision
         self.slots: Slots | None = None
         self.attentions: list[Any] = []
-        self.known_at: dict[str, Any] = {}
+        self.known_at: list[tuple | None] = []
         self.known: Destination | None = None
         self.specs: dict[tuple, dict[str, WireSpec]] = {}
 
@@ -168,14 +168,11 @@ class Engine:
         Raises:
             RefitError: it is not what the recipe's engine holds.
         """
-        parameters = self.look_again().parameters()
-        scales = dict(self._kv_scales())
-        at = {  # `known` keeps their storages, so that no other tensor can get an address
-            name: (x.data_ptr(), x.dtype, x.shape, x.stride())
-            for name, x in (parameters | scales).items()
-        }
+        slots, scales = self.look_again(), dict(self._kv_scales())
+        at = [*slots.places(), *map(place_of, scales.values())]
+        # `known` keeps the storages of what a refit fills: no other tensor gets their addresses.
         if self.known is None or at != self.known_at:
-            found = engine_parts(parameters, self.shape, self.precision, self.rank)
+            found = engine_parts(slots.parameters(), self.shape, self.precision, self.rank)
             found |= {name: Part(scale.view(1)) for name, scale in scales.items()}
             self.known_at, self.known = at, Destination(found, self.held)
         return self.known
