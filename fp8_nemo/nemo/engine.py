@@ -32,8 +32,17 @@ AFTER_AN_ERROR = 30.0
 """Seconds for the engine to say what failed, as many as NeMo RL gives its workers to end."""
 
 
+COULD_NOT = {
+    "finish_generation": "go to sleep. `Memory usage increased after sleeping` in its error means "
+    "that another process took memory of its GPU meanwhile: give the run GPUs of its own",
+    "prepare_for_generation": "wake up, out of memory as a rule: lower model.memory.kv_cache_gib "
+    "or model.memory.rollout_share",
+}
+"""NeMo RL's calls around a rollout, and what a colocated vLLM could not do if one says False."""
+
+
 class EngineError(RuntimeError):
-    """The engine's FP8 weights are not the plan's; one line."""
+    """The engine is not the plan's, or is no longer to be trusted; one line."""
 
 
 def engine_dtypes(generation: Any) -> dict[str, str]:
@@ -84,6 +93,35 @@ def check_receivers(generation: Any) -> None:
             "quantize FP8 weights again; its environment does not show the entry point fp8_nemo of "
             "vllm.general_plugins: install fp8-nemo there, or add glue=stock (docs/nemo.md)"
         )
+
+
+def stop_if_it_cannot_sleep_or_wake(generation: type) -> None:
+    """Let what NeMo RL prints and answers False to end the run: its loop drops the answer.
+
+    vLLM has given its memory back when it finds less of it free than before and raises; it does not
+    note that it sleeps, so it is never woken, and the next refit writes to memory that is gone
+    (vllm_generation.py:1001 and 1028 of main 7ea279a, 873 and 900 of v0.7.0; gpu_worker.py:210 and
+    abstract.py:333 of vLLM 0.25.1).
+
+    Args:
+        generation: NeMo RL's class `VllmGeneration`, two of whose methods are replaced: `setup`
+            calls one of them before it gives an object.
+    """
+
+    def heeded(call: Callable[..., bool], what: str) -> Callable[..., bool]:
+        """The method, with its False an error."""
+
+        def call_or_stop(self: Any, *arguments: Any, **named: Any) -> bool:
+            """NeMo RL's, or the end of the run."""
+            if not call(self, *arguments, **named):
+                failed = what if self.cfg["colocated"]["enabled"] else "forget its prefixes"
+                raise EngineError(f"vLLM's error is in the log: it could not {failed}")
+            return True
+
+        return call_or_stop
+
+    for name, what in COULD_NOT.items():
+        setattr(generation, name, heeded(getattr(generation, name), what))
 
 
 def check_engine(dtypes: dict[str, str], recipe: Recipe) -> None:

@@ -26,6 +26,7 @@ from fp8_nemo.nemo.engine import (
     engine_dtypes,
     refit_problems,
     refit_reports,
+    stop_if_it_cannot_sleep_or_wake,
 )
 from fp8_nemo.nemo.ray_nodes import own_code_first
 from fp8_nemo.nemo.settings import needs_plugin, observes
@@ -65,7 +66,8 @@ def opened(
         more: keys on top of the plan's, for a benchmark of what no plan can ask for.
 
     Raises:
-        EngineError: the engine holds other weights in FP8, or a worker lacks our receiver.
+        EngineError: the engine holds other weights in FP8, a worker lacks our receiver, or vLLM
+            could not go to sleep or wake up.
         RefitError: a refit failed; with what each worker's receiver kept of it.
     """
     parts = _set_up(plan, path, root, more or {})
@@ -122,6 +124,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
     from nemo_rl.data.utils import setup_response_data
     from nemo_rl.distributed.virtual_cluster import init_ray
     from nemo_rl.models.generation import configure_generation_config
+    from nemo_rl.models.generation.vllm import VllmGeneration
     from nemo_rl.utils.logger import get_next_experiment_dir
 
     from fp8_nemo.nemo.policy import WatchedPolicy, without_correction
@@ -134,6 +137,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
     with own_code_first():
         init_ray()
     _register_worker()
+    stop_if_it_cannot_sleep_or_wake(VllmGeneration)
     tokenizer = get_tokenizer(config.policy["tokenizer"])
     config.policy["generation"] = configure_generation_config(
         config.policy["generation"], tokenizer, has_refit_draft_weights=False, trains_mtp=False

@@ -12,8 +12,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from fp8_nemo.nemo.engine import EngineError, stop_if_it_cannot_sleep_or_wake
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
 pytestmark = pytest.mark.skipif(not ROOT, reason="NEMO_RL_ROOT: no checkout of NeMo RL")
@@ -270,8 +273,6 @@ def test_vllms_own_loader_stops_at_our_sentinel():
 
 @imports
 def test_the_first_prompts_are_what_nemo_rl_would_calibrate_on(tmp_path, nemo_path):
-    from types import SimpleNamespace
-
     from nemo_rl.algorithms.grpo import MasterConfig
     from nemo_rl.algorithms.utils import get_tokenizer
     from nemo_rl.data.collate_fn import rl_collate_fn
@@ -408,6 +409,40 @@ def test_a_refit_opens_the_step_unless_its_training_is_over(watched_policy):
         policy.row = dict(already)
         policy.stream_weights_via_ipc_zmq(1)
         assert policy.take_row().get(OPENED, False) == opened
+
+
+@imports
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [("finish_generation", "GPUs of its own"), ("prepare_for_generation", "kv_cache_gib")],
+)
+def test_an_engine_that_cannot_sleep_or_wake_stops_the_run(call, remedy, capsys, monkeypatch):
+    from nemo_rl.models.generation.vllm import vllm_generation
+
+    monkeypatch.setattr(vllm_generation, "ray", SimpleNamespace(get=list))
+
+    def failing(*_, **__):
+        raise AssertionError("Memory usage increased after sleeping.")
+
+    class Generation(vllm_generation.VllmGeneration):
+        def __init__(self, colocated):
+            self.cfg = {"colocated": {"enabled": colocated}, "vllm_cfg": {"async_engine": False}}
+            self.worker_group = SimpleNamespace(run_all_workers_single_data=failing)
+
+        def __del__(self):
+            """NeMo RL's would shut workers down."""
+
+    assert getattr(Generation(True), call)() is False  # all of it, and the loop drops that
+    stop_if_it_cannot_sleep_or_wake(Generation)
+    with pytest.raises(EngineError, match=remedy):
+        getattr(Generation(True), call)()
+    assert "Memory usage increased" in capsys.readouterr().out
+    if call == "finish_generation":
+        with pytest.raises(EngineError, match="forget its prefixes"):
+            getattr(Generation(False), call)()
+    woken = Generation(True)
+    woken.worker_group.run_all_workers_single_data = lambda *_, **__: []
+    assert getattr(woken, call)() is True
 
 
 @imports
