@@ -390,11 +390,15 @@ def claims_table(found: Iterable[Verdict]) -> list[tuple[str, ...]]:
 
 
 def short(found: dict[str, Any]) -> dict[str, Any]:
-    """A row with its estimates as text: mean and half of the interval over seeds."""
-    return {
-        name: f"{value['mean']:.3g} ±{value['half'] or 0:.2g}" if isinstance(value, dict) else value
-        for name, value in found.items()
-    }
+    """A row with its estimates as text: mean and half of the interval; one seed has none."""
+
+    def text(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        half = "" if value["half"] is None else f" ±{value['half']:.2g}"
+        return f"{value['mean']:.3g}{half}"
+
+    return {name: text(value) for name, value in found.items()}
 
 
 if __name__ == "__main__":

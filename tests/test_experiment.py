@@ -225,3 +225,8 @@ def test_every_claims_cell_is_in_a_sweep_and_every_sweeps_cell_has_a_claim():
     claimed = {claim.cell for claim in experiment.LEARNING}
     assert claimed == names - {experiment.BASELINE}
     assert {name for order in experiment.ORDERS for name in order.cells} <= names
+
+
+def test_one_seed_has_no_interval():
+    one, three = (experiment.learning_table(compare(runs))[1] for runs in (BASE[:1], BASE))
+    assert one[2] == "50" and three[2] == "60 ±25"
