@@ -11,11 +11,14 @@ shift 2
 nodes=("$@") me=$SLURMD_NODENAME rank=$SLURM_NODEID cpus=$SLURM_CPUS_ON_NODE
 
 # Known ports, below every ephemeral range and out of NeMo RL's own (from 1400): 12 a node, so that
-# jobs and nodes that share a host do not meet. Workers have 500, from 2000 to 2999.
+# jobs and nodes that share a host do not meet. Workers' lie from 2000 to 2999, as many as a node's
+# processors may start and its GPUs, apart while they fit: Ray draws one at random and sees that it is
+# free a second before the worker binds, so two that draw from the same now and then meet (seen).
+workers=$((58 + 2 * cpus < 1000 ? 58 + 2 * cpus : 1000))
 for turn in {0..7}; do
     slot=$(((SLURM_JOB_ID + turn) % 8 * 2 + (rank > 0)))
     port=$((1200 + 12 * slot))
-    worker_port=$((2000 + 31 * slot))
+    worker_port=$((2000 + workers * slot % (1001 - workers)))
     # Free: no job holds its lock, and no socket listens, as the kernel writes it: local address and
     # port, none remote, state 0A.
     lock=/tmp/fp8-nemo-ports-$slot.lock
@@ -89,7 +92,7 @@ start_ray() { # with the options that differ between head and others
         --node-manager-port=$((port + 1)) --object-manager-port=$((port + 2)) \
         --runtime-env-agent-port=$((port + 3)) --dashboard-agent-grpc-port=$((port + 4)) \
         --dashboard-agent-listen-port=$((port + 5)) --metrics-export-port=$((port + 6)) \
-        --min-worker-port="$worker_port" --max-worker-port=$((worker_port + 499)) \
+        --min-worker-port="$worker_port" --max-worker-port=$((worker_port + workers - 1)) \
         >"$attempt/ray-$me.log" 2>&1 &
     ray=$!
 }

@@ -4,6 +4,7 @@ Ray itself is played by a script that starts a child and hears no TERM: the real
 anybody could bring about here. A job with the real Ray is in tests/slurm.
 """
 
+import itertools
 import os
 import signal
 import subprocess
@@ -66,6 +67,22 @@ def node(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+@pytest.mark.parametrize(("processors", "apart"), [(2, 16), (8, 13), (224, 1), (1000, 1)])
+def test_nodes_that_share_a_host_draw_their_workers_ports_from_their_own(processors, apart):
+    choice = NODE.read_text().partition("\nstage=")[0] + '\necho "$slot $worker_port $workers"'
+    pools = {}
+    for job, rank in itertools.product(range(8), range(2)):
+        environment = os.environ | {"SLURM_JOB_ID": str(job), "SLURM_NODEID": str(rank)}
+        environment |= {"SLURM_CPUS_ON_NODE": str(processors)}
+        done = subprocess.run(["bash", "-c", choice], env=environment, capture_output=True)
+        slot, first, count = map(int, done.stdout.split())
+        pools[slot] = range(first, first + count)
+    assert all(2000 <= pool[0] and pool[-1] <= 2999 for pool in pools.values())
+    assert all(len(pool) >= min(processors + 60, 1000) for pool in pools.values())
+    drawn = [port for slot in sorted(pools)[:apart] for port in pools[slot]]
+    assert len(drawn) == len(set(drawn))
 
 
 def appears(file: Path) -> None:
