@@ -79,7 +79,7 @@ def test_nodes_that_share_a_host_draw_their_workers_ports_from_their_own(process
         done = subprocess.run(["bash", "-c", choice], env=environment, capture_output=True)
         slot, first, count = map(int, done.stdout.split())
         pools[slot] = range(first, first + count)
-    assert all(2000 <= pool[0] and pool[-1] <= 2999 for pool in pools.values())
+    assert all(pool[0] >= 2000 and pool[-1] <= 2999 for pool in pools.values())
     assert all(len(pool) >= min(processors + 60, 1000) for pool in pools.values())
     drawn = [port for slot in sorted(pools)[:apart] for port in pools[slot]]
     assert len(drawn) == len(set(drawn))
