@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from argparse import ArgumentTypeError
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -17,17 +16,6 @@ from fp8_nemo.schema import DIVERGENCES, RATIOS, Correction
 
 OWN = re.compile(r"my[\w.-]*")
 """Names that git ignores in conf/correction, as a site's own in conf/cluster."""
-
-
-def share(text: str) -> float:
-    """A share of tokens as it is written on a command line.
-
-    Raises:
-        ArgumentTypeError: it is not above 0 and below 1.
-    """
-    if not 0 < (found := float(text)) < 1:
-        raise ArgumentTypeError(f"{text} must be above 0 and below 1")
-    return found
 
 
 def tables(

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fp8_nemo.bounds import share, tables, write_option
-from fp8_nemo.measure import MeasureError, measure, read_pairs
+from fp8_nemo.environment import not_installed
 from fp8_nemo.run_dir import report_dir
 from fp8_nemo.schema import DIVERGENCES, RATIOS
 
@@ -25,6 +24,12 @@ from fp8_nemo.schema import DIVERGENCES, RATIOS
 def main(arguments: list[str] | None = None) -> int:
     """Print, and write the measurement; 2 if there is nothing to measure, or nowhere to write."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
+    if lines := not_installed("torch"):
+        print(*lines, file=sys.stderr)
+        return 2
+    from fp8_nemo.bounds import tables, write_option
+    from fp8_nemo.measure import MeasureError, measure, read_pairs
+
     try:
         pairs = {at: pair for path in options.paths for at, pair in read_pairs(path).items()}
         measurement = measure(pairs)
@@ -41,6 +46,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def share(text: str) -> float:
+    """A share of tokens as it is written on a command line.
+
+    Raises:
+        ArgumentTypeError: it is not above 0 and below 1.
+    """
+    if not 0 < (found := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and below 1")
+    return found
 
 
 def _options(words: list[str]) -> argparse.Namespace:

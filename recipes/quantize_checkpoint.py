@@ -17,16 +17,20 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
+from fp8_nemo.environment import LOCAL, not_installed
 from fp8_nemo.run_dir import INTERRUPTED
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Convert and print; 2 if SRC, DST or the settings are wrong, 130 if it was stopped."""
+    options = _options(sys.argv[1:] if arguments is None else arguments)
+    if lines := not_installed(*LOCAL):
+        print(*lines, file=sys.stderr)
+        return 2
     from fp8_nemo.compose import ComposeError
     from fp8_nemo.fp8_checkpoint import error_table, serve_line
     from fp8_nemo.local.calibrate import convert
 
-    options = _options(sys.argv[1:] if arguments is None else arguments)
     try:
         with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as bar:
             task = bar.add_task("", visible=False)

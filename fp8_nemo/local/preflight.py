@@ -1,11 +1,13 @@
-"""What the local backend needs on disk, checked without torch before a directory is made."""
+"""What the local backend needs, checked without torch before a directory is made."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from fp8_nemo.data import DataError, load_problems
+from fp8_nemo.environment import LOCAL, not_installed
 from fp8_nemo.model_dir import missing_bytes, model_mistakes
 from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import checkpoints, run_path
@@ -13,7 +15,9 @@ from fp8_nemo.run_dir import checkpoints, run_path
 
 def problems_with(plan: Plan) -> list[str]:
     """One line for each thing that would stop this plan after it has started."""
-    lines = [str(mistake) for mistake in model_mistakes(plan.recipe, pads=True)]
+    here = plan.recipe.cluster.kind == "here" or "RAY_ADDRESS" in os.environ  # no login node
+    lines = not_installed(*LOCAL) if here else []
+    lines += map(str, model_mistakes(plan.recipe, pads=True))
     lines += _checkpoint_mistakes(run_path(plan))
     try:
         load_problems(plan.recipe.data, plan.recipe.seed)

@@ -3,11 +3,13 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8_nemo import run_dir
+from fp8_nemo.environment import LOCAL
 from fp8_nemo.model_dir import SHIPPED, weights_digest
 from tests.conftest import SMALL, small_plan
 
@@ -193,6 +196,35 @@ def test_a_nemo_cell_without_a_checkout_says_so_and_creates_nothing(tmp_path):
     result = verb("grpo", *arguments, env=environment)
     assert_refused(result, "cluster.nemo_root=null: backend=nemo runs in NeMo RL", "NEMO_RL_ROOT")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "grpo outputs={0}/outputs",
+        "make_model {0}/model model=tiny-llama",
+        "measure_mismatch {0}/run",
+        "quantize_checkpoint {0}/source {0}/target",
+    ],
+)
+def test_what_needs_torch_says_so_where_there_is_none(line, tmp_path):
+    name, *arguments = line.format(tmp_path).split()
+    code = (
+        f"import runpy, sys; sys.modules['torch'] = None; sys.argv = {['', *arguments]}; "
+        f"runpy.run_module('recipes.{name}', run_name='__main__')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert_refused(result, "torch: not installed for", "pip install 'fp8-nemo[local]'")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_local_extra_is_what_a_run_asks_for():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["local"]
+    assert tuple(re.match(r"\w+", each)[0] for each in extra) == LOCAL
 
 
 def test_a_plan_is_printed_fast_without_torch(tmp_path):
