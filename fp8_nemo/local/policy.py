@@ -41,7 +41,8 @@ class Policy:
     Args:
         path: checkpoint to start from.
         precision: the recipe's.
-        learning_rate: of AdamW, constant, as GRPO recipes have it.
+        learning_rate: of AdamW, the same from the first update on; NeMo RL's base files rise to it
+            in 2 to 50 updates (`lr_warmup_iters`).
         device: where it lives.
     """
 
