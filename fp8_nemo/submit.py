@@ -137,6 +137,18 @@ def problems(plans: Iterable[Plan]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
+def notes(plans: Iterable[Plan]) -> list[str]:
+    """A line for each thing that the nodes must have and this machine lacks: a slip, perhaps."""
+    clusters = [plan.recipe.cluster for plan in plans]
+    named = [("cluster.container", each.container or "") for each in clusters]
+    named += [("cluster.mounts", word.split(":")[0]) for each in clusters for word in each.mounts]
+    return [
+        f"{key}: {path} is not on this machine; the nodes must have it"
+        for key, path in dict.fromkeys(named)
+        if path.startswith("/") and not Path(path).exists()
+    ]
+
+
 def in_queue(plans: Iterable[Plan]) -> dict[Path, Job]:
     """The jobs that the plans' directories have in Slurm's queue, by directory.
 

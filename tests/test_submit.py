@@ -91,6 +91,19 @@ def test_a_container_sees_the_folders_of_the_run(tmp_path, monkeypatch):
     assert submit.container_options(nemo_plan(tmp_path, "cluster.interpreter=system")) == []
 
 
+def test_what_the_nodes_must_have_and_this_machine_lacks_is_told(tmp_path):
+    (tmp_path / "i.sqsh").touch()
+    here = [f"cluster.container={tmp_path}/i.sqsh", f"cluster.mounts=[{tmp_path}:/data]"]
+    away = [f"cluster.container={tmp_path}/j.sqsh", f"cluster.mounts=[{tmp_path}/none:/data]"]
+    hub = ["cluster.container=nvcr.io/nvidia/nemo-rl:v0.7.0"]
+    assert submit.notes([nemo_plan(tmp_path, *here), nemo_plan(tmp_path, *hub)]) == []
+    plan = nemo_plan(tmp_path, *away)
+    assert submit.notes([plan, plan]) == [
+        f"cluster.container: {tmp_path}/j.sqsh is not on this machine; the nodes must have it",
+        f"cluster.mounts: {tmp_path}/none is not on this machine; the nodes must have it",
+    ]
+
+
 def test_ray_sub_gets_our_run_as_its_command(tmp_path):
     words = ["cluster.launcher=ray_sub", "cluster.container=i", "cluster.account=a"]
     with pytest.raises(ComposeError, match=r"cluster\.partition=null: is needed with"):
