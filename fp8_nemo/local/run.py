@@ -142,6 +142,8 @@ def progress(plan: Plan) -> Iterator[Report]:
             if row.get("health"):
                 console.print(f"{plan.cell}  {row['health']}", soft_wrap=True)
             latest.update({word: f"{row[key]:.3g}" for word, key in SHOWN.items() if key in row})
+            if SHOWN["val"] in row:
+                latest["val"] += f" at {row['step']}"
             shown = "  ".join(f"{word} {value}" for word, value in latest.items())
             bar.update(task, completed=row["step"], shown=shown)
             if not console.is_terminal and row["step"] % every == 0:

@@ -14,6 +14,7 @@ from fp8_nemo import run_dir
 from fp8_nemo.data import Problem, read_jsonl, running_sum
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import Run, clipped_loss, group_advantages, k3
+from fp8_nemo.local.run import progress
 from fp8_nemo.plan import Plan
 from fp8_nemo.refit import RefitError
 from tests.test_conf import CELLS
@@ -32,6 +33,15 @@ def rows_of(plan: Plan) -> list[dict]:
     [frozen] = run_dir.freeze([plan])
     Run(plan, frozen.path).train(lambda row: None)
     return run_dir.read_metrics(frozen.path)
+
+
+def test_a_line_says_of_which_step_its_validation_is(make_plan, capsys):
+    with progress(make_plan("grpo.steps=10")) as report:
+        report({"step": 0, "val/accuracy": 0.25})
+        report({"step": 1, "reward/mean": 0.5})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("step 0/10  val 0.25 at 0")
+    assert second.endswith("step 1/10  val 0.25 at 0  reward 0.5")
 
 
 def without_times(rows: list[dict]) -> str:
