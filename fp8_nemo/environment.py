@@ -60,6 +60,13 @@ def not_installed(*packages: str) -> list[str]:
     return [f"{', '.join(missing)}: not installed for {sys.executable}; {remedy}"] * bool(missing)
 
 
+def require(*packages: str) -> None:
+    """End the process with that line and 2, where a verb cannot begin without them."""
+    if lines := not_installed(*packages):
+        print(*lines, file=sys.stderr)
+        raise SystemExit(2)
+
+
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,17 @@ VETO = "min-token"
 
 class MeasurementError(ValueError):
     """A file that is no measurement; one line."""
+
+
+def token_share(text: str) -> float:
+    """A share of tokens as it is written on a command line.
+
+    Raises:
+        ArgumentTypeError: it is not above 0 and below 1.
+    """
+    if not 0 < (found := float(text)) < 1:
+        raise ArgumentTypeError(f"{text} must be above 0 and below 1")
+    return found
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def problems(plans: Iterable[Plan]) -> list[str]:
 
 def notes(plans: Iterable[Plan]) -> list[str]:
     """A line for each thing that the nodes must have and this machine lacks: a slip, perhaps."""
-    clusters = [plan.recipe.cluster for plan in plans]
+    clusters = [plan.recipe.cluster for plan in plans if plan.recipe.cluster.kind == "slurm"]
     named = [("cluster.container", each.container or "") for each in clusters]
     named += [("cluster.mounts", word.split(":")[0]) for each in clusters for word in each.mounts]
     return [

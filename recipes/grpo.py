@@ -27,8 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ComposeError(lines)
         jobs = submit.prepare(plans) if plans[0].recipe.cluster.kind == "slurm" else None
         cells = freeze(submit.not_queued(plans)) if jobs is None else []
-        notes = [note for plan in plans for note in plan.notes]
-        for note in dict.fromkeys(notes if jobs is None else notes + submit.notes(plans)):
+        for note in dict.fromkeys([*(n for p in plans for n in p.notes), *submit.notes(plans)]):
             print(f"note: {note}")
         return run(cells) if jobs is None else queue(plans, jobs)
     except (ComposeError, RunDirError, submit.SubmitError) as error:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fp8_nemo.environment import not_installed
+from fp8_nemo.environment import require
+from fp8_nemo.measurement import token_share
 from fp8_nemo.run_dir import report_dir
 from fp8_nemo.schema import DIVERGENCES, RATIOS
 
@@ -24,9 +25,7 @@ from fp8_nemo.schema import DIVERGENCES, RATIOS
 def main(arguments: list[str] | None = None) -> int:
     """Print, and write the measurement; 2 if there is nothing to measure, or nowhere to write."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
-    if lines := not_installed("torch"):
-        print(*lines, file=sys.stderr)
-        return 2
+    require("torch")
     from fp8_nemo.bounds import tables, write_option
     from fp8_nemo.measure import MeasureError, measure, read_pairs
 
@@ -36,9 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         first = options.paths[0]
         file = report_dir(first if first.is_dir() else first.parent) / "mismatch.json"
         measurement.write(file)
-        console = Console(width=100, markup=False)
         for table in tables(pairs.values(), measurement, options.reject):
-            console.print(table)
+            Console(width=100, markup=False).print(table)
         print(file)
         if options.write:
             print(write_option(options.write, options.mask, options.reject, measurement, file))
@@ -48,22 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def share(text: str) -> float:
-    """A share of tokens as it is written on a command line.
-
-    Raises:
-        ArgumentTypeError: it is not above 0 and below 1.
-    """
-    if not 0 < (found := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and below 1")
-    return found
-
-
 def _options(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("recipes.measure_mismatch", description=__doc__)
     parser.usage = argparse.SUPPRESS  # a mistake is one line
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path)
-    parser.add_argument("--reject", type=share, default=0.01)
+    parser.add_argument("--reject", type=token_share, default=0.01)
     parser.add_argument("--write", metavar="my-NAME")
     parser.add_argument("--mask", choices=[*RATIOS, *DIVERGENCES], default="geometric")
     return parser.parse_args(words)

@@ -2,10 +2,9 @@
 
 python -m recipes.quantize_checkpoint SRC DST [--calibrate TEXTS] [precision=fp8-linear ...]
 
-Of a run directory of the local backend the last checkpoint becomes SRC/model-STEP first. Shard by
-shard; the same line goes on where it was stopped. `precision=fp8-kv-attn` adds the scales of an FP8
-cache, from `--calibrate`, a file with a text on each line. Prints what FP8 cost each layer;
-DST/quantization.json has every weight.
+Of a local run's directory the last checkpoint becomes SRC/model-STEP first. The same line goes on
+where it was stopped. `precision=fp8-kv-attn` adds the scales of an FP8 cache, from `--calibrate`, a
+file of a text a line. Prints what FP8 cost each layer; DST/quantization.json has every weight.
 """
 
 from __future__ import annotations
@@ -17,17 +16,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from fp8_nemo.environment import LOCAL, not_installed
+from fp8_nemo.environment import LOCAL, require
 from fp8_nemo.run_dir import INTERRUPTED
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Convert and print; 2 if SRC, DST or the settings are wrong, 130 if it was stopped."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
-    if lines := not_installed(*LOCAL):
-        print(*lines, file=sys.stderr)
-        return 2
-    from fp8_nemo.compose import ComposeError
+    require(*LOCAL)
     from fp8_nemo.fp8_checkpoint import error_table, serve_line
     from fp8_nemo.local.calibrate import convert
 
@@ -39,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
                 bar.update(task, description=what, completed=done, total=total, visible=True)
 
             errors = convert(**vars(options), progress=report)
-    except (ComposeError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
