@@ -1,16 +1,11 @@
-"""What a number was measured on: versions, commit and hardware of this process, and no secret.
-
-And what cannot run in it, for want of a package.
-"""
+"""What a number was measured on: versions, commit and hardware of this process, and no secret."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
-import sys
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +23,6 @@ VERSIONS_OF = (
     "megatron-core",
     "transformer-engine-torch",
 )
-
-LOCAL = ("torch", "transformers", "safetensors", "jinja2")
-"""What the extra `local` brings."""
 
 COMMIT = "COMMIT"
 """File beside a job's copy of the package that says which commit it is of."""
@@ -51,20 +43,6 @@ def environment() -> dict[str, Any]:
             "system": f"{platform.system()} {platform.release()}",
         },
     }
-
-
-def not_installed(*packages: str) -> list[str]:
-    """One line if this Python lacks one of the extra `local`'s packages; none is imported."""
-    missing = [name for name in packages if find_spec(name) is None]
-    remedy = "pip install 'fp8-nemo[local]', in a clone '.[local]'"
-    return [f"{', '.join(missing)}: not installed for {sys.executable}; {remedy}"] * bool(missing)
-
-
-def require(*packages: str) -> None:
-    """End the process with that line and 2, where a verb cannot begin without them."""
-    if lines := not_installed(*packages):
-        print(*lines, file=sys.stderr)
-        raise SystemExit(2)
 
 
 def _version(name: str) -> str | None:

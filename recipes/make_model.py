@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fp8_nemo.compose import HELP, ComposeError, compose_plans
 from fp8_nemo.data import DataError, load_problems
-from fp8_nemo.environment import LOCAL, require
+from fp8_nemo.local.preflight import NEEDED_PACKAGES, require
 from fp8_nemo.run_dir import new_folder
 
 TAKES = re.compile(r"\+*(model|data|seed)\b")
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         if others := [word for word in words[1:] if not TAKES.match(word)]:
             raise ComposeError(f"{word}: a model is made of model, data, seed" for word in others)
         [plan] = compose_plans([*words[1:], "backend=local", f"model.path={words[0]}"])
-        require(*LOCAL)
+        require(*NEEDED_PACKAGES)
         recipe = plan.recipe
         problems = load_problems(recipe.data, recipe.seed).train
         folder = new_folder(Path(words[0]))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fp8_nemo.environment import require
+from fp8_nemo.local.preflight import require
 from fp8_nemo.measurement import token_share
 from fp8_nemo.run_dir import report_dir
 from fp8_nemo.schema import DIVERGENCES, RATIOS

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from fp8_nemo.data import DataError, load_problems
-from fp8_nemo.environment import LOCAL, not_installed
 from fp8_nemo.model_dir import missing_bytes, model_mistakes
 from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import checkpoints, run_path
+
+NEEDED_PACKAGES = ("torch", "transformers", "safetensors", "jinja2")
+"""What the extra `local` brings."""
 
 
 def problems_with(plan: Plan) -> list[str]:
     """One line for each thing that would stop this plan after it has started."""
     here = plan.recipe.cluster.kind == "here" or "RAY_ADDRESS" in os.environ  # no login node
-    lines = not_installed(*LOCAL) if here else []
+    lines = not_installed(*NEEDED_PACKAGES) if here else []
     lines += map(str, model_mistakes(plan.recipe, pads=True))
     lines += _checkpoint_mistakes(run_path(plan))
     try:
@@ -24,6 +28,22 @@ def problems_with(plan: Plan) -> list[str]:
     except DataError as error:
         lines.append(str(error))
     return lines
+
+
+def require(*packages: str) -> None:
+    """End the process with one line and 2, where a verb cannot begin without them."""
+    if lines := not_installed(*packages):
+        print(*lines, file=sys.stderr)
+        raise SystemExit(2)
+
+
+def not_installed(*packages: str) -> list[str]:
+    """One line if this Python lacks one of the extra's packages; none is imported."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if not missing:
+        return []
+    remedy = "pip install 'fp8-nemo[local]', in a clone '.[local]'"
+    return [f"{', '.join(missing)}: not installed for {sys.executable}; {remedy}"]
 
 
 def _checkpoint_mistakes(path: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8_nemo import run_dir
-from fp8_nemo.environment import LOCAL
+from fp8_nemo.local.preflight import NEEDED_PACKAGES
 from fp8_nemo.model_dir import SHIPPED, weights_digest
 from tests.conftest import SMALL, small_plan
 
@@ -224,7 +224,7 @@ def test_the_local_extra_is_what_a_run_asks_for():
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]["local"]
-    assert tuple(re.match(r"\w+", each)[0] for each in extra) == LOCAL
+    assert tuple(re.match(r"\w+", each)[0] for each in extra) == NEEDED_PACKAGES
 
 
 def test_a_plan_is_printed_fast_without_torch(tmp_path):
