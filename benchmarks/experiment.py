@@ -28,6 +28,7 @@ from fp8_nemo.report import (
     Run,
     compare,
     differing,
+    differing_problems,
     find_runs,
     mean_of_seeds,
     read_runs,
@@ -326,7 +327,8 @@ def _bounds(found: Estimate | None) -> tuple[float, float]:
 
 def _apart(*cells: Cell) -> str:
     """What differs between all runs of some cells beside precision, correction and seed."""
-    found = differing([(cell.label, run.matched) for cell in cells for run in cell.runs])
+    runs = [(cell.label, run) for cell in cells for run in cell.runs]
+    found = differing([(label, run.matched) for label, run in runs]) | differing_problems(runs)
     texts = [f"{key} is {' or '.join(values)}" for key, values in found.items()]
     return f"not matched: {'; '.join(texts)}" if found else ""
 

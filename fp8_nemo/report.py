@@ -39,6 +39,8 @@ from fp8_nemo.schema import Recipe, as_typed
 
 BESIDE_THE_CELL = ("seed", "outputs", "logging", "cluster")
 OF_THE_CELL = ("precision.", "correction.")
+BEGUN_WITH = ("weights", "problems")
+"""Keys of environment.json that are digests of what a run began with, not of where it ran."""
 LAST_STEPS = 5
 STUDENT = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
@@ -365,12 +367,14 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 def _unmatched(cells: Iterable[Cell]) -> Iterator[str]:
     """What differs between cells of one model beside precision and correction, seeds included."""
-    models = defaultdict(list)
+    cells, models = list(cells), defaultdict(list)
     for cell in cells:
         matched = cell.runs[0].matched | {"seed": cell.seeds}
         models[matched["model.name"]].append((cell.label, matched))
     for named in models.values():
-        yield from _sentences("not matched", named)
+        yield from _sentences("not matched", differing(named))
+    runs = [(cell.label, run) for cell in cells for run in cell.runs]
+    yield from _sentences("not matched", differing_problems(runs))
 
 
 def _environments(cells: Iterable[Cell]) -> Iterator[str]:
@@ -378,15 +382,15 @@ def _environments(cells: Iterable[Cell]) -> Iterator[str]:
     if missing := [str(run.path) for _, run in named if not run.environment]:
         yield f"no {ENVIRONMENT} in {', '.join(missing)}"
     recorded = [
-        (label, {key: text for key, text in run.environment.items() if key != "weights"})
+        (label, {key: text for key, text in run.environment.items() if key not in BEGUN_WITH})
         for label, run in named
         if run.environment
     ]
-    yield from _sentences("environments differ", recorded)
+    yield from _sentences("environments differ", differing(recorded))
 
 
-def _sentences(start: str, named: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[str]:
-    for key, holders in differing(named).items():
+def _sentences(start: str, found: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[str]:
+    for key, holders in found.items():
         parts = [f"{text} in {', '.join(dict.fromkeys(names))}" for text, names in holders.items()]
         yield f"{start}: {key} is {'; '.join(parts)}"
 
@@ -401,6 +405,17 @@ def differing(named: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[
         if len(holders) > 1:
             found[key] = holders
     return found
+
+
+def differing_problems(named: Iterable[tuple[str, Run]]) -> dict[str, dict[str, list[str]]]:
+    """As `differing`, of the problems that one seed and one `data` made, where it is recorded."""
+    alike = defaultdict(list)
+    for name, run in named:
+        if digest := run.environment.get("problems"):
+            data = tuple(each for each in run.settings.items() if each[0].startswith("data."))
+            problems = {f"problem set of seed {run.recipe.seed}": digest}
+            alike[run.recipe.seed, data].append((name, problems))
+    return {key: holders for each in alike.values() for key, holders in differing(each).items()}
 
 
 def _as_typed(tree: Mapping[str, Any]) -> dict[str, str]:

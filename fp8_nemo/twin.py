@@ -32,6 +32,7 @@ from fp8_nemo.report import (
     Estimate,
     Run,
     differing,
+    differing_problems,
     last_accuracy,
     mean_of_seeds,
 )
@@ -203,6 +204,9 @@ def _unmatched(cell: Cell, twin: Cell) -> Iterator[str]:
     named = [(name, each.runs[0].matched) for name, each in (("", cell), ("t", twin))]
     for key in differing(named):
         mine, its = (values.get(key, "not set") for _, values in named)
+        yield f"{key} is {mine}, the twin's {its}"
+    runs = [(name, run) for name, each in (("", cell), ("t", twin)) for run in each.runs]
+    for key, (mine, its) in differing_problems(runs).items():
         yield f"{key} is {mine}, the twin's {its}"
     corrections = [each.runs[0].recipe.correction for each in (cell, twin)]
     if corrections[1].name != "none" and corrections[0] != corrections[1]:

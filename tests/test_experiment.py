@@ -22,7 +22,7 @@ STEPS = 9
 
 
 def run(cell, seed, late=50.0, *, kl=1e-3, growth=1.0, error=1.01, done=STEPS, first=20.0,
-        model="tiny-llama", weights="first"):  # fmt: skip
+        model="tiny-llama", weights="first", problems=()):  # fmt: skip
     """A run of STEPS steps: validated at each, in the last third with `late` points on average."""
     precision, _, correction = cell.rpartition("-")
     words = [f"model={model}", f"precision={precision}", f"correction={correction}"]
@@ -36,7 +36,7 @@ def run(cell, seed, late=50.0, *, kl=1e-3, growth=1.0, error=1.01, done=STEPS, f
         for n in range(1, done + 1)
     ]  # fmt: skip
     rows.insert(0, {"step": 0, "val/accuracy": first / 100})
-    return Run(Path(f"runs/{plan.run_name}"), plan, rows, {"weights": weights})
+    return Run(Path(f"runs/{plan.run_name}"), plan, rows, {"weights": weights, **dict(problems)})
 
 
 def cell(name, points, **changes):
@@ -101,11 +101,19 @@ def test_two_seeds_a_dead_seed_and_other_settings_decide_nothing():
     assert said(cell("fp8-e2e-tis", [1.0, 2.0, 3.0]), "fp8-e2e-tis keeps")[0] == OPEN
 
 
-def test_runs_that_began_from_other_weights_decide_nothing():
+def test_runs_that_began_from_other_weights_or_problems_decide_nothing():
     others = cell("fp8-linear-tis", [49.0, 58.5, 68.5], weights="another")
     assert said([*BASE, *others], "fp8-linear-tis keeps") == (
         OPEN,
         "not matched: starting weights is another or first",
+    )
+    asked, otherwise = {"problems": "one"}, {"problems": "two"}
+    base = [*BASE[:2], run("bf16-none", 3, 70.0, problems=asked)]
+    others = cell("fp8-linear-tis", [49.0, 58.5])
+    others += [run("fp8-linear-tis", 3, 68.5, problems=otherwise)]
+    assert said([*base, *others], "fp8-linear-tis keeps") == (
+        OPEN,
+        "not matched: problem set of seed 3 is two or one",
     )
     mixed = [*cell("fp8-e2e-tis", [1.0, 2.0]), run("fp8-e2e-tis", 3, 3.0, weights="another")]
     assert said(mixed, "token_mult_prob_error")[0] == OPEN

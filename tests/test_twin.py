@@ -8,7 +8,7 @@ import pytest
 
 from fp8_nemo.page import verdicts
 from fp8_nemo.plan import plan_recipe
-from fp8_nemo.report import Run, compare
+from fp8_nemo.report import EMULATION, Run, compare
 from fp8_nemo.schema import Cluster, Correction, Glue, Grpo, Model, Precision, Recalibrate, Recipe
 from fp8_nemo.twin import EQUAL, against_twins
 
@@ -143,6 +143,21 @@ def test_a_run_from_other_weights_is_no_twin():
     assert found.unmatched == ("starting weights is fp8-linear, the twin's bf16",)
     assert found.accuracy_word == "not matched"
     assert not [note for note in compare([twin, cell]).notes if "environments differ" in note]
+
+
+def test_each_seed_has_its_own_problems_and_those_of_one_seed_must_be_the_twins():
+    def with_problems(precision, seed, digest):
+        return run(precision, seed=seed, environment=MACHINE | {"problems": digest})
+
+    twins = [with_problems(BF16, 1, "one"), with_problems(BF16, 2, "two")]
+    alike = [*twins, with_problems(FP8, 1, "one"), with_problems(FP8, 2, "two")]
+    assert compare(alike).notes == (EMULATION,) and not only(*alike).unmatched
+    other = [*twins, with_problems(FP8, 1, "one"), with_problems(FP8, 2, "else")]
+    assert only(*other).unmatched == ("problem set of seed 2 is else, the twin's two",)
+    [_, note] = compare(other).notes
+    assert note == "not matched: problem set of seed 2 is two in bf16-none; else in fp8-linear-none"
+    unknown = [*twins, with_problems(FP8, 1, "one"), run(FP8, seed=2)]
+    assert compare(unknown).notes == (EMULATION,) and not only(*unknown).unmatched
 
 
 def test_the_twin_is_the_bf16_cell_that_differs_least_and_of_equals_the_uncorrected():
