@@ -7,7 +7,8 @@ What it guarantees
 What it takes care of
     The result cannot be loaded before it is whole: `config.json` is written last, and taken away
     before a shard is made again. A conversion that was killed goes on after its last shard, if the
-    source and the settings are the same; its KV scales are not measured again.
+    source and the settings are the same; its KV scales are not measured again. Of another source,
+    or of one that changed, it is refused: half of it, and its KV scales, would be the old one's.
 
 What it refuses
     A checkpoint that is FP8 already, of another family than Llama, Qwen3 and Qwen3-MoE, or that
@@ -97,12 +98,12 @@ def quantize_checkpoint(
     """
     config, shards = read_config(source), _shards(source)
     settings = asdict(precision) | (calibration.settings if calibration else {})
-    book = _opened_book(source, target, [shard.name for shard in shards], settings)
+    book = _opened_book(source, target, shards, settings)
     if calibration and book["kv_scales"] is None:
         book["kv_scales"] = calibration.scales()
         _write_json(target / BOOK, book)
     for number, shard in enumerate(shards):
-        if _is_done(book["shards"].get(shard.name), shard, target):
+        if shard.name in book["shards"] and _is_whole(target / shard.name):
             continue
         (target / "config.json").unlink(missing_ok=True)
         scales = book["kv_scales"] if number == 0 else None
@@ -225,17 +226,25 @@ def _check_shard(file: Path) -> None:
 
 
 def _opened_book(
-    source: Path, target: Path, shards: list[str], settings: dict[str, Any]
+    source: Path, target: Path, shards: list[Path], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a conversion into this folder has done so far; written at once, so that it goes on."""
+    """What a conversion into this folder has done so far; written at once, so that it goes on.
+
+    A source is its configuration, and size and time of each shard: the KV scales are of all of it,
+    so that a shard that is another now makes it another source.
+    """
     config = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
-    begun = {"source": {"config.json": config, "shards": shards}, "settings": settings}
+    identity = {"config.json": config, "shards": {each.name: _fingerprint(each) for each in shards}}
+    begun = {"source": identity, "settings": settings}
     if (target / BOOK).is_file():
         book = _json(target / BOOK)
         for what, value in begun.items():
             if book.get(what) != value:
-                other = "of another source" if what == "source" else "with other settings"
-                raise CheckpointError(f"{target}: holds a conversion {other}; delete it")
+                others = "of another source, or of this one before it changed"
+                other = others if what == "source" else "with other settings"
+                raise CheckpointError(
+                    f"{target}: holds a conversion {other}; delete it, or name another folder"
+                )
         return book
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target}: is not empty, and holds no conversion of ours")
@@ -245,14 +254,8 @@ def _opened_book(
     return book
 
 
-def _is_done(done: dict[str, Any] | None, shard: Path, target: Path) -> bool:
-    file = target / shard.name
-    return (
-        done is not None
-        and done["source"] == _fingerprint(shard)
-        and file.is_file()
-        and not missing_bytes(file)
-    )
+def _is_whole(file: Path) -> bool:
+    return file.is_file() and not missing_bytes(file)
 
 
 def _fingerprint(file: Path) -> list[int]:
@@ -288,7 +291,6 @@ def _convert(
     whole.rename(target)
     progress(source.name, len(names), len(names))
     return {
-        "source": _fingerprint(source),
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
         "tensors": {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
         "errors": errors,

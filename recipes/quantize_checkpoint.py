@@ -3,7 +3,7 @@
 python -m recipes.quantize_checkpoint SRC DST [--calibrate TEXTS] [precision=fp8-linear ...]
 
 Of a local run's directory the last checkpoint becomes SRC/model-STEP first. The same line goes on
-where it was stopped. `precision=fp8-kv-attn` adds the scales of an FP8 cache, from `--calibrate`, a
+where it was stopped. Precision: a run's own, else fp8-linear; an FP8 cache needs `--calibrate`, a
 file of a text a line. Prints what FP8 cost each layer; DST/quantization.json has every weight.
 """
 
@@ -51,7 +51,7 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser.usage = argparse.SUPPRESS  # a mistake is one line
     parser.add_argument("source", metavar="SRC", type=Path)
     parser.add_argument("target", metavar="DST", type=Path)
-    parser.add_argument("settings", metavar="precision=...", nargs="*")
+    parser.add_argument("settings", metavar="precision=...", nargs="*", default=[])
     parser.add_argument("--calibrate", metavar="TEXTS", type=Path)
     return parser.parse_intermixed_args(words)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +28,9 @@ from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.export import exported
 from fp8_nemo.local.policy import load_model
 from fp8_nemo.local.rollout import causal_mask, positions
+from fp8_nemo.plan import Plan
 from fp8_nemo.recalibrate import AmaxObserver, kv_scales
-from fp8_nemo.run_dir import PLAN
+from fp8_nemo.run_dir import PLAN, read_plan
 from fp8_nemo.schema import Precision, Recipe
 
 LONGEST = 4096
@@ -43,7 +45,8 @@ def convert(
     Args:
         source: the checkpoint, BF16 or FP32; or a run of the local backend, which is exported.
         target: a folder, new or begun by the same call.
-        settings: overrides of the group `precision`.
+        settings: overrides of the group `precision`, whose default is what a run was rolled out in,
+            and of a checkpoint fp8-linear.
         calibrate: texts, one on each line, where the cache is to be FP8; else None.
         progress: told what is done, how many of how many.
 
@@ -53,12 +56,21 @@ def convert(
         RunDirError: the run directory is damaged.
     """
     if (source / PLAN).is_file():
+        settings = [*_rolled_out(read_plan(source)), *settings]
         source = exported(source)
     recipe = conversion_recipe(source, settings)
     calibration = calibration_of(recipe, source, calibrate, progress)
     return quantize_checkpoint(
         source, target, recipe.precision, calibration=calibration, progress=progress
     )
+
+
+def _rolled_out(plan: Plan) -> list[str]:
+    """The overrides that name the precision of a run's rollout; none where that was BF16."""
+    precision = plan.recipe.precision
+    if precision.rollout_linear != "fp8":
+        return []
+    return [f"precision.{key}={value}" for key, value in asdict(precision).items()]
 
 
 def conversion_recipe(source: Path, settings: list[str]) -> Recipe:
@@ -72,6 +84,8 @@ def conversion_recipe(source: Path, settings: list[str]) -> Recipe:
     if strange:
         raise CheckpointError(f"{strange[0]}: recipes.quantize_checkpoint takes precision alone")
     count = read_config(source)["num_hidden_layers"]
+    chosen = max((n for n, word in enumerate(settings) if word.startswith("precision=")), default=0)
+    settings = settings[chosen:]  # a precision chosen by name is that one, not the run's own
     [recipe] = compose(["precision=fp8-linear", *settings, f"model.shape.layers={count}"])
     if recipe.precision.rollout_linear != "fp8":
         name = recipe.precision.name
@@ -103,7 +117,7 @@ def calibration_of(
     if file is None:
         raise CheckpointError(
             f"precision={name}: its FP8 cache needs scales; add --calibrate TEXTS, a file with a "
-            "text on each line"
+            "text on each line, or precision=fp8-linear, whose cache is BF16"
         )
     try:
         texts = [line for line in file.read_text().splitlines() if line.strip()]
