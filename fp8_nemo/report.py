@@ -42,6 +42,8 @@ OF_THE_CELL = ("precision.", "correction.")
 BEGUN_WITH = ("weights", "problems")
 """Keys of environment.json that are digests of what a run began with, not of where it ran."""
 LAST_STEPS = 5
+HUGE = 1e4
+"""Where a number that is a ratio or a mean is written by its power of ten; bytes are not."""
 STUDENT = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
     2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -133,11 +135,16 @@ class Cell:
         return "-".join(map(str, done[:1] + done[1:][-1:])) + f"/{self.runs[0].recipe.grpo.steps}"
 
     def show(self, column: Column, joint: str = " ") -> str:
-        """A number as text: `39.8% ±1.2%`, with `(2/3)` if not every seed has it, or a dash."""
+        """A number as text: `39.8% ±1.2%`, with `(2/3)` if not every seed has it, or a dash.
+
+        One of a run that fell apart can have eighty digits: beyond `HUGE` it is a power of ten.
+        """
         number = self.numbers[column.name]
         if number is None:
             return "-"
-        texts, unsigned = [format(number.mean, column.format)], column.format.lstrip("+")
+        huge = max(abs(number.mean), number.half or 0.0) >= HUGE
+        style = ".1e" if huge and column.format.lstrip("+") in (".1f", ".3f") else column.format
+        texts, unsigned = [format(number.mean, style)], style.lstrip("+")
         if (half := format(number.half or 0.0, unsigned)) != format(0.0, unsigned):
             texts.append("±" + half)
         if number.seeds < len(self.runs):
@@ -237,15 +244,14 @@ SECTIONS: dict[str, tuple[Column, ...]] = {
                "share of tokens whose ratio was truncated"),
         Column("mask", ".2%", _mean("correction/masked_fraction"),
                "share of tokens that were rejected"),
-        Column("health", ".1f", _mean("health/state", max),
-               "worst state of any step: 0 healthy, 1 to watch, 2 unstable", terminal=False),
     ),
     "Refit and recalibration": (
         Column("refit bytes", ",.0f", _mean("refit/bytes"), "sent by one refit", terminal=False),
         Column("of BF16", ".2f", _mean("refit/bytes"),
                "refit bytes, divided by those of the same model's BF16 rollout", relative=True),
         Column("verified", ",.0f", _mean("refit/verified_weights", min),
-               "weights proven to have arrived, the fewest in any refit", terminal=False),
+               "FP8 weights proven to have arrived, the fewest in any refit; 0 where the rollout has "
+               "none, and with glue.verify=off", terminal=False),
         Column("satur.", ".2%", _mean("recalibrate/saturated_fraction"),
                "share of Q/K/V ranges that exceeded the scale in force"),
         Column("drift", ".1%", _max_drift,

@@ -311,6 +311,7 @@ def write_environment(run_dir: Path, **more: str) -> None:
 def call_verb(verb: str, *arguments: str) -> int:
     """Run one of the recipes in a fresh process of this interpreter; its exit code.
 
+    A child that a signal killed could not say so: it is said here, and the code is a shell's.
     Ctrl-C reaches the child too, SIGTERM is passed on; the child stops and says so, this waits for
     it, and gives INTERRUPTED however the child ended.
     """
@@ -330,7 +331,14 @@ def call_verb(verb: str, *arguments: str) -> int:
     code = child.wait()
     signal.signal(signal.SIGINT, before)
     signal.signal(signal.SIGTERM, before_term)
-    return INTERRUPTED if asked else code
+    if asked:
+        return INTERRUPTED
+    if code < 0:
+        name, often = signal.Signals(-code).name, ", often for lack of memory"
+        why = f"killed by {name}{often if -code == signal.SIGKILL else ''}"
+        print(f"{' '.join(arguments)}: {why}; the same line goes on", file=sys.stderr)
+        return 128 - code
+    return code
 
 
 def _existing(plan: Plan) -> Frozen:

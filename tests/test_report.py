@@ -144,14 +144,12 @@ def test_numbers_of_one_run_equal_those_computed_by_hand(make):
         for step in range(1, 9)
     ]  # fmt: skip
     rows[3]["val/accuracy"], rows[7]["val/accuracy"] = 0.9, 0.65
-    for step, row in enumerate(rows):
-        row["health/state"] = (step % 4 == 2) + (step == 6)
     cell = only_cell(make(rows, steps=8))
     assert shown(cell) == {
         "first acc.": "40.0%", "last acc.": "65.0%", "gain": "+25.0",
         "reward": "0.600",  # steps 4 to 8
         "KL": "4.5e-03", "p99": "1.125", "prob. error": "1.562", "mult. mean": "1.450",
-        "mult. ESS": "0.955", "clip": "0.45%", "mask": "4.50%", "health": "2.0",
+        "mult. ESS": "0.955", "clip": "0.45%", "mask": "4.50%",
         "refit bytes": "1,000", "of BF16": "-", "verified": "14",
         "satur.": "4.50%",
         "drift": "50.0%",  # step 1 is left out
@@ -250,9 +248,17 @@ def test_refit_bytes_are_relative_to_the_bf16_rollout_of_the_same_model(make):
 def test_a_missing_number_is_a_dash_and_a_zero_is_a_zero(make):
     cell = only_cell(make(finished(refit__bytes=None), precision=BF16, first=None))
     assert {name for name, text in shown(cell).items() if text == "-"} == {
-        "first acc.", "gain", "refit bytes", "of BF16", "satur.", "drift", "health",
+        "first acc.", "gain", "refit bytes", "of BF16", "satur.", "drift",
     }  # fmt: skip
     assert shown(cell)["clip"] == "0.00%"
+
+
+def test_a_run_that_fell_apart_leaves_the_table_as_wide_as_it_was(make):
+    path = make(finished(mismatch__token_mult_prob_error=2.5e83, refit__bytes=5_600_000))
+    texts = shown(only_cell(path))
+    assert texts["prob. error"] == "2.5e+83" and texts["refit bytes"] == "4,480,200"
+    seeds = [make(finished(mismatch__token_mult_prob_error=x), seed=x) for x in (1, 90_000)]
+    assert shown(only_cell(*seeds))["prob. error"] == "4.5e+04 ±5.7e+05"
 
 
 def test_an_unfinished_run_has_no_last_validation_even_if_it_validated_on_its_way(make):

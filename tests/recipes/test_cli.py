@@ -452,6 +452,25 @@ def test_ctrl_c_while_a_cell_still_imports_ends_the_sweep(tmp_path):
     assert not list((tmp_path / "outputs").glob("*/*/*/log/*")), "no cell began"
 
 
+def test_a_cell_that_was_killed_is_named_and_the_next_one_runs(tmp_path):
+    line = ["-m", *SMALL, "grpo.steps=40", "seed=1,2", f"outputs={tmp_path}/outputs"]
+    command = [sys.executable, "-m", "recipes.grpo", *line]
+    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not list((tmp_path / "outputs").glob("*/*/s1-*/metrics.jsonl")):
+        assert child.poll() is None
+        time.sleep(0.02)
+    [cell] = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    os.kill(int(cell), signal.SIGKILL)
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 137
+    [said] = errors.strip().splitlines()
+    assert "/s1-" in said and said.endswith(
+        ": killed by SIGKILL, often for lack of memory; the same line goes on"
+    )
+    [other] = (tmp_path / "outputs").glob("*/*/s2-*")
+    assert run_dir.steps_done(run_dir.read_metrics(other)) == 40
+
+
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_a_sweep_that_is_asked_to_end_does_also_where_its_cell_ends_well_or_by_it(number):
     code = (
