@@ -137,19 +137,24 @@ MAKERS: dict[str, Callable[[int, int], Split]] = {
 
 
 def read_jsonl(path: Path) -> list[Problem]:
-    """Problems of a file.
+    """Problems of a file, an object on each line; blank lines are passed over, as NeMo RL does.
 
     Raises:
         DataError: naming the file, and the line that is broken.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig").removesuffix("\n")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
-    if not text.strip():
-        raise DataError(f"{path}: holds no problem")
+        reason = error.strerror if isinstance(error, OSError) else error
+        files = f"{TRAIN_FILE} and {VALIDATION_FILE}"
+        raise DataError(
+            f"{path}: cannot be read ({reason}); data.path must be a folder with {files}"
+        ) from error
     lines = enumerate(text.split("\n"), start=1)  # splitlines would split texts at U+2028 too
-    return [_parse(line, f"{path}:{number}") for number, line in lines]
+    found = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    if not found:
+        raise DataError(f"{path}: holds no problem")
+    return found
 
 
 def write_problems(folder: Path, split: Split) -> None:
@@ -202,6 +207,13 @@ def _parse(line: str, where: str) -> Problem:
         problem = Problem(fields["input"], fields["output"])
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f'{where}: not an object with "input" and "output" ({error!r})') from error
-    if not all(isinstance(text, str) and text for text in (problem.input, problem.output)):
-        raise DataError(f'{where}: "input" and "output" must be texts, not empty')
+    if not all(_is_text(each) for each in (problem.input, problem.output)):
+        raise DataError(f'{where}: "input" and "output" must be texts in UTF-8, not blank')
     return problem
+
+
+def _is_text(value: object) -> bool:
+    """JSON can also escape half of a character, which no tokenizer takes."""
+    if not isinstance(value, str) or not value.strip():
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in value)

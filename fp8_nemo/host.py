@@ -229,7 +229,9 @@ def _of_shape(recipe: Recipe) -> Iterator[Limit]:
         uneven is not None,
         f"cuts {uneven} into shards that are no multiple of {BLOCK}",
         "vllm, validate_fp8_block_shape",
-        "experts stay whole with model.parallel.rollout_expert=rollout_tensor; else lower it",
+        "experts stay whole with model.parallel.rollout_expert=rollout_tensor; else lower it"
+        if shape.experts
+        else "lower it",
     )
     yield Limit(
         "grpo.updates_per_step",

@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fp8_nemo.data import longest_answer
-from fp8_nemo.estimate import HEADROOM, memory_per_gpu
+from fp8_nemo.estimate import GIB, HEADROOM, kv_capacity, memory_per_gpu
 from fp8_nemo.host import MAIN, Host, gpus, host_mistakes
 from fp8_nemo.keys import VLLM, leaves
 from fp8_nemo.overrides import (
@@ -34,7 +34,7 @@ from fp8_nemo.overrides import (
     nemo_mistakes,
     overrides,
 )
-from fp8_nemo.schema import TASKS, Data, Mistake, Recalibrate, Recipe, mistakes
+from fp8_nemo.schema import SLURMS, TASKS, Data, Mistake, Recalibrate, Recipe, mistakes
 
 LOCAL_BASE: dict[str, Any] = {
     "prompts_per_step": 32,
@@ -181,6 +181,8 @@ def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
     ]:
         raise PlanError(found)
     written = overrides(recipe, host)
+    if found := list(_small_cache(recipe, written[f"{VLLM}.max_model_len"])):
+        raise PlanError(found)
     recipe = _with_share(recipe, written[SHARE])
     base, environment = recipe.model.base_config or "", environment_variables(recipe)
     return Plan(
@@ -274,6 +276,18 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
         yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
     if recipe.data.is_made and recipe.data.path:
         yield "data.path: no effect, problems are made"
+    yield from _site_notes(recipe)
+
+
+def _site_notes(recipe: Recipe) -> Iterator[str]:
+    """Slurm's options without Slurm: no mistake, `cluster=here` may end a job's line on purpose."""
+    if recipe.cluster.kind == "here":
+        for key in SLURMS:
+            if getattr(recipe.cluster, key):
+                yield (
+                    f"cluster.{key}: no effect, cluster={recipe.cluster.name} is this machine; "
+                    "cluster=slurm, or a site's own file, queues it"
+                )
 
 
 def _tight_memory(recipe: Recipe, tokens: int) -> Iterator[str]:
@@ -288,12 +302,31 @@ def _tight_memory(recipe: Recipe, tokens: int) -> Iterator[str]:
 
 
 def _room(recipe: Recipe, phase: str) -> str:
-    """What would make room in a phase."""
-    if phase == "rollout" and recipe.model.memory.kv_cache_gib is not None:
-        return "use more GPUs, or lower model.memory.kv_cache_gib"
-    if phase == "rollout" or recipe.model.memory.recompute:
+    """What would make room in a phase: shorter sequences only where they do."""
+    if phase == "rollout":
+        cache = "model.memory.kv_cache_gib"
+        lower = cache if recipe.model.memory.kv_cache_gib is not None else "grpo.max_new_tokens"
+        return f"use more GPUs, or lower {lower}"
+    if memory_per_gpu(recipe, gpus(recipe), tokens=1).headroom(phase) < HEADROOM:
+        return "use more GPUs: sequences of one token would not fit either"
+    if recipe.model.memory.recompute:
         return "use more GPUs, or lower grpo.max_new_tokens"
     return "use more GPUs, or model.memory.recompute=true"
+
+
+def _small_cache(recipe: Recipe, longest: int) -> Iterator[Mistake]:
+    """VLLM starts no engine whose cache holds less than one sequence (`max_model_len`)."""
+    gib = recipe.model.memory.kv_cache_gib
+    if gib is not None:
+        shards = min(recipe.model.parallel.rollout_tensor, recipe.model.shape.kv_heads)
+        tokens = kv_capacity(recipe.model.shape, recipe.precision, gib * GIB * shards)
+        if tokens < longest:
+            yield Mistake(
+                "model.memory.kv_cache_gib",
+                gib,
+                f"holds {tokens:,} tokens, and a sequence may have {longest:,}: no engine starts",
+                "raise it, or lower grpo.max_new_tokens",
+            )
 
 
 def _with_local_base(recipe: Recipe) -> Recipe:
@@ -380,3 +413,4 @@ def _local_notes(recipe: Recipe) -> Iterator[str]:
             f"of {needed} characters, each a token of the models made here; raise it (grpo=small "
             "has 400), or lower data.difficulty"
         )
+    yield from _site_notes(recipe)

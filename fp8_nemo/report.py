@@ -250,8 +250,8 @@ SECTIONS: dict[str, tuple[Column, ...]] = {
         Column("of BF16", ".2f", _mean("refit/bytes"),
                "refit bytes, divided by those of the same model's BF16 rollout", relative=True),
         Column("verified", ",.0f", _mean("refit/verified_weights", min),
-               "FP8 weights proven to have arrived, the fewest in any refit; 0 where the rollout has "
-               "none, and with glue.verify=off", terminal=False),
+               "FP8 weights proven to have arrived, the fewest in any refit; 0 in a BF16 rollout "
+               "and with glue.verify=off", terminal=False),
         Column("satur.", ".2%", _mean("recalibrate/saturated_fraction"),
                "share of Q/K/V ranges that exceeded the scale in force"),
         Column("drift", ".1%", _max_drift,

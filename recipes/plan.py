@@ -15,7 +15,7 @@ from fp8_nemo.compose import ComposeError, compose_plans
 from fp8_nemo.describe import changes, differences, stock_command, table
 from fp8_nemo.nemo.checkout import host_of
 from fp8_nemo.run_dir import RunDirError, run_path
-from fp8_nemo.submit import sbatch_command
+from fp8_nemo.submit import notes, sbatch_command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"\nThe same with NeMo RL alone, in its checkout:\n\n{stock}")
         if call:
             print(f"\nQueued by:\n\n{shlex.join(call)}")
+    for note in notes(plans):
+        print(f"\nnote: {note}")
     return 0
 
 

@@ -63,8 +63,9 @@ def test_what_is_written_is_read_back_and_is_what_nemo_rls_response_dataset_read
         '{"input": "1+2", "output": 3}',
         '{"input": "1+2", "outp',
         "[]",
-        "",
         '{"input": "", "output": "3"}',
+        '{"input": "1+2", "output": "  "}',
+        r'{"input": "1+\ud800", "output": "3"}',
     ],
 )
 def test_a_broken_line_is_named_with_file_and_number(tmp_path, line):
@@ -74,9 +75,19 @@ def test_a_broken_line_is_named_with_file_and_number(tmp_path, line):
         read_jsonl(path)
 
 
+def test_blank_lines_are_passed_over_as_nemo_rl_does(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('\n{"input": "1+2", "output": "3"}\n \n{"input": "2+2", "output": "4"}\n\n')
+    assert [problem.input for problem in read_jsonl(path)] == ["1+2", "2+2"]
+    path.write_text("\n \n")
+    with pytest.raises(DataError, match="holds no problem"):
+        read_jsonl(path)
+
+
 def test_a_missing_or_empty_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
+    with pytest.raises(DataError, match=r"none\.jsonl: cannot be read \(No such file") as error:
         read_jsonl(tmp_path / "none.jsonl")
+    assert "data.path must be a folder with train.jsonl and" in str(error.value)
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(DataError, match=r"empty\.jsonl: holds no problem"):
         read_jsonl(tmp_path / "empty.jsonl")

@@ -45,6 +45,15 @@ def test_steps_cluster_logging_and_outputs_do_not_rename_the_run(argument):
     assert plan(argument).run_name == plan().run_name
 
 
+@pytest.mark.parametrize("words", [[], ["model=llama31-8b"]], ids=["local", "nemo"])
+def test_slurms_options_without_slurm_are_told(words):
+    found = plan(*words, "cluster.account=team", "cluster.extra=['--mem=0']").notes
+    told = [note for note in found if "cluster=here is this machine" in note]
+    assert [note.partition(":")[0] for note in told] == ["cluster.account", "cluster.extra"]
+    queued = plan(*words, "cluster=slurm", "cluster.account=team", "cluster.interpreter=system")
+    assert not [note for note in queued.notes if "is this machine" in note]
+
+
 @pytest.mark.parametrize(
     "argument",
     [

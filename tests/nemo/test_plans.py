@@ -335,6 +335,31 @@ def test_powers_of_two_are_refused_on_main_too_whose_patch_calls_itself():
         plan("model=llama31-8b", "precision=fp8-linear", "precision.scales=pow2")
 
 
+def test_a_cache_that_holds_less_than_one_sequence_is_refused():
+    words = ("model=llama31-8b", "precision=fp8-kv-attn", "grpo.max_new_tokens=30000")
+    bytes_of_a_token = 2 * 32 * 8 * 128  # K and V of all layers and heads, a byte each
+    longest = overrides(*words)["policy.generation.vllm_cfg.max_model_len"]
+    enough = longest * bytes_of_a_token / 2**30
+    assert plan(*words, f"model.memory.kv_cache_gib={enough}")
+    with pytest.raises(PlanError, match=f"a sequence may have {longest:,}: no engine starts"):
+        plan(*words, f"model.memory.kv_cache_gib={enough * 0.999}")
+    assert plan(
+        *words, f"model.memory.kv_cache_gib={enough / 2}", "model.parallel.rollout_tensor=2"
+    )
+    assert plan(*words, "model.memory.kv_cache_gib=null")
+
+
+def test_the_remedy_for_too_little_memory_is_one():
+    def remedy(*words):
+        [note] = [note for note in plan(*words).notes if note.startswith("memory: ")]
+        return note.partition("GiB free")[2]
+
+    too_few = ("model=qwen3-30b-a3b", "precision=fp8-e2e", "cluster.nodes=1")
+    assert "sequences of one token would not fit either" in remedy(*too_few)
+    too_long = ("model=llama31-8b", "precision=fp8-e2e", "grpo.max_new_tokens=100000")
+    assert "or lower grpo.max_new_tokens" in remedy(*too_long, "model.memory.kv_cache_gib=null")
+
+
 def test_a_prompt_may_be_given_more_room_and_the_cut_is_told():
     words = ("model=llama31-8b", "data=openmath-2", "grpo.max_new_tokens=2048")
     found = plan(*words)

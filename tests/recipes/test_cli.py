@@ -452,6 +452,18 @@ def test_ctrl_c_while_a_cell_still_imports_ends_the_sweep(tmp_path):
     assert not list((tmp_path / "outputs").glob("*/*/*/log/*")), "no cell began"
 
 
+def test_a_plan_tells_what_the_nodes_must_have_and_this_machine_lacks(tmp_path):
+    site = [
+        "cluster=slurm",
+        f"cluster.mounts=[{tmp_path}/none:/data]",
+        "cluster.container=/no.sqsh",
+    ]
+    done = verb("plan", "model=llama31-8b", *site)
+    assert done.returncode == 0, done.stderr
+    assert "note: cluster.container: /no.sqsh is not on this machine" in done.stdout
+    assert done.stdout.count(f"note: cluster.mounts: {tmp_path}/none is not") == 1
+
+
 def test_a_cell_that_was_killed_is_named_and_the_next_one_runs(tmp_path):
     line = ["-m", *SMALL, "grpo.steps=40", "seed=1,2", f"outputs={tmp_path}/outputs"]
     command = [sys.executable, "-m", "recipes.grpo", *line]
