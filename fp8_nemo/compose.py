@@ -36,7 +36,7 @@ from yaml import YAMLError
 
 from fp8_nemo.host import MAIN, Host, HostError
 from fp8_nemo.keys import leaves
-from fp8_nemo.measurement import measurement_mistakes
+from fp8_nemo.measurement import measurement_mistakes, measurement_notes
 from fp8_nemo.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
 
@@ -104,7 +104,10 @@ def compose_plans(
             found[-1] += str(error).splitlines()
     _raise_if_any(cells, found)
     _refuse_twins(cells, plans)
-    return plans
+    return [
+        dataclasses.replace(plan, notes=(*plan.notes, *measurement_notes(plan.recipe.correction)))
+        for plan in plans
+    ]
 
 
 def choices() -> str:

@@ -101,8 +101,8 @@ def read_measurement(file: Path) -> Measurement:
         found = Measurement(**json.loads(file.read_text()))
         if any(len(points) != POINTS + 1 for points in found.quantiles.values()):
             raise ValueError("quantiles")
-    except OSError:
-        raise MeasurementError(f"{file}: no such file") from None
+    except OSError as error:
+        raise MeasurementError(f"{file}: {str(error.strerror).lower()}") from None
     except (ValueError, TypeError, AttributeError):
         raise MeasurementError(f"{file}: is no measurement of recipes.measure_mismatch") from None
     if missing := {*RATIOS, *DIVERGENCES, VETO}.difference(found.quantiles):
@@ -128,6 +128,17 @@ def measurement_mistakes(correction: Correction) -> Iterator[Mistake]:
             f"would reject {share:.1%} of the tokens measured in {correction.measurement}, and "
             f"correction.max_reject={correction.max_reject}",
             "take the bounds that recipes.measure_mismatch proposes, or raise max_reject",
+        )
+
+
+def measurement_notes(correction: Correction) -> Iterator[str]:
+    """What a plan was held against: another model's mismatch, or of other lengths, says little."""
+    if correction.measurement is not None:
+        found = read_measurement(Path(correction.measurement))
+        length, share = found.tokens / found.sequences, found.rejected(correction)
+        yield (
+            f"correction.measurement: {correction.name} rejects {share:.2%} of what was measured, "
+            f"{length:.0f} tokens a sequence, on {', '.join(found.source)}"
         )
 
 

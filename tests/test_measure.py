@@ -176,6 +176,8 @@ def test_a_measurement_reads_back_and_anything_else_is_one_line(tmp_path, measur
         read_measurement(file)
     with pytest.raises(MeasurementError, match="no such file"):
         read_measurement(tmp_path / "gone.json")
+    with pytest.raises(MeasurementError, match="is a directory"):
+        read_measurement(tmp_path)
 
 
 def test_a_plan_that_would_reject_more_than_allowed_is_refused_with_the_share(tmp_path, measured):
@@ -185,7 +187,14 @@ def test_a_plan_that_would_reject_more_than_allowed_is_refused_with_the_share(tm
     assert compose_plans(["correction=tis", named])
     with pytest.raises(ComposeError, match=r"geo-rs: would reject \d+\.\d% of the tokens"):
         compose_plans(["correction=geo-rs", named])
-    assert compose_plans(["correction=geo-rs", named, "correction.max_reject=1"])
+    [allowed] = compose_plans(["correction=geo-rs", named, "correction.max_reject=1"])
+    [told] = [note for note in allowed.notes if note.startswith("correction.measurement: geo-rs")]
+    share, length = (
+        measured.rejected(allowed.recipe.correction),
+        measured.tokens / measured.sequences,
+    )
+    assert f"rejects {share:.2%} of what was measured, {length:.0f} tokens a sequence" in told
+    assert told.endswith(f"on {', '.join(measured.source)}")
     with pytest.raises(ComposeError, match=r"correction\.measurement=.*no such file"):
         compose_plans(["correction=tis", f"{named}.gone"])
 

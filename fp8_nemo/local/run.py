@@ -20,6 +20,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from fp8_nemo import run_dir
 from fp8_nemo.data import load_problems, problems_digest
@@ -119,16 +120,13 @@ def _sources(plan: Plan, path: Path) -> dict[str, str]:
 def progress(plan: Plan) -> Iterator[Report]:
     """A bar on a terminal, a line every tenth of the way elsewhere; every row goes to the log."""
     console, steps = Console(markup=False), plan.recipe.grpo.steps
-    every = max(1, steps // 10)
-    columns = (
-        TextColumn(f"{plan.cell:36}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    every, name = max(1, steps // 10), f"{plan.cell} s{plan.recipe.seed}"
     bar = Progress(
-        *columns,
-        TextColumn("{task.fields[shown]}"),
+        TextColumn(name),
+        BarColumn(bar_width=10),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[shown]}", table_column=Column()),  # wraps, where 80 columns end
         console=console,
         disable=not console.is_terminal,
     )
@@ -140,13 +138,13 @@ def progress(plan: Plan) -> Iterator[Report]:
             """Show one step."""
             logging.info("%s", row)
             if row.get("health"):
-                console.print(f"{plan.cell}  {row['health']}", soft_wrap=True)
+                console.print(f"{name}  {row['health']}", soft_wrap=True)
             latest.update({word: f"{row[key]:.3g}" for word, key in SHOWN.items() if key in row})
             if SHOWN["val"] in row:
                 latest["val"] += f" at {row['step']}"
             shown = "  ".join(f"{word} {value}" for word, value in latest.items())
             bar.update(task, completed=row["step"], shown=shown)
             if not console.is_terminal and row["step"] % every == 0:
-                console.print(f"{plan.cell}  step {row['step']}/{steps}  {shown}", soft_wrap=True)
+                console.print(f"{name}  step {row['step']}/{steps}  {shown}", soft_wrap=True)
 
         yield report

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.text import Text
 
 from fp8_nemo import run_dir
 from fp8_nemo.data import Problem, read_jsonl, running_sum
@@ -40,8 +41,19 @@ def test_a_line_says_of_which_step_its_validation_is(make_plan, capsys):
         report({"step": 0, "val/accuracy": 0.25})
         report({"step": 1, "reward/mean": 0.5})
     first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("step 0/10  val 0.25 at 0")
+    assert first.endswith(" s42  step 0/10  val 0.25 at 0")
     assert second.endswith("step 1/10  val 0.25 at 0  reward 0.5")
+
+
+def test_on_80_columns_the_bar_says_step_and_time_left(make_plan, capsys, monkeypatch):
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "80", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    row = {"reward/mean": 0.5123, "mismatch/kl": 1.234e-3, "time/step": 12.3}
+    with progress(make_plan("precision=fp8-kv-attn", "grpo.steps=100")) as report:
+        report({"step": 10, "val/accuracy": 0.255, **row})
+    shown = Text.from_ansi(capsys.readouterr().out).plain
+    assert "tiny-llama/fp8-kv-attn-tis s42 " in shown and " 10/100 -:--:-- " in shown
+    assert "…" not in shown and "s/step 12.3" in " ".join(shown.split())
 
 
 def without_times(rows: list[dict]) -> str:
