@@ -112,6 +112,8 @@ class AgainstTwin:
         said = [f"{self.cell} against {self.twin}, {seeds} of both"]
         if self.accuracy:
             said.append(f"accuracy {shown(self.accuracy, '+.1f')} points ({self.accuracy_word})")
+        elif self.finished < self.seeds:
+            said.append("no accuracy before both have finished")
         if self.kl:
             said.append(f"KL {shown(self.kl, KL)}{self._beside_twin()} ({self.health})")
         if self.step:

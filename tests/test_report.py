@@ -253,6 +253,17 @@ def test_a_missing_number_is_a_dash_and_a_zero_is_a_zero(make):
     assert shown(cell)["clip"] == "0.00%"
 
 
+def test_the_terminals_table_breaks_a_label_where_its_parts_meet(make):
+    small = Grpo(steps=4, learning_rate=1e-3)
+    runs = [make(finished()), make(finished(), grpo=small), make(finished(), precision=E2E_KV)]
+    runs.append(make(finished(), model=Model(name="tiny-qwen3-moe")))
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table(compare(map(read_run, runs))))
+    firsts = [line[:16].rstrip() for line in console.file.getvalue().splitlines()]
+    assert firsts.count("tiny-llama/") == 3 and firsts.count("fp8-kv-attn-tis") == 3
+    assert "grpo.learning_ra" in firsts and "fp8-e2e-kv-attn-" in firsts
+
+
 def test_a_run_that_fell_apart_leaves_the_table_as_wide_as_it_was(make):
     path = make(finished(mismatch__token_mult_prob_error=2.5e83, refit__bytes=5_600_000))
     texts = shown(only_cell(path))

@@ -145,6 +145,13 @@ def test_a_run_from_other_weights_is_no_twin():
     assert not [note for note in compare([twin, cell]).notes if "environments differ" in note]
 
 
+def test_a_pair_that_has_not_finished_says_why_it_has_no_accuracy():
+    short = run(FP8)
+    unfinished = Run(short.path, short.plan, short.rows[:2], short.environment)
+    assert "; no accuracy before both have finished; KL 1.0e-02" in str(only(run(BF16), unfinished))
+    assert "before both" not in str(only(run(BF16), run(FP8)))
+
+
 def test_each_seed_has_its_own_problems_and_those_of_one_seed_must_be_the_twins():
     def with_problems(precision, seed, digest):
         return run(precision, seed=seed, environment=MACHINE | {"problems": digest})
