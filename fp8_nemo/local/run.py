@@ -43,6 +43,12 @@ SHOWN = {
     "s/step": "time/step",
 }
 
+NOTHING_LEARNED = (
+    "note: no step had a gradient: all answers to a problem had the same reward. "
+    "grpo.max_new_tokens may cut right answers off, the model's tokenizer may lack characters of "
+    "the problems, or the model solves none of them, or all"
+)
+
 
 def run(plan: Plan, path: Path) -> int:
     """Train; 0 when the last step is done, 2 for an unusable directory, 1 if a proof failed.
@@ -83,6 +89,8 @@ def run(plan: Plan, path: Path) -> int:
         print(f"{path}: stopped, step {step} is saved; the same line goes on", file=sys.stderr)
         return run_dir.INTERRUPTED
     print(f"{path}: finished, {plan.recipe.grpo.steps} steps")
+    if all(row.get("train/grad_norm") == 0 for row in run_dir.read_metrics(path) if row["step"]):
+        print(NOTHING_LEARNED)
     return 0
 
 

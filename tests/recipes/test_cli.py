@@ -362,6 +362,16 @@ def test_other_versions_than_it_began_with_are_refused_unless_allowed(tmp_path):
     assert allowed.returncode == 0 and curve(path)[-1]["step"] == 3
 
 
+def test_a_run_that_could_learn_nothing_says_so(tmp_path):
+    for name in ("train", "validation"):
+        lines = [f'{{"input": "{n}+1", "output": "far beyond four tokens"}}\n' for n in range(64)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    data = ["data=jsonl", f"data.path={tmp_path}"]
+    said = [verb("grpo", *SMALL, f"outputs={tmp_path}/{n}", *data[: 2 * n]).stdout for n in (0, 1)]
+    assert ["note: no step had a gradient" in each for each in said] == [False, True]
+    assert "grpo.max_new_tokens may cut right answers off" in said[1]
+
+
 def test_other_problems_or_weights_than_it_began_with_are_refused_unless_allowed(tmp_path):
     shutil.copytree(SHIPPED / "tiny-llama", tmp_path / "model")
     for name in ("train", "validation"):
