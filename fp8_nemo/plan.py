@@ -315,7 +315,7 @@ def _room(recipe: Recipe, phase: str) -> str:
 
 
 def _small_cache(recipe: Recipe, longest: int) -> Iterator[Mistake]:
-    """VLLM starts no engine whose cache holds less than one sequence (`max_model_len`)."""
+    """An engine whose cache holds less than one sequence does not start (vLLM, max_model_len)."""
     gib = recipe.model.memory.kv_cache_gib
     if gib is not None:
         shards = min(recipe.model.parallel.rollout_tensor, recipe.model.shape.kv_heads)
