@@ -145,13 +145,13 @@ def read_jsonl(path: Path) -> list[Problem]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        files = f"{TRAIN_FILE} and {VALIDATION_FILE}"
-        raise DataError(
-            f"{path}: cannot be read ({reason}); data.path must be a folder with {files}"
-        ) from error
+        remedy = f"{error}); it must be UTF-8"
+        if isinstance(error, OSError):
+            files = f"{TRAIN_FILE} and {VALIDATION_FILE}"
+            remedy = f"{error.strerror}); data.path must be a folder with {files}"
+        raise DataError(f"{path}: cannot be read ({remedy}") from error
     lines = enumerate(text.split("\n"), start=1)  # splitlines would split texts at U+2028 too
-    found = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    found = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip(" \t\r")]
     if not found:
         raise DataError(f"{path}: holds no problem")
     return found

@@ -52,7 +52,8 @@ def table(comparison: Comparison) -> Table:
     for column in columns:
         grid.add_column(column.name.replace(" ", "\n"), justify="right", no_wrap=True)
     for cell in comparison.cells:
-        parts = re.split(r"(?<=/)| ", cell.label)  # the model, the cell, each key that differs
+        own, *keys = cell.label.split(" ")  # those that differ where the names do not
+        parts = [*re.split(r"(?<=/)", own), *keys]
         name = "\n".join([*(textwrap.fill(part, 16) for part in parts), cell.steps])
         grid.add_row(Text(name), *(Text(cell.show(each, joint="\n")) for each in columns))
     return grid

@@ -304,9 +304,9 @@ def _tight_memory(recipe: Recipe, tokens: int) -> Iterator[str]:
 def _room(recipe: Recipe, phase: str) -> str:
     """What would make room in a phase: shorter sequences only where they do."""
     if phase == "rollout":
-        cache = "model.memory.kv_cache_gib"
-        lower = cache if recipe.model.memory.kv_cache_gib is not None else "grpo.max_new_tokens"
-        return f"use more GPUs, or lower {lower}"
+        bounded = recipe.model.memory.kv_cache_gib is not None
+        lower = f"model.memory.{'kv_cache_gib' if bounded else 'rollout_share'}"
+        return f"lower {lower}, or raise model.parallel.rollout_tensor"
     if memory_per_gpu(recipe, gpus(recipe), tokens=1).headroom(phase) < HEADROOM:
         return "use more GPUs: sequences of one token would not fit either"
     if recipe.model.memory.recompute:
@@ -325,7 +325,7 @@ def _small_cache(recipe: Recipe, longest: int) -> Iterator[Mistake]:
                 "model.memory.kv_cache_gib",
                 gib,
                 f"holds {tokens:,} tokens, and a sequence may have {longest:,}: no engine starts",
-                "raise it, or lower grpo.max_new_tokens",
+                f"raise it, or lower grpo.max_new_tokens or nemo.{PROMPT}",
             )
 
 

@@ -414,14 +414,18 @@ def differing(named: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[
 
 
 def differing_problems(named: Iterable[tuple[str, Run]]) -> dict[str, dict[str, list[str]]]:
-    """As `differing`, of the problems that one seed and one `data` made, where it is recorded."""
+    """As `differing`, of the problems of one `data`, where recorded: those made, seed by seed."""
     alike = defaultdict(list)
     for name, run in named:
         if digest := run.environment.get("problems"):
             data = tuple(each for each in run.settings.items() if each[0].startswith("data."))
-            problems = {f"problem set of seed {run.recipe.seed}": digest}
-            alike[run.recipe.seed, data].append((name, problems))
-    return {key: holders for each in alike.values() for key, holders in differing(each).items()}
+            of_seed = f" of seed {run.recipe.seed}" if run.recipe.data.is_made else ""
+            alike[data, of_seed].append((name, {f"problem set{of_seed}": digest}))
+    found = defaultdict(dict)
+    for each in alike.values():
+        for key, holders in differing(each).items():
+            found[key] |= holders
+    return found
 
 
 def _as_typed(tree: Mapping[str, Any]) -> dict[str, str]:

@@ -334,9 +334,10 @@ def call_verb(verb: str, *arguments: str) -> int:
     if asked:
         return INTERRUPTED
     if code < 0:
-        name, often = signal.Signals(-code).name, ", often for lack of memory"
-        why = f"killed by {name}{often if -code == signal.SIGKILL else ''}"
-        print(f"{' '.join(arguments)}: {why}; the same line goes on", file=sys.stderr)
+        often = ", often for lack of memory" if -code == signal.SIGKILL else ""
+        why = f"killed by signal {-code} ({signal.strsignal(-code)}){often}"
+        goes_on = "the same line goes on from its last checkpoint, or begins again"
+        print(f"{' '.join(arguments)}: {why}; {goes_on}", file=sys.stderr)
         return 128 - code
     return code
 

@@ -208,7 +208,11 @@ def _unmatched(cell: Cell, twin: Cell) -> Iterator[str]:
         mine, its = (values.get(key, "not set") for _, values in named)
         yield f"{key} is {mine}, the twin's {its}"
     runs = [(name, run) for name, each in (("", cell), ("t", twin)) for run in each.runs]
-    for key, (mine, its) in differing_problems(runs).items():
+    for key, holders in differing_problems(runs).items():
+        mine, its = (
+            " or ".join(digest for digest, names in holders.items() if name in names)
+            for name in ("", "t")
+        )
         yield f"{key} is {mine}, the twin's {its}"
     corrections = [each.runs[0].recipe.correction for each in (cell, twin)]
     if corrections[1].name != "none" and corrections[0] != corrections[1]:

@@ -9,7 +9,17 @@ import pytest
 from fp8_nemo.page import verdicts
 from fp8_nemo.plan import plan_recipe
 from fp8_nemo.report import EMULATION, Run, compare
-from fp8_nemo.schema import Cluster, Correction, Glue, Grpo, Model, Precision, Recalibrate, Recipe
+from fp8_nemo.schema import (
+    Cluster,
+    Correction,
+    Data,
+    Glue,
+    Grpo,
+    Model,
+    Precision,
+    Recalibrate,
+    Recipe,
+)
 from fp8_nemo.twin import EQUAL, against_twins
 
 BF16 = Precision("bf16")
@@ -153,8 +163,8 @@ def test_a_pair_that_has_not_finished_says_why_it_has_no_accuracy():
 
 
 def test_each_seed_has_its_own_problems_and_those_of_one_seed_must_be_the_twins():
-    def with_problems(precision, seed, digest):
-        return run(precision, seed=seed, environment=MACHINE | {"problems": digest})
+    def with_problems(precision, seed, digest, **recipe):
+        return run(precision, seed=seed, environment=MACHINE | {"problems": digest}, **recipe)
 
     twins = [with_problems(BF16, 1, "one"), with_problems(BF16, 2, "two")]
     alike = [*twins, with_problems(FP8, 1, "one"), with_problems(FP8, 2, "two")]
@@ -163,6 +173,18 @@ def test_each_seed_has_its_own_problems_and_those_of_one_seed_must_be_the_twins(
     assert only(*other).unmatched == ("problem set of seed 2 is else, the twin's two",)
     [_, note] = compare(other).notes
     assert note == "not matched: problem set of seed 2 is two in bf16-none; else in fp8-linear-none"
+    file = {"data": Data("jsonl", path="problems")}  # which is the same for every seed
+    seeds = ((1, "before"), (2, "after"))
+    edited = [with_problems(each, *seed, **file) for each in (BF16, FP8) for seed in seeds]
+    [unmatched] = only(*edited).unmatched
+    assert unmatched == "problem set is before or after, the twin's before or after"
+    both = [
+        with_problems(each, 1, f"{each.name}, {difficulty}", data=Data(difficulty=difficulty))
+        for each in (BF16, FP8)
+        for difficulty in (1, 3)
+    ]
+    [note] = [each for each in compare(both).notes if "problem set of seed 1" in each]
+    assert note.count(" in ") == 4, "of both data"
     unknown = [*twins, with_problems(FP8, 1, "one"), run(FP8, seed=2)]
     assert compare(unknown).notes == (EMULATION,) and not only(*unknown).unmatched
 

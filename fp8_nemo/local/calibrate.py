@@ -56,7 +56,8 @@ def convert(
         RunDirError: the run directory is damaged.
     """
     if (source / PLAN).is_file():
-        settings = [*_rolled_out(read_plan(source)), *settings]
+        named = any(word.startswith("precision=") for word in settings)
+        settings = [*([] if named else _rolled_out(read_plan(source))), *settings]
         source = exported(source)
     recipe = conversion_recipe(source, settings)
     calibration = calibration_of(recipe, source, calibrate, progress)
@@ -84,8 +85,6 @@ def conversion_recipe(source: Path, settings: list[str]) -> Recipe:
     if strange:
         raise CheckpointError(f"{strange[0]}: recipes.quantize_checkpoint takes precision alone")
     count = read_config(source)["num_hidden_layers"]
-    chosen = max((n for n, word in enumerate(settings) if word.startswith("precision=")), default=0)
-    settings = settings[chosen:]  # a precision chosen by name is that one, not the run's own
     [recipe] = compose(["precision=fp8-linear", *settings, f"model.shape.layers={count}"])
     if recipe.precision.rollout_linear != "fp8":
         name = recipe.precision.name
@@ -117,7 +116,7 @@ def calibration_of(
     if file is None:
         raise CheckpointError(
             f"precision={name}: its FP8 cache needs scales; add --calibrate TEXTS, a file with a "
-            "text on each line, or precision=fp8-linear, whose cache is BF16"
+            "text on each line, or precision.rollout_kv=bf16"
         )
     try:
         texts = [line for line in file.read_text().splitlines() if line.strip()]

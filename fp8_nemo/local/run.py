@@ -89,9 +89,15 @@ def run(plan: Plan, path: Path) -> int:
         print(f"{path}: stopped, step {step} is saved; the same line goes on", file=sys.stderr)
         return run_dir.INTERRUPTED
     print(f"{path}: finished, {plan.recipe.grpo.steps} steps")
-    if all(row.get("train/grad_norm") == 0 for row in run_dir.read_metrics(path) if row["step"]):
+    if _learned_nothing([row for row in run_dir.read_metrics(path) if row["step"]]):
         print(NOTHING_LEARNED)
     return 0
+
+
+def _learned_nothing(rows: list[dict[str, Any]]) -> bool:
+    """Whether no step had a gradient, though a correction left tokens to learn from."""
+    rejected = any(row.get("correction/masked_fraction") == 1 for row in rows)
+    return bool(rows) and not rejected and all(row.get("train/grad_norm") == 0 for row in rows)
 
 
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:

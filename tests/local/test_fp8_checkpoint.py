@@ -312,6 +312,14 @@ def test_a_cache_in_fp8_gets_scales_of_what_attention_saw_in_the_texts(source, t
     )
 
 
+def test_the_order_of_overrides_says_nothing(source, tmp_path):
+    words = ["precision.scales=pow2", "precision=fp8-linear"]
+    for name, each in (("one", words), ("other", words[::-1])):
+        assert recipe.main([str(source), str(tmp_path / name), *each]) == 0
+    one, other = (json.loads((tmp_path / name / BOOK).read_text()) for name in ("one", "other"))
+    assert one["settings"] == other["settings"] and one["settings"]["scales"] == "pow2"
+
+
 def test_scales_are_measured_after_everything_is_checked_and_once(source, tmp_path):
     target, measured = tmp_path / "fp8", []
 
@@ -414,7 +422,11 @@ def test_a_run_is_converted_to_what_it_was_rolled_out_in(make_plan, tmp_path, ca
     assert recipe.main(line) == 2
     error = capsys.readouterr().err
     assert "precision=fp8-e2e-kv-attn: its FP8 cache needs scales; add --calibrate" in error
-    assert "or precision=fp8-linear, whose cache is BF16" in error
+    assert error.strip().endswith("or precision.rollout_kv=bf16")
+    assert recipe.main([line[0], str(tmp_path / "bf16-kv"), "precision.rollout_kv=bf16"]) == 0
+    made = tensors_of(tmp_path / "bf16-kv")
+    assert f"{Q}_scale_inv" in made and not [name for name in made if name.endswith("k_scale")]
+    assert not [name for name in made if "layers.1" in name and name.endswith("_scale_inv")]
     texts.write_text("12+30=\n")
     assert recipe.main([*line, "--calibrate", str(texts)]) == 0
     found = tensors_of(tmp_path / "fp8")

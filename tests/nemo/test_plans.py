@@ -358,6 +358,12 @@ def test_the_remedy_for_too_little_memory_is_one():
     assert "sequences of one token would not fit either" in remedy(*too_few)
     too_long = ("model=llama31-8b", "precision=fp8-e2e", "grpo.max_new_tokens=100000")
     assert "or lower grpo.max_new_tokens" in remedy(*too_long, "model.memory.kv_cache_gib=null")
+    share = ("model.memory.kv_cache_gib=null", "model.memory.rollout_share=0.9")
+    assert "; lower model.memory.rollout_share, or" in remedy("model=llama31-8b", *share)
+    assert not [
+        note for note in plan("model=llama31-8b", share[0], "model.memory.rollout_share=0.6").notes
+        if note.startswith("memory: rollout")
+    ]  # fmt: skip
 
 
 def test_a_prompt_may_be_given_more_room_and_the_cut_is_told():
