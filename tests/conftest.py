@@ -1,11 +1,17 @@
 """Shared fixtures: plans of the tiny models, small enough to run in a test."""
 
 import os
+import signal
+import threading
 from pathlib import Path
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # two threads a worker on two cores wait for each other
+
+# `make test &` in a script ignores Ctrl-C, and so would every process that a test starts.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 
