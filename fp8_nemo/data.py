@@ -144,12 +144,13 @@ def read_jsonl(path: Path) -> list[Problem]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        remedy = f"{error}); it must be UTF-8"
-        if isinstance(error, OSError):
-            files = f"{TRAIN_FILE} and {VALIDATION_FILE}"
-            remedy = f"{error.strerror}); data.path must be a folder with {files}"
-        raise DataError(f"{path}: cannot be read ({remedy}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: cannot be read ({error}); it must be UTF-8") from error
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); data.path must be a folder with "
+            f"{TRAIN_FILE} and {VALIDATION_FILE}"
+        ) from error
     lines = enumerate(text.split("\n"), start=1)  # splitlines would split texts at U+2028 too
     found = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip(" \t\r")]
     if not found:

@@ -240,8 +240,10 @@ def _opened_book(
         book = _json(target / BOOK)
         for what, value in begun.items():
             if book.get(what) != value:
-                others = "of another source, or of this one before it changed"
-                other = others if what == "source" else "with other settings"
+                other = {
+                    "source": "of another source, or of this one before it changed",
+                    "settings": "with other settings",
+                }[what]
                 raise CheckpointError(
                     f"{target}: holds a conversion {other}; delete it, or name another folder"
                 )

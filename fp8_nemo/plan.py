@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fp8_nemo.data import longest_answer
-from fp8_nemo.estimate import GIB, HEADROOM, kv_capacity, memory_per_gpu
+from fp8_nemo.estimate import HEADROOM, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.host import MAIN, Host, gpus, host_mistakes
 from fp8_nemo.keys import VLLM, leaves
 from fp8_nemo.overrides import (
@@ -34,7 +34,7 @@ from fp8_nemo.overrides import (
     nemo_mistakes,
     overrides,
 )
-from fp8_nemo.schema import SLURMS, TASKS, Data, Mistake, Recalibrate, Recipe, mistakes
+from fp8_nemo.schema import SBATCH_KEYS, TASKS, Data, Mistake, Recalibrate, Recipe, mistakes
 
 LOCAL_BASE: dict[str, Any] = {
     "prompts_per_step": 32,
@@ -276,13 +276,13 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
         yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
     if recipe.data.is_made and recipe.data.path:
         yield "data.path: no effect, problems are made"
-    yield from _site_notes(recipe)
+    yield from _sbatch_notes(recipe)
 
 
-def _site_notes(recipe: Recipe) -> Iterator[str]:
+def _sbatch_notes(recipe: Recipe) -> Iterator[str]:
     """Slurm's options without Slurm: no mistake, `cluster=here` may end a job's line on purpose."""
     if recipe.cluster.kind == "here":
-        for key in SLURMS:
+        for key in SBATCH_KEYS:
             if getattr(recipe.cluster, key):
                 yield (
                     f"cluster.{key}: no effect, cluster={recipe.cluster.name} is this machine; "
@@ -317,16 +317,14 @@ def _room(recipe: Recipe, phase: str) -> str:
 def _small_cache(recipe: Recipe, longest: int) -> Iterator[Mistake]:
     """An engine whose cache holds less than one sequence does not start (vLLM, max_model_len)."""
     gib = recipe.model.memory.kv_cache_gib
-    if gib is not None:
-        shards = min(recipe.model.parallel.rollout_tensor, recipe.model.shape.kv_heads)
-        tokens = kv_capacity(recipe.model.shape, recipe.precision, gib * GIB * shards)
-        if tokens < longest:
-            yield Mistake(
-                "model.memory.kv_cache_gib",
-                gib,
-                f"holds {tokens:,} tokens, and a sequence may have {longest:,}: no engine starts",
-                f"raise it, or lower grpo.max_new_tokens or nemo.{PROMPT}",
-            )
+    tokens = kv_cache_tokens(recipe, memory_per_gpu(recipe, gpus(recipe), longest))
+    if gib is not None and tokens < longest:
+        yield Mistake(
+            "model.memory.kv_cache_gib",
+            gib,
+            f"holds {tokens:,} tokens, and a sequence may have {longest:,}: no engine starts",
+            f"raise it, or lower grpo.max_new_tokens or nemo.{PROMPT}",
+        )
 
 
 def _with_local_base(recipe: Recipe) -> Recipe:
@@ -413,4 +411,4 @@ def _local_notes(recipe: Recipe) -> Iterator[str]:
             f"of {needed} characters, each a token of the models made here; raise it (grpo=small "
             "has 400), or lower data.difficulty"
         )
-    yield from _site_notes(recipe)
+    yield from _sbatch_notes(recipe)

@@ -497,7 +497,7 @@ def _batch_mistakes(grpo: Grpo) -> Iterator[Mistake]:
         )
 
 
-SLURMS = ("account", "partition", "qos", "extra")
+SBATCH_KEYS = ("account", "partition", "qos", "extra")
 """Keys of `cluster` that are sbatch's alone."""
 
 
@@ -523,7 +523,7 @@ def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
             cluster.save_before_end,
             f"must be less than the {limit} seconds of cluster.time={cluster.time}",
         )
-    for key in SLURMS:
+    for key in SBATCH_KEYS:
         # `cluster=here` at the end of a job's line is this machine on purpose.
         if cluster.kind == "here" != cluster.name and (value := getattr(cluster, key)):
             yield Mistake(

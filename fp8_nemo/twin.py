@@ -203,15 +203,13 @@ def _shared(mine: Run, its: Run, key: str, after: int = 0) -> tuple[list[float],
 
 def _unmatched(cell: Cell, twin: Cell) -> Iterator[str]:
     """Also a correction of the twin's that is neither none nor the cell's own."""
-    named = [(name, each.runs[0].matched) for name, each in (("", cell), ("t", twin))]
-    for key in differing(named):
-        mine, its = (values.get(key, "not set") for _, values in named)
-        yield f"{key} is {mine}, the twin's {its}"
-    runs = [(name, run) for name, each in (("", cell), ("t", twin)) for run in each.runs]
-    for key, holders in differing_problems(runs).items():
+    sides = {"": cell, "t": twin}
+    named = [(side, each.runs[0].matched) for side, each in sides.items()]
+    runs = [(side, run) for side, each in sides.items() for run in each.runs]
+    for key, holders in (differing(named) | differing_problems(runs)).items():
         mine, its = (
-            " or ".join(digest for digest, names in holders.items() if name in names)
-            for name in ("", "t")
+            " or ".join(value for value, names in holders.items() if side in names)
+            for side in sides
         )
         yield f"{key} is {mine}, the twin's {its}"
     corrections = [each.runs[0].recipe.correction for each in (cell, twin)]
