@@ -17,6 +17,7 @@ ORDER = (
         "compose",
         "environment",
         "run_dir",
+        "origin",
         "frozen_code",
         "submit",
         "kernels",
@@ -39,7 +40,7 @@ ORDER = (
     ),
 )
 WITHOUT_TORCH = (
-    *ORDER[:16],
+    *ORDER[:17],
     "health",
     "report",
     "twin",

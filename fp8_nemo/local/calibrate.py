@@ -25,7 +25,7 @@ from fp8_nemo.fp8_checkpoint import (
 )
 from fp8_nemo.local import layers
 from fp8_nemo.local.chat import Chat
-from fp8_nemo.local.export import exported
+from fp8_nemo.local.export import exported, last_checkpoint
 from fp8_nemo.local.policy import load_model
 from fp8_nemo.local.rollout import causal_mask, positions
 from fp8_nemo.plan import Plan
@@ -55,12 +55,16 @@ def convert(
         ComposeError: an option does not exist, or is impossible.
         RunDirError: the run directory is damaged.
     """
-    if (source / PLAN).is_file():
+    plan = read_plan(source) if (source / PLAN).is_file() else None
+    if plan:
+        last_checkpoint(source, plan)
         named = any(word.startswith("precision=") for word in settings)
-        settings = [*([] if named else _rolled_out(read_plan(source))), *settings]
-        source = exported(source)
-    recipe = conversion_recipe(source, settings)
-    calibration = calibration_of(recipe, source, calibrate, progress)
+        settings = [*([] if named else _rolled_out(plan)), *settings]
+    count = plan.recipe.model.shape.layers if plan else read_config(source)["num_hidden_layers"]
+    recipe = conversion_recipe(count, settings)
+    texts = calibration_texts(recipe, calibrate)
+    source = exported(source, plan) if plan else source  # once the line is known to be right
+    calibration = calibration_of(recipe, source, texts, progress) if texts else None
     return quantize_checkpoint(
         source, target, recipe.precision, calibration=calibration, progress=progress
     )
@@ -74,17 +78,16 @@ def _rolled_out(plan: Plan) -> list[str]:
     return [f"precision.{key}={value}" for key, value in asdict(precision).items()]
 
 
-def conversion_recipe(source: Path, settings: list[str]) -> Recipe:
-    """The recipe whose precision a checkpoint is to have, held against its number of layers.
+def conversion_recipe(count: int, settings: list[str]) -> Recipe:
+    """The recipe whose precision a checkpoint of `count` layers is to have.
 
     Raises:
-        CheckpointError: the source cannot be converted, or the settings ask for no FP8 weights.
+        CheckpointError: the settings ask for no FP8 weights, or for more than precision.
         ComposeError: an option does not exist, or is impossible.
     """
     strange = [word for word in settings if not word.startswith(("precision=", "precision."))]
     if strange:
         raise CheckpointError(f"{strange[0]}: recipes.quantize_checkpoint takes precision alone")
-    count = read_config(source)["num_hidden_layers"]
     [recipe] = compose(["precision=fp8-linear", *settings, f"model.shape.layers={count}"])
     if recipe.precision.rollout_linear != "fp8":
         name = recipe.precision.name
@@ -92,16 +95,12 @@ def conversion_recipe(source: Path, settings: list[str]) -> Recipe:
     return recipe
 
 
-def calibration_of(
-    recipe: Recipe, source: Path, file: Path | None, progress: Progress
-) -> Calibration | None:
-    """How the scales of the recipe's FP8 cache are found; None where the cache is BF16.
+def calibration_texts(recipe: Recipe, file: Path | None) -> list[str]:
+    """The texts that an FP8 cache is calibrated with; none for a cache in BF16.
 
     Args:
         recipe: of the conversion.
-        source: the checkpoint, BF16 or FP32.
-        file: texts, one on each line.
-        progress: told how many texts are read.
+        file: a text on each line.
 
     Raises:
         CheckpointError: texts are missing, or not wanted.
@@ -112,7 +111,7 @@ def calibration_of(
             raise CheckpointError(
                 f"--calibrate {file}: precision={name} has a cache in BF16; choose fp8-kv-attn"
             )
-        return None
+        return []
     if file is None:
         raise CheckpointError(
             f"precision={name}: its FP8 cache needs scales; add --calibrate TEXTS, a file with a "
@@ -126,6 +125,20 @@ def calibration_of(
         raise CheckpointError(f"--calibrate {file}: cannot be read ({error.strerror})") from None
     if not texts:
         raise CheckpointError(f"--calibrate {file}: holds no text")
+    return texts
+
+
+def calibration_of(
+    recipe: Recipe, source: Path, texts: list[str], progress: Progress
+) -> Calibration:
+    """How the scales of the recipe's FP8 cache are found, once they are needed.
+
+    Args:
+        recipe: of the conversion.
+        source: the checkpoint, BF16 or FP32.
+        texts: to be read by it.
+        progress: told how many texts are read.
+    """
     margin = recipe.glue.recalibrate.margin
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     report = partial(progress, "calibrating")

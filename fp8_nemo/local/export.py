@@ -14,27 +14,37 @@ from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.checkpoint import TENSORS
 from fp8_nemo.local.make_model import save_model
 from fp8_nemo.model_dir import model_path
-from fp8_nemo.run_dir import checkpoint_step, checkpoints, read_plan
+from fp8_nemo.plan import Plan
+from fp8_nemo.run_dir import checkpoint_step, checkpoints
 
 
-def exported(run_dir: Path) -> Path:
-    """`RUN_DIR/model-STEP`, from the run's last checkpoint: BF16, as the trainer computed with it.
-
-    Made once; a run that has gone on since gets another, and a checkpoint saved again replaces it.
+def last_checkpoint(run_dir: Path, plan: Plan) -> Path:
+    """The checkpoint that `exported` would take.
 
     Raises:
-        CheckpointError: NeMo RL's run, no checkpoint yet, or one that cannot be read.
-        RunDirError: no run directory.
+        CheckpointError: NeMo RL's run, or no checkpoint yet.
     """
-    plan, saved = read_plan(run_dir), checkpoints(run_dir)
     if plan.backend != "local":
         raise CheckpointError(
             f"{run_dir}: a run of NeMo RL, whose examples/converters/convert_megatron_to_hf.py "
             "makes a checkpoint in Hugging Face format of its own"
         )
+    saved = checkpoints(run_dir)
     if not saved:
         raise CheckpointError(f"{run_dir}: has no checkpoint; the run saves one at its end")
-    folder, file = run_dir / f"model-{checkpoint_step(saved[-1])}", saved[-1] / TENSORS
+    return saved[-1]
+
+
+def exported(run_dir: Path, plan: Plan) -> Path:
+    """`RUN_DIR/model-STEP`, from the run's last checkpoint: BF16, as the trainer computed with it.
+
+    Made once; a run that has gone on since gets another, and a checkpoint saved again replaces it.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it cannot be read.
+    """
+    saved = last_checkpoint(run_dir, plan)
+    folder, file = run_dir / f"model-{checkpoint_step(saved)}", saved / TENSORS
     if not folder.is_dir() or folder.stat().st_mtime < file.stat().st_mtime:
         start = model_path(plan.recipe.model)
         model = AutoModelForCausalLM.from_pretrained(

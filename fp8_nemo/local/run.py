@@ -23,14 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from fp8_nemo import run_dir
-from fp8_nemo.data import load_problems, problems_digest
 from fp8_nemo.environment import environment
 from fp8_nemo.health import UnstableError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.deterministic import repeat_exactly
 from fp8_nemo.local.grpo import Report, Run
 from fp8_nemo.mismatch import LogprobError
-from fp8_nemo.model_dir import model_path, weights_digest
+from fp8_nemo.origin import origin
 from fp8_nemo.plan import Plan
 from fp8_nemo.recalibrate import RecalibrateError
 from fp8_nemo.refit import RefitError
@@ -103,31 +102,10 @@ def _learned_nothing(rows: list[dict[str, Any]]) -> bool:
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
-    run_dir.write_environment(path, **_sources(plan, path))
+    run_dir.write_environment(path, **origin(plan.recipe, path))
     logging.info("environment %s", environment())
     with progress(plan) as report:
         return Run(plan, path).train(report, stop.is_set)
-
-
-def _sources(plan: Plan, path: Path) -> dict[str, str]:
-    """Digests of what a run learns from, as it began.
-
-    Raises:
-        RunDirError: its starting weights or its problems are others now.
-    """
-    recipe = plan.recipe
-    now = {
-        "weights": weights_digest(model_path(recipe.model)),
-        "problems": problems_digest(load_problems(recipe.data, recipe.seed)),
-    }
-    began = run_dir.began_with(path)
-    for name, digest in now.items():
-        if began.get(name, digest) != digest and recipe.cluster.other_versions == "refuse":
-            raise run_dir.RunDirError(
-                f"{path}: began with {name} {began[name]}, here are {digest}; put back what was "
-                "there, give the run other outputs, or set cluster.other_versions=allow"
-            )
-    return now | {name: began[name] for name in now if name in began}
 
 
 @contextmanager

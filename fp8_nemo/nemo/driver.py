@@ -31,6 +31,7 @@ from fp8_nemo.nemo.checkout import read_host
 from fp8_nemo.nemo.metrics import OverheardLogger
 from fp8_nemo.nemo.session import CONVERSIONS
 from fp8_nemo.nemo.settings import VARIABLE, own_folder, to_environment
+from fp8_nemo.origin import origin
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import seconds
 
@@ -43,16 +44,17 @@ def run(plan: Plan, path: Path) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # NeMo RL saves by its own clock, `save_within`
     try:
         with run_dir.locked(path):
-            return _logged(plan, path, run_dir.attempt_log(path))
+            began = origin(plan.recipe, path)
+            return _logged(plan, path, began, run_dir.attempt_log(path))
     except (run_dir.RunDirError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def _logged(plan: Plan, path: Path, log: Path) -> int:
+def _logged(plan: Plan, path: Path, began: dict[str, str], log: Path) -> int:
     try:
         with copied_to(log):
-            _attempt(plan, path)
+            _attempt(plan, path, began)
     except KeyboardInterrupt:
         print(f"{path}: stopped; the same line goes on from its last checkpoint", file=sys.stderr)
         return run_dir.INTERRUPTED
@@ -169,12 +171,12 @@ class _Both:
         return getattr(self._stream, name)
 
 
-def _attempt(plan: Plan, path: Path) -> None:
+def _attempt(plan: Plan, path: Path, began: dict[str, str]) -> None:
     root = root_of(plan.recipe)
     assert root, "preflight has looked"
     read_host(root)
     prepare(plan, root)
-    run_dir.write_environment(path)
+    run_dir.write_environment(path, **began)
     if plan.recipe.data.is_made:
         problems = load_problems(plan.recipe.data, plan.recipe.seed)
         write_problems(run_dir.data_dir(path), problems)

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from fp8_nemo.data import DataError, load_problems
 from fp8_nemo.host import ROOT_VARIABLE, Host, HostError, host_mistakes, root_of
-from fp8_nemo.model_dir import model_mistakes, model_path
+from fp8_nemo.keys import leaves
+from fp8_nemo.model_dir import model_mistakes, model_path, shape_mistakes
 from fp8_nemo.nemo.checkout import REMEDY, read_host
 from fp8_nemo.nemo.settings import PLUGIN, PLUGINS, needs_plugin, own_folder, to_environment
 from fp8_nemo.plan import Plan
@@ -132,23 +134,36 @@ def _plugin_problem() -> str:
 
 
 def _model(recipe: Recipe, plan: Plan) -> Iterator[Mistake]:
-    model = recipe.model
+    model, overridden = recipe.model, "policy.hf_config_overrides"
     if model.path is None and model.hf_id is not None:
-        yield from hub_mistakes(model.hf_id)
-        return
-    found = list(model_mistakes(recipe, pads=False))
+        found = list(hub_mistakes(model.hf_id))
+        config = cached_config(model.hf_id)
+        if any(key.startswith(overridden) for key in leaves(recipe.nemo)):
+            config = {}  # it is not what the model will be
+        found += shape_mistakes(config, model.hf_id, model) if config else ()
+    else:
+        found = list(model_mistakes(recipe, pads=False))
+        config = {} if found else json.loads((model_path(model) / "config.json").read_text())
     yield from found
-    if not found and plan.nemo:
-        longest = plan.nemo.overrides["policy.max_total_sequence_length"]
-        config = json.loads((model_path(model) / "config.json").read_text())
-        most = config.get("max_position_embeddings", longest)
-        if longest > most:
-            yield Mistake(
-                "grpo.max_new_tokens",
-                recipe.grpo.max_new_tokens,
-                f"makes sequences of {longest} tokens, the model has {most} positions",
-                "lower it",
-            )
+    longest = plan.nemo.overrides["policy.max_total_sequence_length"] if plan.nemo else 0
+    most = config.get("max_position_embeddings", longest)
+    if longest > most and rope_type(config) in UNSTRETCHED:
+        yield Mistake(
+            "grpo.max_new_tokens",
+            recipe.grpo.max_new_tokens,
+            f"makes sequences of {longest} tokens, the model has {most} positions",
+            "lower it",
+        )
+
+
+UNSTRETCHED = ("default", "llama3")
+"""Rotary embeddings with which `max_position_embeddings` is all that vLLM takes."""
+
+
+def rope_type(config: dict[str, Any]) -> str:
+    """Of a `config.json`, in transformers' older spellings too."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def hub_mistakes(name: str, kind: str = "model") -> Iterator[Mistake]:
@@ -196,6 +211,16 @@ CACHED = {
     "dataset": (("README.md",),),
 }
 """Files of the hub that every repository of a kind has, each in one of its forms."""
+
+
+def cached_config(name: str) -> dict[str, Any]:
+    """A hub model's `config.json`, where the hub's cache here has it; else empty."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ModuleNotFoundError:
+        return {}
+    found = try_to_load_from_cache(name, "config.json")
+    return json.loads(Path(found).read_text()) if isinstance(found, str) else {}
 
 
 def missing_in_cache(name: str, kind: str) -> str:

@@ -423,6 +423,9 @@ def test_a_run_is_converted_to_what_it_was_rolled_out_in(make_plan, tmp_path, ca
     error = capsys.readouterr().err
     assert "precision=fp8-e2e-kv-attn: its FP8 cache needs scales; add --calibrate" in error
     assert error.strip().endswith("or precision.rollout_kv=bf16")
+    assert recipe.main([*line, "precision.rollout_kv=fp16"]) == 2
+    assert not list(frozen.path.glob("model-*")), "written, and then a mistake was told"
+    capsys.readouterr()
     assert recipe.main([line[0], str(tmp_path / "bf16-kv"), "precision.rollout_kv=bf16"]) == 0
     made = tensors_of(tmp_path / "bf16-kv")
     assert f"{Q}_scale_inv" in made and not [name for name in made if name.endswith("k_scale")]
@@ -445,7 +448,8 @@ def test_a_damaged_checkpoint_or_a_run_of_nemo_rl_is_no_source(make_plan, tmp_pa
     Run(plan, frozen.path).train(lambda row: None)
     [*_, last] = run_dir.checkpoints(frozen.path)
     (last / "state.safetensors").write_bytes(b"cut")
-    assert recipe.main([str(frozen.path), str(tmp_path / "fp8")]) == 2
+    line = [str(frozen.path), str(tmp_path / "fp8"), "precision.rollout_kv=bf16"]
+    assert recipe.main(line) == 2
     assert "state.safetensors: cannot be read into its model" in capsys.readouterr().err
     assert not list(frozen.path.glob("model-*")) and not list(frozen.path.glob(".saving-*"))
     [other] = run_dir.freeze([make_plan("backend=nemo")])

@@ -4,10 +4,12 @@ import fcntl
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
@@ -16,11 +18,11 @@ import pytest
 from fp8_nemo.compose import compose, compose_plans
 from fp8_nemo.host import MAIN
 from fp8_nemo.ledger import RefitError
-from fp8_nemo.model_dir import SHIPPED
+from fp8_nemo.model_dir import SHIPPED, weights_digest
 from fp8_nemo.nemo import driver, engine, preflight, session
 from fp8_nemo.nemo.engine import EngineError, check_engine, engine_weight, planned_weights
 from fp8_nemo.nemo.metrics import OPENED, OverheardLogger
-from fp8_nemo.run_dir import checkpoint_step, checkpoints, conversion_dir
+from fp8_nemo.run_dir import checkpoint_step, checkpoints, conversion_dir, freeze
 
 NEMO = ("backend=nemo", "glue=stock")
 
@@ -212,6 +214,52 @@ def test_what_is_printed_goes_to_the_log_too(tmp_path, capsys):
     assert capsys.readouterr() == ("seen\n", "heard\n")
 
 
+@pytest.fixture
+def attempt(monkeypatch, tmp_path):
+    """One attempt of the driver's at a run of texts of ours; its steps are NeMo RL's, left out."""
+    for name in ("train", "validation"):
+        lines = [f'{{"input": "{n}+1", "output": "{n + 1}"}}\n' for n in range(64)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    shutil.copytree(SHIPPED / "tiny-llama", tmp_path / "model")
+    line = [*NEMO, "precision=bf16", "model=tiny-llama", f"model.path={tmp_path}/model"]
+    line += ["data=jsonl", f"data.path={tmp_path}", f"outputs={tmp_path}/outputs"]
+
+    def train(plan, path, _):
+        (path / "checkpoints" / "step_1").mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(driver, "root_of", lambda _: tmp_path)
+    monkeypatch.setattr(driver, "read_host", lambda _: None)
+    monkeypatch.setattr(driver, "own_ray", nullcontext)
+    monkeypatch.setattr(driver, "train", train)
+    monkeypatch.setattr(driver.os, "environ", dict(os.environ))
+    monkeypatch.setattr(driver.signal, "signal", lambda *_: None)
+
+    def run(*more):
+        [plan] = compose_plans([*line, *more])
+        [frozen] = freeze([plan])
+        return driver.run(plan, frozen.path), frozen.path
+
+    return run
+
+
+@pytest.mark.parametrize("changed", ["weights", "problems"])
+def test_other_weights_or_problems_than_it_began_with_are_refused_unless_allowed(
+    attempt, tmp_path, changed, capsys
+):
+    code, path = attempt()
+    began = json.loads((path / "environment.json").read_text())
+    assert code == 0 and began["weights"] == weights_digest(SHIPPED / "tiny-llama")
+    if changed == "problems":
+        (tmp_path / "train.jsonl").open("a").write('{"input": "1+1", "output": "2"}\n')
+    else:
+        (tmp_path / "model" / "more.safetensors").write_bytes(b"other")
+    attempts = set((path / "log").iterdir())
+    assert attempt()[0] == 2 and set((path / "log").iterdir()) == attempts
+    assert f"{path}: began with {changed} {began[changed]}, here are" in capsys.readouterr().err
+    assert attempt("cluster.other_versions=allow")[0] == 0
+    assert json.loads((path / "environment.json").read_text())[changed] == began[changed]
+
+
 def test_a_conversion_under_way_is_waited_for_and_a_finished_one_is_not(tmp_path):
     started, entered = threading.Event(), threading.Event()
 
@@ -324,11 +372,12 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def ask_the_hub(hf_id, tmp_path, **environment):
-    """`problems_with` in a process whose hub is ours: its library reads its address once."""
+def ask_the_hub(hf_id, tmp_path, *line, **environment):
+    """What preflight says of a model, in a process of its own: its library reads settings once."""
     code = (
-        "from fp8_nemo.nemo.preflight import hub_mistakes;"
-        f"print(*hub_mistakes({hf_id!r}), sep='\\n')"
+        "from fp8_nemo.compose import compose_plans; from fp8_nemo.nemo.preflight import _model;"
+        f"[plan] = compose_plans({[*NEMO, 'model=tiny-llama', f'model.hf_id={hf_id}', *line]});"
+        "print(*_model(plan.recipe, plan), sep='\\n')"
     )
     settings = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "no_proxy": "*"} | environment
     done = subprocess.run(
@@ -363,19 +412,48 @@ def test_an_unreachable_hub_and_an_offline_cache_are_one_line_each(tmp_path):
     assert "is not in the cache" in line and "HF_HUB_OFFLINE is set" in line
 
 
-def test_the_cache_of_the_hub_is_enough(tmp_path):
+def cached(tmp_path, *more, **config):
+    """A hub's cache with a model's configuration, and other files of it."""
     snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text((SHIPPED / "tiny-llama" / "config.json").read_text())
-    refs = tmp_path / "hub" / "models--org--model" / "refs"
-    refs.mkdir()
-    (refs / "main").write_text("abc")
+    shipped = json.loads((SHIPPED / "tiny-llama" / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(shipped | config))
+    (tmp_path / "hub" / "models--org--model" / "refs").mkdir()
+    (tmp_path / "hub" / "models--org--model" / "refs" / "main").write_text("abc")
+    for name in more:
+        (snapshot / name).write_text("{}")
+    return snapshot
+
+
+def test_the_cache_of_the_hub_is_enough(tmp_path):
+    snapshot = cached(tmp_path)
     for name in ("tokenizer_config.json", "model.safetensors.index.json"):
-        assert f"{name.replace('.index.json', '')}" in ask_the_hub(
-            "org/model", tmp_path, HF_HUB_OFFLINE="1"
-        )
+        said = ask_the_hub("org/model", tmp_path, HF_HUB_OFFLINE="1")
+        assert name.replace(".index.json", "") in said
         (snapshot / name).write_text("{}")
     assert ask_the_hub("org/model", tmp_path, HF_HUB_OFFLINE="1") == ""
+
+
+def test_a_hubs_model_of_another_shape_or_of_fewer_positions_is_one_line_each(tmp_path):
+    cached(
+        tmp_path, "tokenizer_config.json", "model.safetensors",
+        max_position_embeddings=2048, num_hidden_layers=16,
+    )  # fmt: skip
+    said = ask_the_hub("org/model", tmp_path, "grpo.max_new_tokens=2000", HF_HUB_OFFLINE="1")
+    assert said.splitlines() == [
+        "model.shape.layers=2: org/model has num_hidden_layers=16",
+        "grpo.max_new_tokens=2000: makes sequences of 3072 tokens, the model has 2048 positions; "
+        "lower it",
+    ]
+    more = ["grpo.max_new_tokens=2000", "+nemo.policy.hf_config_overrides.num_hidden_layers=2"]
+    assert ask_the_hub("org/model", tmp_path, *more, HF_HUB_OFFLINE="1") == ""
+
+
+def test_stretched_positions_are_not_held_against_a_sequence(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    cached(tmp_path, "tokenizer_config.json", "model.safetensors", rope_parameters=rope)
+    long = ["grpo.max_new_tokens=2000"]
+    assert ask_the_hub("org/model", tmp_path, *long, HF_HUB_OFFLINE="1") == ""
 
 
 def answers_with_ray(code, tmp_path):
