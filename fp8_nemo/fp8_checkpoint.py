@@ -257,7 +257,10 @@ def _opened_book(
 
 
 def _is_whole(file: Path) -> bool:
-    return file.is_file() and not missing_bytes(file)
+    try:
+        return file.is_file() and not missing_bytes(file)
+    except ValueError:
+        return False
 
 
 def _fingerprint(file: Path) -> list[int]:

@@ -126,14 +126,24 @@ def shape_mistakes(config: dict[str, Any], where: object, model: Model) -> Itera
         yield Mistake("model.shape.experts", model.shape.experts, f"{where} has {experts}")
 
 
+LONGEST_HEADER = 100_000_000
+"""Bytes that safetensors itself takes of a header."""
+
+
 def missing_bytes(file: Path) -> int:
-    """How many bytes a safetensors file lacks, by its own header; 0 if it is whole."""
+    """How many bytes a safetensors file lacks, by its own header; 0 if it is whole.
+
+    Raises:
+        ValueError: it has no such header.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
         if len(prefix) < 8:
             return 8 - len(prefix)
         (header_size,) = struct.unpack("<Q", prefix)
+        if header_size > LONGEST_HEADER:
+            raise ValueError(f"a header of {header_size:,} bytes")
         if 8 + header_size > size:
             return 8 + header_size - size
         header = json.loads(stream.read(header_size))

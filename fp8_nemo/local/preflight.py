@@ -50,8 +50,13 @@ def _checkpoint_mistakes(path: Path) -> Iterator[str]:
     """The checkpoint that a run would go on from, if it is cut short."""
     for saved in checkpoints(path)[-1:]:
         for file in saved.glob("*.safetensors"):
-            if missing := missing_bytes(file):
+            try:
+                missing = missing_bytes(file)
+                wrong = f"is cut short by {missing} bytes" if missing else ""
+            except ValueError as error:
+                wrong = f"has a broken header ({error})"
+            if wrong:
                 yield (
-                    f"{saved}: {file.name} is cut short by {missing} bytes; delete this folder and "
-                    "the run goes on from the checkpoint before it"
+                    f"{saved}: {file.name} {wrong}; delete this folder and the run goes on from "
+                    "the checkpoint before it"
                 )

@@ -7,6 +7,7 @@ import pytest
 
 from fp8_nemo.local.preflight import problems_with
 from fp8_nemo.model_dir import SHIPPED, missing_bytes, model_mistakes
+from fp8_nemo.run_dir import freeze, new_checkpoint
 
 
 @pytest.fixture
@@ -50,12 +51,23 @@ def test_a_tokenizer_that_sampling_cannot_use_is_refused(make_plan, copy, name):
     assert line.endswith(f"its tokenizer has no {name}")
 
 
-def test_a_header_that_is_no_json_is_named(make_plan, copy):
+@pytest.mark.parametrize(("first", "second"), [(8, b"?"), (0, b"?" * 8)])
+def test_a_header_that_is_none_is_named(make_plan, copy, first, second):
     file = copy / "model.safetensors"
     content = file.read_bytes()
-    file.write_bytes(content[:8] + b"?" + content[9:])
+    file.write_bytes(content[:first] + second + content[first + len(second) :])
     [line] = problems_with(make_plan(f"model.path={copy}"))
     assert line.startswith(f"model.path={file}: has a broken header")
+
+
+def test_a_checkpoint_with_a_broken_header_is_named(make_plan):
+    plan = make_plan()
+    [frozen] = freeze([plan])
+    with new_checkpoint(frozen.path, 1) as saving:
+        (saving / "state.safetensors").write_bytes(b"?" * 64)
+    [line] = problems_with(plan)
+    assert "state.safetensors has a broken header (a header of " in line
+    assert "delete this folder" in line
 
 
 def test_training_does_not_start_from_a_checkpoint_in_fp8(make_plan, copy):
