@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8_nemo import weights
-from fp8_nemo.model_dir import missing_bytes
+from fp8_nemo.model_dir import damage, missing_bytes
 from fp8_nemo.quantize import FP8, Fp8Weight, dequantize_blocks
 from fp8_nemo.refit import encode, pieces_of
 from fp8_nemo.schema import Precision
@@ -257,10 +257,7 @@ def _opened_book(
 
 
 def _is_whole(file: Path) -> bool:
-    try:
-        return file.is_file() and not missing_bytes(file)
-    except ValueError:
-        return False
+    return file.is_file() and not damage(file)
 
 
 def _fingerprint(file: Path) -> list[int]:

@@ -70,13 +70,8 @@ def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
     if not files:
         yield Mistake("model.path", folder, "holds no *.safetensors")
     for file in files:
-        try:
-            missing = missing_bytes(file)
-        except ValueError as error:
-            yield Mistake("model.path", file, f"has a broken header ({error})", "copy it again")
-            continue
-        if missing:
-            yield Mistake("model.path", file, f"is cut short by {missing} bytes", "copy it again")
+        if found := damage(file):
+            yield Mistake("model.path", file, found, "copy it again")
 
 
 def _made_by(recipe: Recipe) -> Iterator[str]:
@@ -124,6 +119,15 @@ def shape_mistakes(config: dict[str, Any], where: object, model: Model) -> Itera
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     if experts != model.shape.experts:
         yield Mistake("model.shape.experts", model.shape.experts, f"{where} has {experts}")
+
+
+def damage(file: Path) -> str:
+    """What is wrong with a safetensors file, `"is cut short by 10 bytes"`; empty if it is whole."""
+    try:
+        missing = missing_bytes(file)
+    except ValueError as error:
+        return f"has a broken header ({error})"
+    return f"is cut short by {missing} bytes" if missing else ""
 
 
 LONGEST_HEADER = 100_000_000

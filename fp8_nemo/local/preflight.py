@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fp8_nemo.data import DataError, load_problems
-from fp8_nemo.model_dir import missing_bytes, model_mistakes
+from fp8_nemo.model_dir import damage, model_mistakes
 from fp8_nemo.plan import Plan
 from fp8_nemo.run_dir import checkpoints, run_path
 
@@ -47,16 +47,11 @@ def not_installed(*packages: str) -> list[str]:
 
 
 def _checkpoint_mistakes(path: Path) -> Iterator[str]:
-    """The checkpoint that a run would go on from, if it is cut short."""
+    """The checkpoint that a run would go on from, if it is not whole."""
     for saved in checkpoints(path)[-1:]:
         for file in saved.glob("*.safetensors"):
-            try:
-                missing = missing_bytes(file)
-                wrong = f"is cut short by {missing} bytes" if missing else ""
-            except ValueError as error:
-                wrong = f"has a broken header ({error})"
-            if wrong:
+            if found := damage(file):
                 yield (
-                    f"{saved}: {file.name} {wrong}; delete this folder and the run goes on from "
+                    f"{saved}: {file.name} {found}; delete this folder and the run goes on from "
                     "the checkpoint before it"
                 )
