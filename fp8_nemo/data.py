@@ -59,6 +59,9 @@ class DataError(ValueError):
 def load_problems(data: Data, seed: int) -> Split:
     """The problems of a recipe: `arithmetic` and `running-sum` are made, `jsonl` is read.
 
+    The seed orders those to train on, a file's too, as NeMo RL shuffles them (`data.shuffle`): a
+    file may be sorted, and a run seldom sees all of it.
+
     Raises:
         DataError: a file is missing, empty or broken.
     """
@@ -66,7 +69,9 @@ def load_problems(data: Data, seed: int) -> Split:
         assert data.difficulty is not None, "the plan fills it in"
         return MAKERS[data.name](data.difficulty, seed)
     folder = Path(data.path or "")
-    return Split(read_jsonl(folder / TRAIN_FILE), read_jsonl(folder / VALIDATION_FILE))
+    train, validation = (read_jsonl(folder / name) for name in (TRAIN_FILE, VALIDATION_FILE))
+    random.Random(seed).shuffle(train)
+    return Split(train, validation)
 
 
 def problems_digest(problems: Split) -> str:

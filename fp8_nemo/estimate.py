@@ -180,7 +180,7 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
     }
     backward = trainer | {
         "activations": _activations(recipe, tokens),
-        "logits": 10 * tokens * recipe.model.shape.vocab / parallel.tensor,
+        "logits": 10 * tokens * recipe.model.shape.vocab / (parallel.tensor * parallel.context),
     }
     update = trainer | {"gradients of masters": 4 * held_spread if fp8 else 0.0}
     train = max(backward, update, key=lambda parts: sum(parts.values()))

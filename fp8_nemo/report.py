@@ -124,6 +124,11 @@ class Cell:
     numbers: dict[str, Estimate | None]
 
     @property
+    def begun(self) -> tuple[Run, ...]:
+        """Those that recorded what they began with, or the first: it stands for settings alone."""
+        return tuple(run for run in self.runs if run.environment) or self.runs[:1]
+
+    @property
     def seeds(self) -> str:
         """`42, 43, 44`."""
         return ", ".join(map(str, sorted(run.recipe.seed for run in self.runs)))
@@ -375,8 +380,8 @@ def _unmatched(cells: Iterable[Cell]) -> Iterator[str]:
     """What differs between cells of one model beside precision and correction, seeds included."""
     cells, models = list(cells), defaultdict(list)
     for cell in cells:
-        matched = cell.runs[0].matched | {"seed": cell.seeds}
-        models[matched["model.name"]].append((cell.label, matched))
+        matched = [run.matched | {"seed": cell.seeds} for run in cell.begun]
+        models[matched[0]["model.name"]] += [(cell.label, each) for each in matched]
     for named in models.values():
         yield from _sentences("not matched", differing(named))
     runs = [(cell.label, run) for cell in cells for run in cell.runs]
@@ -414,13 +419,13 @@ def differing(named: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[
 
 
 def differing_problems(named: Iterable[tuple[str, Run]]) -> dict[str, dict[str, list[str]]]:
-    """As `differing`, of the problems of one `data`, where recorded: those made, seed by seed."""
+    """As `differing`, of the problems of one `data`, where recorded; seed by seed."""
     alike = defaultdict(list)
     for name, run in named:
         if digest := run.environment.get("problems"):
             data = tuple(each for each in run.settings.items() if each[0].startswith("data."))
-            of_seed = f" of seed {run.recipe.seed}" if run.recipe.data.is_made else ""
-            alike[data, of_seed].append((name, {f"problem set{of_seed}": digest}))
+            seed = run.recipe.seed
+            alike[data, seed].append((name, {f"problem set of seed {seed}": digest}))
     found = defaultdict(dict)
     for each in alike.values():
         for key, holders in differing(each).items():

@@ -350,13 +350,18 @@ def _existing(plan: Plan) -> Frozen:
         steps, saved = steps_done(read_metrics(path)), checkpoints(path)
     if saved:  # a kill may fall between the last row and its checkpoint
         steps = min(steps, checkpoint_step(saved[-1]))
-    elif plan.recipe.grpo.checkpoint_every < steps < plan.recipe.grpo.steps:
-        raise RunDirError(
-            f"{path}: its checkpoints are gone, so it cannot go on; delete it to start again"
-        )
     elif steps < plan.recipe.grpo.steps:
+        if steps > plan.recipe.grpo.checkpoint_every or _was_finished(path, steps):
+            raise RunDirError(
+                f"{path}: its checkpoints are gone, so it cannot go on; delete it to start again"
+            )
         steps = 0
     return Frozen(path, state_of(plan, steps), steps)
+
+
+def _was_finished(path: Path, steps: int) -> bool:
+    """By the plan that lies there: then its last step was saved, and its curve is whole."""
+    return (path / PLAN).exists() and steps >= read_plan(path).recipe.grpo.steps
 
 
 def _write_all(plans: list[Plan]) -> None:

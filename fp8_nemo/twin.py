@@ -204,7 +204,7 @@ def _shared(mine: Run, its: Run, key: str, after: int = 0) -> tuple[list[float],
 def _unmatched(cell: Cell, twin: Cell) -> Iterator[str]:
     """Also a correction of the twin's that is neither none nor the cell's own."""
     sides = {"": cell, "t": twin}
-    named = [(side, each.runs[0].matched) for side, each in sides.items()]
+    named = [(side, run.matched) for side, each in sides.items() for run in each.begun]
     runs = [(side, run) for side, each in sides.items() for run in each.runs]
     for key, holders in (differing(named) | differing_problems(runs)).items():
         mine, its = (

@@ -51,9 +51,19 @@ def test_the_seed_orders_the_problems_and_does_not_move_the_split():
 def test_what_is_written_is_read_back_and_is_what_nemo_rls_response_dataset_reads(tmp_path):
     problems = [Problem("1+2", "3"), Problem('"ünï"\n', "x")]
     write_problems(tmp_path, Split(problems, problems))
-    assert load_problems(Data("jsonl", str(tmp_path)), 0) == (problems, problems)
+    read = load_problems(Data("jsonl", str(tmp_path)), 0)
+    assert (sorted(read.train), read.validation) == (sorted(problems), problems)
     first = (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert json.loads(first) == {"input": "1+2", "output": "3"}
+
+
+def test_a_file_that_is_sorted_is_not_learned_in_its_order(tmp_path):
+    write_problems(tmp_path, Split(*2 * [[Problem(str(n), str(n)) for n in range(100)]]))
+    one, two = (load_problems(Data("jsonl", str(tmp_path)), seed) for seed in (1, 2))
+    assert one == load_problems(Data("jsonl", str(tmp_path)), 1)
+    assert one.train != two.train and one.train != one.validation
+    assert sorted(one.train) == sorted(two.train) == sorted(one.validation)
+    assert one.validation == two.validation == read_jsonl(tmp_path / "validation.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +87,45 @@ def test_nemo_rls_own_record_is_read_without_prompts_and_masked_samples(tmp_path
     assert pair.log_ratio_N.tolist() == [0.5, -1.0, 0.5]
     assert pair.mask_BT.sum(1).tolist() == [2, 1]
     assert read_pairs(folder / "train_data_step2.jsonl").keys() == {next(iter(found))}
+
+
+def nemo_record(run_dir, attempt: int, step: int, *log_ratios: list[float]):
+    """A file as NeMo RL writes it, a sequence of these log ratios a line."""
+    folder = run_dir / "log" / "nemo" / f"exp_{attempt:03}"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"prev_logprobs": x, "generation_logprobs": [0.0] * len(x),
+         "token_loss_mask": [1] * len(x), "sample_loss_mask": 1.0}
+        for x in log_ratios
+    ]  # fmt: skip
+    file = folder / f"train_data_step{step}.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return file
+
+
+def test_a_step_that_was_done_again_counts_once_as_it_was_done_last(tmp_path):
+    first = [nemo_record(tmp_path, 1, step, [1.0]) for step in (9, 10, 11)]
+    again = [nemo_record(tmp_path, 2, step, [0.0, 0.0]) for step in (11, 12)]
+    assert list(read_pairs(tmp_path)) == [str(file) for file in (*first[:2], *again)]
+    assert measure(read_pairs(tmp_path)).tokens == 2 + 4
+
+
+@pytest.mark.parametrize("steps", [1, 2, 16, 17, 40])
+def test_of_a_long_run_some_steps_are_read_from_the_first_to_the_last(tmp_path, steps):
+    for step in range(1, steps + 1):
+        nemo_record(tmp_path, 1, step, [0.1])
+    found = [
+        int(name.rpartition("step")[2].removesuffix(".jsonl")) for name in read_pairs(tmp_path)
+    ]
+    assert len(found) == min(steps, 16) and found == sorted(set(found))
+    assert (found[0], found[-1]) == (1, steps)
+
+
+def test_of_a_large_step_whole_sequences_are_read_up_to_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr("fp8_nemo.measure.KEPT_TOKENS", 5)
+    file = nemo_record(tmp_path, 1, 1, [0.1, 0.2], [0.3, 0.4, 0.5], [0.6], [0.7])
+    [pair] = read_pairs(file).values()
+    assert pair.mask_BT.sum(1).tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"prev_logprobs": [1]}\n'])

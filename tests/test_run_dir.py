@@ -70,6 +70,23 @@ def test_a_finished_run_whose_checkpoints_are_deleted_stays_finished_and_keeps_i
     assert len(run_dir.read_metrics(first.path)) == 31
 
 
+@pytest.mark.parametrize("every", [30, 50])
+def test_a_finished_curve_is_kept_where_the_whole_run_was_one_stretch_without_a_checkpoint(
+    tmp_path, every
+):
+    words = [f"outputs={tmp_path}/outputs", "grpo.steps=30", f"grpo.checkpoint_every={every}"]
+    plan = plan_recipe(compose(words)[0])
+    [first] = run_dir.freeze([plan])
+    for step in range(30):  # and lost before its only checkpoint: nothing to keep
+        run_dir.append_metrics(first.path, {"step": step})
+    [again] = run_dir.freeze([plan])
+    assert (again.state, again.steps) == ("unfinished", 0)
+    run_dir.append_metrics(first.path, {"step": 30})
+    with pytest.raises(run_dir.RunDirError, match="its checkpoints are gone"):
+        run_dir.freeze([longer(plan, 40)])
+    assert run_dir.read_plan(first.path) == plan
+
+
 def test_a_refused_freeze_leaves_the_plans_of_other_cells_as_they_were(plan, tmp_path):
     [first] = run_dir.freeze([plan])
     blocked = dataclasses.replace(plan, cell="tiny-llama/other-none")

@@ -155,6 +155,20 @@ def test_a_run_from_other_weights_is_no_twin():
     assert not [note for note in compare([twin, cell]).notes if "environments differ" in note]
 
 
+def test_one_seed_from_other_weights_is_enough():
+    def weights(name):
+        return MACHINE | {"weights": name}
+
+    runs = [run(each, seed=n, environment=weights("a")) for each in (BF16, FP8) for n in (1, 2)]
+    assert only(*runs).unmatched == ()
+    runs[-1] = run(FP8, seed=2, environment=weights("b"))
+    assert only(*runs).unmatched == ("starting weights is a or b, the twin's a",)
+    [note] = [each for each in compare(runs).notes if "not matched" in each]
+    assert note.endswith(" is a in bf16-none, fp8-linear-none; b in fp8-linear-none")
+    runs[-1] = run(FP8, seed=2, environment={})  # not begun yet
+    assert only(*runs).unmatched == ()
+
+
 def test_a_pair_that_has_not_finished_says_why_it_has_no_accuracy():
     short = run(FP8)
     unfinished = Run(short.path, short.plan, short.rows[:2], short.environment)
@@ -173,11 +187,10 @@ def test_each_seed_has_its_own_problems_and_those_of_one_seed_must_be_the_twins(
     assert only(*other).unmatched == ("problem set of seed 2 is else, the twin's two",)
     [_, note] = compare(other).notes
     assert note == "not matched: problem set of seed 2 is two in bf16-none; else in fp8-linear-none"
-    file = {"data": Data("jsonl", path="problems")}  # which is the same for every seed
-    seeds = ((1, "before"), (2, "after"))
-    edited = [with_problems(each, *seed, **file) for each in (BF16, FP8) for seed in seeds]
+    file = {"data": Data("jsonl", path="problems")}
+    edited = [with_problems(*each, **file) for each in ((BF16, 1, "before"), (FP8, 1, "after"))]
     [unmatched] = only(*edited).unmatched
-    assert unmatched == "problem set is before or after, the twin's before or after"
+    assert unmatched == "problem set of seed 1 is after, the twin's before"
     both = [
         with_problems(each, 1, f"{each.name}, {difficulty}", data=Data(difficulty=difficulty))
         for each in (BF16, FP8)

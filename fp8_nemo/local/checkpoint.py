@@ -70,18 +70,26 @@ def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:
     """Put policy and progress where they were when `checkpoint` was saved.
 
     Raises:
-        CheckpointError: a file is missing, cut short or of another model.
+        CheckpointError: a file is missing, cut short or of another model; or it is whole, and was
+            saved with a GPU where there is none, or without; or it does not fit here now.
     """
+    broken = (FileNotFoundError, SafetensorError, ValueError, KeyError)
     try:
         tensors = load_file(checkpoint / TENSORS, device=str(policy.device))
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+        if tensors["rng.sampler"].shape != progress.sampler.get_state().shape:
+            raise RuntimeError(f"saved on another kind of device than the {policy.device.type}")
         _restore(tensors, policy, progress)
         progress.step, progress.kv_scales = state["step"], state["kv_scales"]
-    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{checkpoint}: cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); "
+    except (*broken, OSError, RuntimeError) as error:
+        remedy = (
             "delete this folder and the run goes on from the checkpoint before it"
-        ) from error
+            if isinstance(error, broken)
+            else "the checkpoint is left as it is, and the same line goes on from it where that is "
+            "mended"
+        )
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise CheckpointError(f"{checkpoint}: cannot be read ({why}); {remedy}") from error
     assert progress.step == checkpoint_step(checkpoint)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.text import Text
+from safetensors.torch import load_file, save_file
 
 from fp8_nemo import run_dir
 from fp8_nemo.data import Problem, read_jsonl, running_sum
@@ -130,6 +131,17 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not(make_plan, tmp_path):
             Run(plan, frozen.path).train(stop_at(last))
     Run(plan, frozen.path).train(lambda row: None)
     assert without_times(run_dir.read_metrics(frozen.path)) == whole
+
+
+def test_a_whole_checkpoint_of_another_kind_of_device_is_not_called_broken(make_plan):
+    [frozen] = run_dir.freeze([plan := make_plan("grpo.checkpoint_every=1")])
+    Run(plan, frozen.path).train(lambda row: None)
+    file = run_dir.checkpoints(frozen.path)[-1] / "state.safetensors"
+    on_a_gpu = {"rng.sampler": torch.zeros(16, dtype=torch.uint8)}  # what a CUDA generator's takes
+    save_file(load_file(file) | on_a_gpu, file)
+    with pytest.raises(CheckpointError, match="on another kind of device than the cpu") as error:
+        Run(plan, frozen.path).train(lambda row: None)
+    assert "is left as it is" in str(error.value) and "delete" not in str(error.value)
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_checkpoint_before_it(make_plan):

@@ -569,6 +569,15 @@ def test_memory_counts_weights_and_optimizer_exactly():
     assert memory.headroom("train") == 1 - sum(train.values()) / (GPU_GIB["h100"] * GIB)
 
 
+def test_a_ranks_part_of_a_sequence_is_what_its_logits_and_activations_are_of():
+    line = ["model=llama31-8b", "grpo.max_new_tokens=31744", "cluster.nodes=4"]
+    one, four = (
+        memory_per_gpu(plan(*line, f"model.parallel.context={n}").recipe, 32, 32768).phases["train"]
+        for n in (1, 4)
+    )
+    assert one["logits"] == 4 * four["logits"] and one["activations"] == 4 * four["activations"]
+
+
 KEEPING = "+nemo.policy.offload_optimizer_for_refit=false"
 
 
