@@ -69,6 +69,8 @@ ANSWERS = Teaching(2500, 256, 1.0e-3, 20)
 WORKING = Teaching(600, 64, 3.0e-4, 100)
 """Every line is an example of its own, so fewer steps teach it. 113M parameters did not learn it at
 1e-3 after 20 steps of warm-up, and at 3e-4 within 300 steps (docs/log.md, 2026-11-21)."""
+NARROW = 512
+"""Hidden sizes below this learn `WORKING` at 1e-3: one of 256 did not at 3e-4 (2026-11-23)."""
 
 
 def make(folder: Path, recipe: Recipe, problems: list[Problem]) -> None:
@@ -77,7 +79,8 @@ def make(folder: Path, recipe: Recipe, problems: list[Problem]) -> None:
     A bar on a terminal, a line every tenth of the way elsewhere.
     """
     repeat_exactly()  # the runs of a study begin alike, wherever and whenever a model was made
-    chat, shape, how = make_chat(), recipe.model.shape, teaching_for(problems)
+    chat, shape = make_chat(), recipe.model.shape
+    how = teaching_for(problems, shape)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = new_model(shape, chat, recipe.seed)
     console, every = Console(), max(1, how.steps // 10)
@@ -142,9 +145,11 @@ def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
     return family(**numbers, **(experts if shape.experts else {}))
 
 
-def teaching_for(problems: list[Problem]) -> Teaching:
-    """`WORKING` for problems whose answers have working, else `ANSWERS`."""
-    return WORKING if problems[0].working else ANSWERS
+def teaching_for(problems: list[Problem], shape: Shape) -> Teaching:
+    """`WORKING` for problems whose answers have working, faster if `NARROW`, else `ANSWERS`."""
+    if not problems[0].working:
+        return ANSWERS
+    return WORKING._replace(learning_rate=1.0e-3) if shape.hidden < NARROW else WORKING
 
 
 def train_model(
