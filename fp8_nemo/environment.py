@@ -21,6 +21,7 @@ VERSIONS_OF = (
     "vllm",
     "ray",
     "megatron-core",
+    "transformer-engine",
     "transformer-engine-torch",
 )
 

@@ -33,8 +33,17 @@ POW2_BROKEN = "pow2-broken"
 OPTIMIZER_ALWAYS_MOVED = "optimizer-always-moved"
 """Before a refit Adam's state goes to the host, and no key keeps it on the GPU (v0.7.0)."""
 
+HF_OVERRIDES_LOST = "hf-overrides-lost"
+"""What FP8 brings to vLLM's configuration replaces `policy.hf_config_overrides` (v0.7.0)."""
+
 V0_7_0_DEFECTS = frozenset(
-    {KV_SCALES_DROPPED, BF16_LAYERS_BROKEN, POW2_BROKEN, OPTIMIZER_ALWAYS_MOVED}
+    {
+        KV_SCALES_DROPPED,
+        BF16_LAYERS_BROKEN,
+        POW2_BROKEN,
+        OPTIMIZER_ALWAYS_MOVED,
+        HF_OVERRIDES_LOST,
+    }
 )
 MAIN_DEFECTS = frozenset({POW2_BROKEN})
 
@@ -308,6 +317,17 @@ def _of_defects(recipe: Recipe, defects: frozenset[str]) -> Iterator[Limit]:
         "this NeMo RL always moves the optimizer to the host",
         "v0.7.0: nemo_rl/models/policy/workers/megatron_policy_worker.py, offload_before_refit",
         "use NeMo RL main 7ea279a or later, or leave it out",
+    )
+
+    policy = recipe.nemo.get("policy")
+    given = policy.get("hf_config_overrides") if isinstance(policy, dict) else None
+    yield Limit(
+        "nemo.policy.hf_config_overrides",
+        given,
+        HF_OVERRIDES_LOST in defects and bool(given) and precision.rollout_linear == "fp8",
+        "this NeMo RL's FP8 rollout goes without them, the trainer with them",
+        f"v0.7.0: {ENGINE}/vllm_worker.py:355, vllm_kwargs.update(fp8_kwargs)",
+        "use NeMo RL main 7ea279a or later, or write them into a copy of the model's config.json",
     )
 
 

@@ -39,8 +39,11 @@ PROMPT_ROOM = 1024
 """Tokens kept for the prompt when `grpo.max_new_tokens` is given, and not by `PROMPT`."""
 PROMPT = "data.max_input_seq_length"
 """NeMo RL cuts a prompt of so many tokens to four, and learns nothing of it (processors.py:427)."""
+PROMPT_FILE = "data.default.prompt_file"
 VALIDATION_PROBLEMS = 256
 """Held-out problems of one validation, the same on the local backend."""
+AIME_ROWS = 960
+"""`dapo-math-17k` validates on AIME 2024, 30 problems 32 times over: 256 rows are no whole pass."""
 KEPT_CHECKPOINTS = 2
 """The last one, and one to fall back to if it is damaged; the same on the local backend."""
 
@@ -135,9 +138,9 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
         "logger.log_dir": str(here / "log" / "nemo"),
         "checkpointing.checkpoint_dir": str(here / "checkpoints"),
     }
-    if recipe.data.name == "openmath-2":
+    if recipe.data.name == "openmath-2" and PROMPT_FILE not in leaves(recipe.nemo):
         prompt = (root or Path()) / "examples" / "prompts" / "cot.txt"
-        found["data.default.prompt_file"] = str(prompt)
+        found[PROMPT_FILE] = str(prompt)
     if recipe.data.is_made or recipe.data.name == "jsonl":
         given = None if recipe.data.is_made else recipe.data.path
         folder = Path(given).absolute() if given else here / "data"
@@ -174,7 +177,8 @@ def nemo_mistakes(recipe: Recipe, host: Host) -> Iterator[Mistake]:
 
 
 def _grpo(recipe: Recipe) -> dict[str, Any]:
-    grpo = recipe.grpo
+    grpo, on_aime = recipe.grpo, recipe.data.name == "dapo-math-17k"
+    validated = AIME_ROWS if on_aime else VALIDATION_PROBLEMS
     return {
         "grpo.max_num_steps": grpo.steps,
         "grpo.max_num_epochs": 1_000_000,  # steps end a run, not the end of the data
@@ -183,8 +187,8 @@ def _grpo(recipe: Recipe) -> dict[str, Any]:
         "grpo.val_period": grpo.validate_every,
         "grpo.val_at_start": grpo.validate_first and _has_first_scales(recipe),
         "grpo.val_at_end": True,
-        "grpo.max_val_samples": VALIDATION_PROBLEMS,
-        "grpo.val_batch_size": VALIDATION_PROBLEMS,
+        "grpo.max_val_samples": validated,
+        "grpo.val_batch_size": validated,
         "grpo.seed": recipe.seed,
         "grpo.skip_reference_policy_logprobs_calculation": grpo.kl_penalty == 0,
         "policy.train_global_batch_size": sequences_per_update(recipe),
@@ -311,7 +315,7 @@ def _lengths(recipe: Recipe, host: Host) -> dict[str, Any]:
 
 def _data(recipe: Recipe) -> dict[str, Any]:
     usual = {
-        "data.default.prompt_file": None,
+        PROMPT_FILE: None,
         "data.default.system_prompt_file": None,
         "data.default.processor": "math_hf_data_processor",
         "data.default.env_name": "math",

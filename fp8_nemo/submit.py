@@ -90,13 +90,18 @@ def sbatch_command(plan: Plan, code: Path | None = None) -> list[str]:
 
 
 def ray_sub_environment(plan: Plan, code: Path) -> dict[str, str]:
-    """What NeMo RL's ray.sub reads; its COMMAND is the same run, by our own quoting."""
+    """What NeMo RL's ray.sub reads; its COMMAND is the same run, by our own quoting.
+
+    It runs SETUP_COMMAND on every node in a shell of its own, whose exports end with it, so the
+    driver's shell runs it too, which hands its environment to the workers.
+    """
     cluster, run_dir = plan.recipe.cluster, run_path(plan).absolute()
     python = ["env", f"PYTHONPATH={code}", "RAY_ADDRESS=auto", _python(plan.recipe), "-P", "-m"]
     verbs = ["check_cluster", "run"] if cluster.preflight else ["run"]
     commands = [shlex.join([*python, f"fp8_nemo.recipes.{verb}", str(run_dir)]) for verb in verbs]
+    set_up = f"{{ {cluster.setup}\n}} || exit\n" if cluster.setup else ""
     return {
-        "COMMAND": " && ".join(commands),
+        "COMMAND": set_up + " && ".join(commands),
         "SETUP_COMMAND": cluster.setup or "",
         "CONTAINER": cluster.container or "",
         "MOUNTS": ",".join(mounts(plan)),

@@ -1,6 +1,7 @@
 """The sbatch call and the files beside it, without a Slurm; tests/slurm has one."""
 
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,7 @@ def test_ray_sub_gets_our_run_as_its_command(tmp_path):
     call = submit.sbatch_command(plan)
     assert call[0] == "env" and call[-1] == "/rl/ray.sub" and "sbatch" in call
     environment = dict(word.split("=", 1) for word in call[1 : call.index("sbatch")])
+    assert environment["SETUP_COMMAND"] == ""
     first, second = environment["COMMAND"].split(" && ")
     python = ["env", f"PYTHONPATH={code_dir(tmp_path / 'outputs')}", "RAY_ADDRESS=auto", "python3"]
     for text, verb in ((first, "check_cluster"), (second, "run")):
@@ -119,6 +121,23 @@ def test_ray_sub_gets_our_run_as_its_command(tmp_path):
         assert words == [*python, "-P", "-m", f"fp8_nemo.recipes.{verb}", str(run_path(plan))]
     assert environment["GPUS_PER_NODE"] == "8" and environment["CONTAINER"] == "i"
     assert not [word for word in call if word.startswith("--signal")]  # it would end ray.sub
+
+
+@pytest.mark.parametrize(
+    ("setup", "said", "code"),
+    [("export SEEN=1", "1\n", 0), ("export SEEN=2; true # done", "2\n", 0), ("false", "", 1)],
+)
+def test_ray_subs_driver_has_what_the_set_up_exports(tmp_path, setup, said, code):
+    words = ["cluster.launcher=ray_sub", "cluster.container=i", "cluster.account=a"]
+    words += ["cluster.partition=p", "cluster.nemo_root=/rl", f"cluster.setup='{setup}'"]
+    found = submit.ray_sub_environment(nemo_plan(tmp_path, *words), tmp_path)
+    assert found["SETUP_COMMAND"] == setup  # and on every node, before Ray
+    before, _, run = found["COMMAND"].partition("env PYTHONPATH=")
+    assert "check_cluster" in run
+    script = tmp_path / "driver_command.sh"
+    script.write_text(before + "echo $SEEN")
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == (said, code)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fp8_nemo.host import (
     BF16_LAYERS_BROKEN,
+    HF_OVERRIDES_LOST,
     KV_SCALES_DROPPED,
     MAIN,
     OPTIMIZER_ALWAYS_MOVED,
@@ -38,6 +39,7 @@ REMEDY = f"set {ROOT_VARIABLE}, or cluster.nemo_root=FOLDER, to a clone of NVIDI
 GRPO, ENTRY = "nemo_rl/algorithms/grpo.py", "examples/run_grpo.py"
 POLICY, CONFIG = "nemo_rl/models/policy/lm_policy.py", "nemo_rl/utils/config.py"
 FP8 = "nemo_rl/models/generation/vllm/quantization/fp8.py"
+WORKER = "nemo_rl/models/generation/vllm/vllm_worker.py"
 MEGATRON_SETUP = "nemo_rl/models/megatron/setup.py"
 
 SETUP_GIVES = 13
@@ -205,6 +207,9 @@ class _Source:
             yield POW2_BROKEN
         if "offload_optimizer_for_refit" not in self._text(MEGATRON_SETUP):
             yield OPTIMIZER_ALWAYS_MOVED
+        worker = self._class(WORKER, "BaseVllmGenerationWorker")  # main merges in a function
+        if "vllm_kwargs.update(fp8_kwargs)" in ast.unparse(worker):
+            yield HF_OVERRIDES_LOST
 
     def _setup_gives(self) -> int:
         for node in ast.walk(self._tree(ENTRY)):
@@ -233,7 +238,8 @@ class _Source:
         return ast.Module([], [])
 
     def _commit(self) -> str:
-        command = ["git", "-C", str(self.root), "rev-parse", "--short=7", "HEAD"]
+        # Named, the repository may be another user's: git asks no `safe.directory` for it then.
+        command = ["git", f"--git-dir={self.root / '.git'}", "rev-parse", "--short=7", "HEAD"]
         try:
             found = subprocess.run(command, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.SubprocessError):

@@ -25,7 +25,7 @@ from fp8_nemo.nemo import probe
 from fp8_nemo.nemo.checkout import read_host
 from fp8_nemo.nemo.preflight import hub_mistakes
 from fp8_nemo.nemo.ray_nodes import connect, node_names
-from fp8_nemo.nemo.settings import PLUGIN, needs_plugin
+from fp8_nemo.nemo.settings import PLUGIN, needs_plugin, own_folder
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import Recipe
 
@@ -209,7 +209,7 @@ def needed_versions(plan: Plan, environment: str) -> dict[str, str | None]:
         vllm = None
     policy: dict[str, str | None] = {"torch": None}
     if plan.recipe.precision.train_linear == "fp8":
-        policy["transformer-engine-torch"] = None
+        policy["transformer-engine"] = None  # NeMo RL's own, made from source, has no -torch
     if environment == "policy":
         return policy
     if environment == "vLLM":
@@ -226,9 +226,17 @@ def needed_plugins(plan: Plan, environment: str) -> set[str]:
 
 
 def _probe(python: str) -> Seen:
+    """What another interpreter has, with this package on its path as a run's workers have it."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = filter(None, [str(own_folder() or ""), *given])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
     try:
         answer = subprocess.run(
-            [python, "-P", probe.__file__], capture_output=True, text=True, timeout=NODE_LIMIT
+            [python, "-P", probe.__file__],
+            capture_output=True,
+            text=True,
+            timeout=NODE_LIMIT,
+            env=environment,
         )
         return json.loads(answer.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:

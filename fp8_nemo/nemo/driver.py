@@ -35,6 +35,9 @@ from fp8_nemo.origin import origin
 from fp8_nemo.plan import Plan
 from fp8_nemo.schema import seconds
 
+SAVE_BY = "checkpoint_must_save_by"
+"""NeMo RL's, of `checkpointing`: how long after its set-up it saves and ends."""
+
 
 def run(plan: Plan, path: Path) -> int:
     """Train; 0 when NeMo RL ends by itself, 2 for an unusable directory, 1 if the run broke.
@@ -190,10 +193,10 @@ def train(plan: Plan, path: Path, root: Path) -> None:
     """Set up, and NeMo RL's own loop."""
     with session.opened(plan, path, root) as parts:
         # After the set-up, which takes minutes: NeMo RL counts from here on.
-        end = job_end(plan.recipe.cluster.time)
-        parts.config.checkpointing["checkpoint_must_save_by"] = save_within(
-            end, plan.recipe.cluster.save_before_end, time.time()
-        )
+        if f"checkpointing.{SAVE_BY}" not in leaves(plan.recipe.nemo):
+            end = job_end(plan.recipe.cluster.time)
+            left = save_within(end, plan.recipe.cluster.save_before_end, time.time())
+            parts.config.checkpointing[SAVE_BY] = left
         overheard = OverheardLogger(
             parts.logger, parts.policy.take_row, lambda row: _write(plan, path, row)
         )
@@ -219,7 +222,7 @@ def job_end(limit: str) -> float | None:
 
 
 def save_within(end: float | None, save_before_end: int, now: float) -> str | None:
-    """NeMo RL's `checkpoint_must_save_by`, DD:HH:MM:SS from `now`; None without an end."""
+    """NeMo RL's `SAVE_BY`, DD:HH:MM:SS from `now`; None without an end."""
     if end is None:
         return None
     left = max(0, int(end - save_before_end - now))

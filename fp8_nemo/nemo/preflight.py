@@ -23,6 +23,8 @@ from fp8_nemo.schema import Mistake, Recipe
 
 NEEDED_PYTHON = (3, 12)
 """NeMo RL's pydantic models use `typing.TypedDict`, which needs it."""
+BRIDGE = "3rdparty/Megatron-Bridge-workspace/Megatron-Bridge"
+"""A submodule of NeMo RL, whose own submodule is Megatron-LM."""
 NEEDED_PACKAGES = ("ray", "torch", "transformers", "megatron", "vllm", "pydantic")
 
 
@@ -40,17 +42,23 @@ def problems_with(plan: Plan) -> list[str]:
         host = read_host(root)
     except HostError as error:
         return [str(error), *lines]
+    lines = [*_resume(recipe, root), *lines]
     return [*_frozen_for(plan, host), *map(str, _machine(recipe)), *_software(recipe, host), *lines]
 
 
 def _frozen_for(plan: Plan, host: Host) -> Iterator[str]:
     """Whether the checkout is still the one that the plan was made for."""
-    if plan.nemo and plan.nemo.host != host.name:
+    if plan.nemo and not _same(plan.nemo.host, host.name):
         yield (
             f"{ROOT_VARIABLE}={host.root}: is {host.name}, the plan was made for "
             f"{plan.nemo.host}; check that out again, or start the line again for a new plan"
         )
     yield from map(str, host_mistakes(plan.recipe, host))
+
+
+def _same(planned: str, found: str) -> bool:
+    """Version and commit; the version alone where one side could not be asked for a commit."""
+    return all(one == other for one, other in zip(planned.split(), found.split(), strict=False))
 
 
 def _machine(recipe: Recipe) -> Iterator[Mistake]:
@@ -84,6 +92,24 @@ def visible_gpus() -> int | None:
         return None
     count = listed.stdout.count("GPU ")
     return count if visible is None else len([word for word in visible.split(",") if word.strip()])
+
+
+def _resume(recipe: Recipe, root: Path) -> Iterator[str]:
+    """Whether the driver will be able to read a checkpoint: a first attempt would not tell.
+
+    NeMo RL main reads it with Megatron (utils/checkpoint.py), which its container has for the
+    workers; the driver finds it in the checkout (`nemo_rl/__init__.py`), where that is whole.
+    """
+    source = root / "nemo_rl" / "utils" / "checkpoint.py"
+    reads = source.is_file() and "load_common_state_dict" in source.read_text()
+    megatron = root / BRIDGE / "3rdparty" / "Megatron-LM" / "megatron" / "core"
+    if recipe.cluster.interpreter != "container" or not reads or megatron.is_dir():
+        return
+    if importlib.util.find_spec("megatron") is None:
+        yield (
+            f"{ROOT_VARIABLE}={root}: has no Megatron-LM, without which no attempt goes on from a "
+            f"checkpoint; git -C {root} submodule update --init --recursive {BRIDGE}"
+        )
 
 
 def _software(recipe: Recipe, host: Host) -> Iterator[str]:

@@ -77,9 +77,9 @@ def test_versions_are_held_against_what_the_plan_needs():
     assert problem == "fp8-nemo 0.1.0 needed, 0.0.1 found"
     end_to_end = nemo_plan("precision=fp8-e2e")
     [problem] = problems(end_to_end)
-    assert problem == "transformer-engine-torch any needed, none found"
+    assert problem == "transformer-engine any needed, none found"
     assert needed_versions(end_to_end, "vLLM") == {"vllm": None, "torch": None}
-    assert list(needed_versions(end_to_end, "policy")) == ["torch", "transformer-engine-torch"]
+    assert list(needed_versions(end_to_end, "policy")) == ["torch", "transformer-engine"]
 
 
 def test_a_workers_environment_that_is_not_made_yet_is_no_problem():

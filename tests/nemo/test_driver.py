@@ -1,5 +1,6 @@
 """The parts of the nemo backend that need no NeMo RL: logger, engine read-back, logs, preflight."""
 
+import dataclasses
 import fcntl
 import importlib.util
 import json
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
@@ -16,10 +18,10 @@ from types import SimpleNamespace
 import pytest
 
 from fp8_nemo.compose import compose, compose_plans
-from fp8_nemo.host import MAIN
+from fp8_nemo.host import MAIN, Host
 from fp8_nemo.ledger import RefitError
 from fp8_nemo.model_dir import SHIPPED, weights_digest
-from fp8_nemo.nemo import driver, engine, preflight, session
+from fp8_nemo.nemo import checkout, driver, engine, preflight, session
 from fp8_nemo.nemo.engine import EngineError, check_engine, engine_weight, planned_weights
 from fp8_nemo.nemo.metrics import OPENED, OverheardLogger
 from fp8_nemo.run_dir import checkpoint_step, checkpoints, conversion_dir, freeze
@@ -556,6 +558,75 @@ def test_nodes_and_gpus_that_this_machine_has_not_are_one_line_each(monkeypatch)
     assert gpus.startswith("cluster.gpus_per_node=8: this machine shows 2; set cluster.gpus_per")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert list(preflight._machine(plan.recipe)) == []
+
+
+def test_a_checkout_without_megatron_is_told_before_the_first_attempt_not_by_the_second(
+    monkeypatch, tmp_path
+):
+    [recipe] = compose(["model=qwen3-8b", "cluster=slurm"])
+    source = tmp_path / "nemo_rl" / "utils" / "checkpoint.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("torch.load(common)")  # as v0.7.0 has it
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    assert list(preflight._resume(recipe, tmp_path)) == []
+    source.write_text("from megatron.core.dist_checkpointing import load_common_state_dict")
+    [line] = preflight._resume(recipe, tmp_path)
+    command = f"git -C {tmp_path} submodule update --init --recursive {preflight.BRIDGE}"
+    assert line.startswith(f"NEMO_RL_ROOT={tmp_path}: has no Megatron-LM") and command in line
+    [system] = compose(["model=qwen3-8b", "cluster=slurm", "cluster.interpreter=system"])
+    assert list(preflight._resume(system, tmp_path)) == []
+    megatron = tmp_path / preflight.BRIDGE / "3rdparty" / "Megatron-LM" / "megatron" / "core"
+    megatron.mkdir(parents=True)
+    assert list(preflight._resume(recipe, tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "same"),
+    [("0.8.0 7ea279a", True), ("0.8.0", True), ("0.8.0 81aa43d", False), ("0.7.0 7ea279a", False)],
+)
+def test_a_checkout_whose_commit_cannot_be_asked_is_held_by_its_version(found, same):
+    [plan] = compose_plans([*NEMO, "model=qwen3-8b"])
+    planned = dataclasses.replace(plan.nemo, host="0.8.0 7ea279a")
+    host = Host(found, root="/rl")
+    lines = list(preflight._frozen_for(dataclasses.replace(plan, nemo=planned), host))
+    assert not lines if same else f"/rl: is {found}, the plan was made for 0.8.0" in lines[0]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_the_commit_of_somebody_elses_checkout_is_read_too(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    commit = ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-mx"]
+    for words in (["init", "-q"], commit):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    said = ["git", "-C", str(tmp_path), "rev-parse", "--short=7", "HEAD"]
+    head = subprocess.run(said, capture_output=True, text=True, check=True).stdout.strip()
+    for file in (tmp_path, tmp_path / ".git"):
+        os.chown(file, 12345, 12345)
+    refused = subprocess.run(said, capture_output=True, text=True)
+    assert "dubious ownership" in refused.stderr
+    assert checkout._Source(tmp_path).name == f"?.?.? {head}"
+
+
+@pytest.mark.parametrize(
+    ("line", "saved_by"),
+    [([], None), (["+nemo.checkpointing.checkpoint_must_save_by=00:03:30:00"], "00:03:30:00")],
+)
+def test_when_to_save_by_is_the_jobs_end_or_what_a_line_says(monkeypatch, tmp_path, line, saved_by):
+    [plan] = compose_plans([*NEMO, "model=qwen3-8b", *line])
+    given = {driver.SAVE_BY: saved_by or "00:01:00:00 of a base file"}
+    parts = SimpleNamespace(
+        config=SimpleNamespace(checkpointing=given), logger=None, policy=SimpleNamespace(take_row=0)
+    )
+    monkeypatch.setattr(driver.session, "opened", lambda *_: nullcontext(parts))
+    monkeypatch.setattr(driver.session, "run_grpo", lambda *_: None)
+    monkeypatch.delenv("NRL_JOB_START_EPOCH", raising=False)
+    monkeypatch.delenv("FP8_NEMO_JOB_END", raising=False)
+    driver.train(plan, tmp_path, tmp_path)
+    assert parts.config.checkpointing[driver.SAVE_BY] == saved_by
+    end = time.time() + 7200 + plan.recipe.cluster.save_before_end
+    monkeypatch.setenv("FP8_NEMO_JOB_END", str(end))
+    driver.train(plan, tmp_path, tmp_path)
+    assert parts.config.checkpointing[driver.SAVE_BY] in (saved_by or "00:01:59:59", "00:02:00:00")
 
 
 def test_a_login_node_needs_nothing_of_what_the_job_needs(monkeypatch):

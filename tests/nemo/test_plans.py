@@ -28,7 +28,7 @@ from fp8_nemo.host import (
     host_limits,
 )
 from fp8_nemo.keys import command_line, may_be_added
-from fp8_nemo.overrides import micro_batch_tokens
+from fp8_nemo.overrides import micro_batch_tokens, path_overrides
 from fp8_nemo.plan import PlanError, plan_from_json, plan_recipe
 
 CONTRACT = Path(__file__).parents[3] / "shared" / "contract"
@@ -318,6 +318,10 @@ DEFECTIVE = [
         ["precision=bf16", "+nemo.policy.offload_optimizer_for_refit=false"],
         "nemo.policy.offload_optimizer_for_refit=false: this NeMo RL always moves",
     ),
+    (
+        ["precision=fp8-linear", "+nemo.policy.hf_config_overrides.rope_theta=1e6"],
+        "nemo.policy.hf_config_overrides={'rope_theta': 1000000.0}: this NeMo RL's FP8 rollout",
+    ),
 ]
 
 
@@ -328,6 +332,28 @@ def test_known_defects_of_v0_7_0_are_refused_there_and_nowhere_else(arguments, l
         plan("model=llama31-8b", *arguments, host=there)
     assert str(caught.value).startswith(line)
     assert plan("model=llama31-8b", *arguments, host=LATER)
+
+
+def test_a_bf16_rollout_has_the_overrides_of_a_models_config_on_v0_7_0_too():
+    there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
+    given = "+nemo.policy.hf_config_overrides.rope_theta=1e6"
+    assert plan("model=llama31-8b", "precision=bf16", given, host=there)
+
+
+def test_a_prompt_of_the_users_own_is_not_replaced(tmp_path):
+    line = ["model=llama31-8b", "data=openmath-2"]
+    own = f"+nemo.data.default.prompt_file={tmp_path}/prompt.txt"
+    usual = path_overrides(plan(*line).recipe, tmp_path, Path("/rl"))
+    assert usual["data.default.prompt_file"] == "/rl/examples/prompts/cot.txt"
+    found = plan(*line, own)
+    written = found.nemo.overrides | path_overrides(found.recipe, tmp_path, Path("/rl"))
+    assert written["data.default.prompt_file"] == f"{tmp_path}/prompt.txt"
+
+
+def test_aime_is_validated_in_whole_passes():
+    for data, count in (("dapo-math-17k", 960), ("openmath-2", 256)):
+        found = overrides("model=llama31-8b", f"data={data}")
+        assert found["grpo.max_val_samples"] == found["grpo.val_batch_size"] == count
 
 
 def test_powers_of_two_are_refused_on_main_too_whose_patch_calls_itself():
@@ -407,7 +433,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans([*NEMO, *arguments], lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").recipe, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 17
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 18
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith(f"{limit.key}=")]
