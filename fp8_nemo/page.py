@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fp8_nemo import twin
 from fp8_nemo.health import worst
-from fp8_nemo.report import COLUMNS, SECTIONS, Comparison, Run, markdown_table
+from fp8_nemo.report import COLUMNS, SECTIONS, Comparison, Run, given, markdown_table
 from fp8_nemo.twin import AgainstTwin, against_twins
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "04-compare-your-runs.ipynb"
@@ -68,7 +68,8 @@ def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], c
         command: the line that makes this page again.
     """
     blocks = [f"# {comparison.title}", f"Made by `{command}`."]
-    blocks += [notes(comparison), "## Against BF16", verdicts(comparison)]
+    blocks += [notes(comparison), "## Cells", cells(comparison)]
+    blocks += ["## Against BF16", verdicts(comparison)]
     for section in SECTIONS:
         blocks += [f"## {section}", numbers(comparison, section)]
         blocks += [f"![{path.stem}]({path.name})" for path in figures.get(section, ())]
@@ -187,6 +188,16 @@ def _against_row(found: AgainstTwin) -> tuple[Any, ...]:
         found.accuracy_word, texts["kl"], texts["twin_kl"], found.health, texts["step"],
         texts["rollout"], found.speed_word,
     )  # fmt: skip
+
+
+def cells(comparison: Comparison) -> str:
+    """Each cell's precision and correction: its name does not say what a line has changed."""
+    lines = []
+    for cell in comparison.cells:
+        recipe = cell.runs[0].recipe
+        parts = given(recipe.precision) or "BF16", given(recipe.correction) or "no correction"
+        lines.append(f"- **{as_it_stands(cell.label)}**: {as_it_stands('; '.join(parts))}")
+    return "\n".join(lines)
 
 
 def numbers(comparison: Comparison, section: str) -> str:

@@ -35,7 +35,7 @@ from fp8_nemo.run_dir import (
     state_of,
     steps_done,
 )
-from fp8_nemo.schema import Recipe, as_typed
+from fp8_nemo.schema import Correction, Precision, Recipe, as_typed
 
 BESIDE_THE_CELL = ("seed", "outputs", "logging", "cluster")
 OF_THE_CELL = ("precision.", "correction.")
@@ -431,6 +431,19 @@ def differing_problems(named: Iterable[tuple[str, Run]]) -> dict[str, dict[str, 
         for key, holders in differing(each).items():
             found[key] |= holders
     return found
+
+
+def given(option: Precision | Correction) -> str:
+    """What an option sets, in the end, beside its name: `level=token truncate=2.0`; empty if none.
+
+    A name is the file's that a line began with, and every key of it can be set on the line.
+    """
+    plain = vars(type(option)())
+    return " ".join(
+        f"{key}={as_typed(value)}"
+        for key, value in vars(option).items()
+        if value != plain[key] and key not in ("name", *HELD_AGAINST)
+    )
 
 
 def _as_typed(tree: Mapping[str, Any]) -> dict[str, str]:

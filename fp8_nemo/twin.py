@@ -33,10 +33,10 @@ from fp8_nemo.report import (
     Run,
     differing,
     differing_problems,
+    given,
     last_accuracy,
     mean_of_seeds,
 )
-from fp8_nemo.schema import Correction
 
 EQUAL = 2.0  # points of accuracy
 WARM_UP = 1  # steps: kernels are compiled in the first
@@ -214,14 +214,7 @@ def _unmatched(cell: Cell, twin: Cell) -> Iterator[str]:
         yield f"{key} is {mine}, the twin's {its}"
     corrections = [each.runs[0].recipe.correction for each in (cell, twin)]
     if corrections[1].name != "none" and corrections[0] != corrections[1]:
-        differ = _given(corrections[1])
-        yield f"the twin's correction is {differ}"
-
-
-def _given(correction: Correction) -> str:
-    """`tis: level=token truncate=2.0`: what is set."""
-    given = {key: value for key, value in vars(correction).items() if value not in (None, False)}
-    return f"{given.pop('name')}: " + " ".join(f"{key}={value}" for key, value in given.items())
+        yield f"the twin's correction is {corrections[1].name}: {given(corrections[1])}"
 
 
 def _same_machine(mine: Run, its: Run) -> bool:

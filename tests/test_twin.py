@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.page import verdicts
+from fp8_nemo.page import to_markdown, verdicts
 from fp8_nemo.plan import plan_recipe
 from fp8_nemo.report import EMULATION, Run, compare
 from fp8_nemo.schema import (
@@ -274,9 +274,21 @@ def test_speed_on_other_nodes_is_not_compared(change):
 def test_another_correction_of_the_twins_is_named_and_its_own_or_none_is_not():
     tight = dataclasses.replace(TIS, truncate=0.01)
     [said] = only(run(BF16, tight), run(FP8, TIS)).unmatched
-    assert said.startswith("the twin's correction is tis: level=token truncate=0.01 ")
+    assert said == "the twin's correction is tis: level=token truncate=0.01"
     assert only(run(BF16, TIS), run(FP8, TIS)).unmatched == ()
     assert only(run(BF16), run(FP8, TIS)).unmatched == ()
+
+
+def test_a_page_says_what_a_cell_is_whatever_a_line_has_made_of_its_options():
+    off, wide = Correction("tis"), dataclasses.replace(TIS, truncate=100, mask="token", high=2.0)
+    page = to_markdown(compare([run(BF16), run(FP8, off), run(E2E, wide)]), {}, "x")
+    lines = page.partition("## Cells\n\n")[2].split("\n\n")[0].splitlines()
+    assert lines == [
+        "- **bf16-none**: BF16; no correction",
+        "- **fp8-linear-tis**: rollout_linear=fp8; no correction",
+        "- **fp8-e2e-tis**: rollout_linear=fp8 train_linear=fp8; "
+        "level=token truncate=100 mask=token high=2.0",
+    ]
 
 
 def test_the_same_seed_twice_is_one_seed_and_the_longer_run_counts():

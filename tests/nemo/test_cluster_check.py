@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,16 @@ def test_versions_are_held_against_what_the_plan_needs():
 def test_a_workers_environment_that_is_not_made_yet_is_no_problem():
     environments = seen()["environments"] | {"vLLM": {"error": "no such file"}}
     assert problems(nemo_plan(), environments=environments) == []
+
+
+def test_a_workers_interpreter_sees_this_package_without_a_path_of_the_shells(
+    tmp_path, monkeypatch
+):
+    """As under `ray.sub`, which starts Ray before it sets what our run is started with."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path / "bare")
+    found = cluster_check._probe(str(tmp_path / "bare" / "bin" / "python"))
+    assert found["versions"]["fp8-nemo"] == "0.1.0" and found["plugins"] == ["fp8_nemo"]
 
 
 def test_each_worker_of_nemo_rls_container_has_its_interpreter(monkeypatch):
