@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         [plan] = compose_plans([*words[1:], "backend=local", f"model.path={words[0]}"])
         require(*NEEDED_PACKAGES)
         recipe = plan.recipe
-        problems = load_problems(recipe.data, recipe.seed).train
+        problems = load_problems(recipe.data, recipe.seed)
         folder = new_folder(Path(words[0]))
     except (ComposeError, DataError, OSError) as error:
         print(error, file=sys.stderr)

@@ -1,15 +1,17 @@
 """Starting models: three families, a tokenizer that round-trips, careless answers, files."""
 
 import random
+import re
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8_nemo.compose import compose
-from fp8_nemo.data import Problem, arithmetic, reward, running_sum
+from fp8_nemo.data import Problem, Split, arithmetic, reward, running_sum
 from fp8_nemo.local import make_model
-from fp8_nemo.model_dir import weights_digest
+from fp8_nemo.local.chat import Chat
+from fp8_nemo.model_dir import SHIPPED, weights_digest
 from fp8_nemo.schema import Shape
 from fp8_nemo.weights import named_shapes, wire_names
 
@@ -64,12 +66,34 @@ def test_making_one_without_a_terminal_prints_a_line_now_and_then(monkeypatch, t
     few = make_model.ANSWERS._replace(steps=20, batch=4)
     monkeypatch.setattr(make_model, "ANSWERS", few)
     [recipe] = compose(["model=tiny-llama"])
-    make_model.make(tmp_path, recipe, arithmetic(1, 0).train[:8])
+    problems = arithmetic(1, 0)
+    make_model.make(tmp_path, recipe, Split(problems.train[:8], problems.validation))
     lines = capsys.readouterr().out.splitlines()
     assert [line.rpartition("  ")[2] for line in lines[:-1]] == [
         f"step {step}/20" for step in range(2, 21, 2)
     ]
     assert lines[-1].startswith(f"{tmp_path}: tiny-llama, ")
+    assert re.search(r"; \d% of its held-out answers are right$", lines[-1])
+
+
+def test_a_models_samples_are_graded_as_a_rollouts_are():
+    chat = Chat.load(SHIPPED / "tiny-llama")
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED / "tiny-llama", dtype=torch.bfloat16)
+    held_out = arithmetic(2, 42).validation[:256]
+    found = make_model.sampled_right(model, chat, held_out, seed=1)
+    assert found == pytest.approx(0.39, abs=0.07)  # as a demo's first validation, 0.387 to 0.395
+    assert found == make_model.sampled_right(model, chat, held_out, seed=1)
+    wrong = [each._replace(output="none") for each in held_out]
+    assert make_model.sampled_right(model, chat, wrong, seed=1) == 0
+
+
+def test_a_narrow_model_learns_working_faster():
+    working, plain = running_sum(3, 0).train, arithmetic(1, 0).train
+    rates = [
+        make_model.teaching_for(problems, Shape(**(SMALL | {"hidden": hidden}))).learning_rate
+        for problems, hidden in ((working, 256), (working, 512), (plain, 256))
+    ]
+    assert rates == [1.0e-3, 3.0e-4, 1.0e-3]
 
 
 def test_passes_learn_what_the_whole_batch_does(monkeypatch):
