@@ -16,7 +16,7 @@ import difflib
 import itertools
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from textwrap import fill
@@ -38,13 +38,14 @@ from fp8_nemo.host import MAIN, Host, HostError
 from fp8_nemo.keys import leaves
 from fp8_nemo.measurement import measurement_mistakes, measurement_notes
 from fp8_nemo.plan import Plan, PlanError, plan_recipe
-from fp8_nemo.schema import Mistake, Recipe, as_typed, mistakes
+from fp8_nemo.schema import Mistake, Recipe, as_it_is, as_typed, mistakes
 
 CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
 HELP = ("-h", "--help")
 NAMES_A_CELL = ("experiment", "model", "precision", "correction")
 OPEN = "nemo"
+SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.qos")
 QUOTE = "quote a value that holds = , : or brackets: \"key='a=b'\", \"key=['a=b']\""
 WORDS = {
     int: "a whole number",
@@ -172,7 +173,13 @@ def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
         lines += [str(mistake) for mistake in _override_mistakes(override, loader)]
     if lines:
         raise ComposeError(lines)
-    return overrides
+    return [each for each in overrides if not _chooses_nothing(each)]
+
+
+def _chooses_nothing(override: Override) -> bool:
+    """`experiment=null`, which is what it is without the word; Hydra takes no null for a group."""
+    chosen = override.key_or_group in ("experiment", "sweep") and not override.is_sweep_override()
+    return chosen and override.value() is None
 
 
 def _refuse_repeated(overrides: list[Override]) -> None:
@@ -279,9 +286,12 @@ def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
         return None, [_first_line(error)]
     except YAMLError as error:  # in a site's own file, which it names with line and column
         return None, [" ".join(str(error).split())]
+    except ValueError as error:  # as one whose `defaults` is no list, or that is not UTF-8
+        return None, [f"{' '.join(cell)}: cannot be composed, {_first_line(error)}"]
     config = OmegaConf.structured(Recipe)
     values = leaves(tree | {OPEN: {}}) | {OPEN: tree[OPEN]}
     found = [str(each) for key, value in values.items() if (each := _put(config, key, value))]
+    found += map(str, _unquoted(values, cell))
     if found:
         return None, found
     recipe = OmegaConf.to_object(config)
@@ -289,10 +299,20 @@ def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
     return recipe, [str(each) for each in mistakes(recipe)]
 
 
+def _unquoted(values: Mapping[str, Any], cell: list[str]) -> Iterator[Mistake]:
+    """Slurm's words that a file has without quotes: YAML reads 30:00 as 1800, and 0123 as 83."""
+    typed = {word.partition("=")[0].lstrip("+") for word in cell}
+    for key in SLURM_WORDS:
+        value = values.get(key)
+        if value is not None and not isinstance(value, str) and key not in typed:
+            text = "is what YAML makes of a text without quotes in the site's file"
+            yield Mistake(key, as_typed(value), text, f'write {key.partition(".")[2]}: "..." there')
+
+
 def _put(config: Any, key: str, value: Any) -> Mistake | None:
     """Set one leaf of the structured Recipe, or say why it cannot be."""
     try:
-        OmegaConf.update(config, key, value, force_add=key.startswith(OPEN))
+        OmegaConf.update(config, key, as_it_is(value), force_add=key.startswith(OPEN))
     except OmegaConfBaseException:
         if key not in _all_keys():  # or of a map in a number's place
             return _unknown_key(key, value, _all_keys())
@@ -368,4 +388,6 @@ def _fields(group: type = Recipe, prefix: str = "") -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split("\n")[:2]).strip()
+    said = " ".join(" ".join(str(error).split("\n")[:2]).split())
+    remedy = "; for a shell's variable write $NAME, or \\${NAME}" * ("Interpolation" in said)
+    return said + remedy

@@ -45,7 +45,8 @@ class Difference(NamedTuple):
 
 def table(plan: Plan, host: Host, run_dir: Path) -> Table:
     """One plan as a table of words and numbers."""
-    rows = Table(title=plan.cell, title_justify="left", show_header=False, min_width=98)
+    columns = Column(), Column(overflow="fold")
+    rows = Table(*columns, title=plan.cell, title_justify="left", show_header=False, min_width=98)
     for row in [("run directory", str(run_dir)), *describe(plan, host)]:
         rows.add_row(*row)
     return rows

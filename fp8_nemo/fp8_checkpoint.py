@@ -97,6 +97,8 @@ def quantize_checkpoint(
         CheckpointError: see the module.
     """
     config, shards = read_config(source), _shards(source)
+    for shard in shards:
+        _check_blocks(shard, precision, config["num_hidden_layers"])
     settings = asdict(precision) | (calibration.settings if calibration else {})
     book = _opened_book(source, target, shards, settings)
     if calibration and book["kv_scales"] is None:
@@ -225,6 +227,21 @@ def _check_shard(file: Path) -> None:
             raise CheckpointError(f"{name}: is {dtype}, must be BF16 or F32 ({file})")
 
 
+def _check_blocks(file: Path, precision: Precision, layers: int) -> None:
+    """Whether vLLM will take every weight's blocks (`validate_fp8_block_shape`)."""
+    with safe_open(file, framework="pt") as opened:
+        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    for name, shape in shapes.items():
+        if not weights.is_fp8_weight(name, tuple(shape), precision, layers):
+            continue
+        stacked = max(1, len(weights.slab_projections(name)))
+        if shape[-2] % (weights.BLOCK * stacked) or shape[-1] % weights.BLOCK:
+            raise CheckpointError(
+                f"{name}: is {' x '.join(map(str, shape))}, and vLLM takes blockwise FP8 in "
+                f"multiples of {weights.BLOCK} alone; this model stays in BF16 ({file})"
+            )
+
+
 def _opened_book(
     source: Path, target: Path, shards: list[Path], settings: dict[str, Any]
 ) -> dict[str, Any]:
@@ -327,6 +344,7 @@ def _quantization(tensors: Mapping[str, str]) -> dict[str, Any]:
 
 def _copy_rest(source: Path, target: Path) -> None:
     for file in _rest(source):
+        (target / file.name).unlink(missing_ok=True)  # a copy of a file that nobody may write
         shutil.copy(file, target / file.name)
 
 

@@ -48,7 +48,13 @@ def freeze_code(outputs: Path) -> Path:
     target = code_dir(outputs)
     if target.exists():
         return target
-    staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=code_parent(outputs)))
+    try:
+        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=code_parent(outputs)))
+    except OSError as error:
+        raise RunDirError(
+            f"{target.parent}: a job's copy of the code cannot be written ({error.strerror}); give "
+            "this run outputs=FOLDER of your own"
+        ) from error
     for package, folder in _packages().items():
         into = staging.joinpath(*package.split("."))
         into.mkdir(parents=True, exist_ok=True)

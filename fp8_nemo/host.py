@@ -350,13 +350,14 @@ def _uneven_shard(recipe: Recipe) -> str | None:
     """The first weight that vLLM would hold in FP8 and cannot cut on block borders."""
     parallel, shape = recipe.model.parallel, recipe.model.shape
     for name, sizes in named_shapes(shape).items():
-        is_whole = ".experts." in name and parallel.rollout_expert > 1
-        if is_whole or not is_fp8_weight(name, sizes, recipe.precision, shape.layers):
+        if not is_fp8_weight(name, sizes, recipe.precision, shape.layers):
             continue
         axis = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
         ranks = parallel.rollout_tensor
+        if ".experts." in name and parallel.rollout_expert > 1:
+            ranks = 1  # they stay whole
         if name.endswith(("k_proj.weight", "v_proj.weight")):
             ranks = min(ranks, shape.kv_heads)  # more ranks hold copies of a head
-        if sizes[axis] % (BLOCK * ranks):
+        if sizes[axis] % (BLOCK * ranks) or sizes[1 - axis] % BLOCK:
             return name
     return None

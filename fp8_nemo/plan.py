@@ -34,7 +34,17 @@ from fp8_nemo.overrides import (
     nemo_mistakes,
     overrides,
 )
-from fp8_nemo.schema import SBATCH_KEYS, TASKS, Data, Mistake, Recalibrate, Recipe, mistakes
+from fp8_nemo.schema import (
+    SBATCH_KEYS,
+    TASKS,
+    Data,
+    Mistake,
+    Recalibrate,
+    Recipe,
+    as_it_is,
+    mistakes,
+)
+from fp8_nemo.weights import BLOCK
 
 LOCAL_BASE: dict[str, Any] = {
     "prompts_per_step": 32,
@@ -129,7 +139,8 @@ def plan_from_json(content: dict[str, Any]) -> Plan:
     Raises:
         KeyError, TypeError, omegaconf.errors.OmegaConfBaseException: the content is not a plan.
     """
-    recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), content["recipe"]))
+    given = as_it_is(content["recipe"])
+    recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))
     if not isinstance(recipe, Recipe):
         raise TypeError("no recipe")
     return Plan(
@@ -158,7 +169,7 @@ def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
         HostError: the host has no such base YAML.
     """
     backend = backend_of(recipe)
-    if found := list(mistakes(recipe)):
+    if found := [*mistakes(recipe), *_expert_mistakes(recipe)]:
         raise PlanError(found)
     cell = f"{recipe.model.name}/{recipe.precision.name}-{recipe.correction.name}"
     if backend == "nemo":
@@ -218,6 +229,18 @@ def _with_nemo_base(recipe: Recipe, host: Host) -> Recipe:
     return dataclasses.replace(
         recipe, grpo=dataclasses.replace(grpo, **missing), data=_with_difficulty(recipe.data)
     )
+
+
+def _expert_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    shape = recipe.model.shape
+    if shape.experts and shape.expert_ffn % BLOCK and recipe.precision.rollout_linear == "fp8":
+        yield Mistake(
+            "model.shape.expert_ffn",
+            shape.expert_ffn,
+            f"must be a multiple of {BLOCK} with FP8 linears: gate and up lie in one slab, whose "
+            "blocks would span both",
+            "choose precision=bf16, or another width",
+        )
 
 
 def _nemo_mistakes(recipe: Recipe) -> Iterator[Mistake]:

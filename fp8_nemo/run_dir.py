@@ -165,8 +165,13 @@ def locked(run_dir: Path) -> Iterator[None]:
     with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise RunDirError(f"{run_dir}: another process is running it; wait for it") from error
+        except OSError as error:
+            raise RunDirError(
+                f"{run_dir}: cannot be locked ({error.strerror}); set outputs=FOLDER on a file "
+                "system with locks, or have this one mounted with them (Lustre: flock)"
+            ) from error
         yield
 
 

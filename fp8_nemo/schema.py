@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -461,10 +461,12 @@ def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         "data.path": recipe.data.path,
         "model.path": recipe.model.path,
         "cluster.nemo_root": recipe.cluster.nemo_root,
+        "cluster.python": recipe.cluster.python,
+        "cluster.container": recipe.cluster.container,
     }
     for key, path in paths.items():
         if path and path.startswith(("~", "$")):
-            yield Mistake(key, path, "names a folder that is called so", f'write "{key}=$HOME/..."')
+            yield Mistake(key, path, "names a path that is called so", f'write "{key}=$HOME/..."')
     if not recipe.outputs:
         yield Mistake("outputs", "", "must name a folder")
 
@@ -497,8 +499,18 @@ def _batch_mistakes(grpo: Grpo) -> Iterator[Mistake]:
         )
 
 
+def as_it_is(value: Any) -> Any:
+    """A value that OmegaConf gives back as it is: `${` is a text here, resolved once before."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {key: as_it_is(each) for key, each in value.items()}
+    return [as_it_is(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 SBATCH_KEYS = ("account", "partition", "qos", "extra")
 """Keys of `cluster` that are sbatch's alone."""
+OURS_OF_SBATCH = ("--job-name", "-J", "--output", "-o", "--parsable")
 
 
 def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
@@ -533,8 +545,15 @@ def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
                 "begin the site's file with `defaults: [slurm, _self_]`",
             )
     for option in cluster.extra:
-        if not option.startswith("-"):
+        if not isinstance(option, str) or not option.startswith("-"):
             yield Mistake("cluster.extra", option, "must be options of sbatch, as --mem=0")
+        elif option.startswith(OURS_OF_SBATCH):
+            yield Mistake(
+                "cluster.extra",
+                option,
+                "is what a job is found by, in the queue and in its log",
+                "leave it out; a job is named as its cell",
+            )
     for mount in cluster.mounts:
         if not mount.startswith("/") or "," in mount:
             yield Mistake("cluster.mounts", mount, "must be an absolute folder, or /from:/to")

@@ -255,7 +255,7 @@ def table(plans: list[Plan], jobs: list[Job]) -> Table:
     for name in ("cell", "run directory", "steps", "nodes", "time", "state"):
         rows.add_column(name, overflow="fold")
     for plan, job in zip(plans, jobs, strict=True):
-        cluster = plan.recipe.cluster
+        cluster = (read_plan(job.path) if job.id else plan).recipe.cluster  # as it was queued
         state = f"{job.state}, job {job.id}" if job.id else job.state
         steps = str(plan.recipe.grpo.steps)
         rows.add_row(plan.cell, job.path.name, steps, str(cluster.nodes), cluster.time, state)

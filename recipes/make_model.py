@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ComposeError(["recipes.make_model: the first argument is the folder to make"])
         if others := [word for word in words[1:] if not TAKES.match(word)]:
             raise ComposeError(f"{word}: a model is made of model, data, seed" for word in others)
-        [plan] = compose_plans([*words[1:], "backend=local", f"model.path={words[0]}"])
+        [plan] = compose_plans([*words[1:], "backend=local"])
         require(*NEEDED_PACKAGES)
         recipe = plan.recipe
         problems = load_problems(recipe.data, recipe.seed)

@@ -1,11 +1,15 @@
 """Command lines: what they compose to, and one clear line for each way in which they are wrong."""
 
 import io
+import json
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
-from fp8_nemo.compose import ComposeError, compose, compose_plans, option_names
+from fp8_nemo.compose import ComposeError, _unquoted, compose, compose_plans, option_names
+from fp8_nemo.plan import plan_from_json, plan_recipe
+from fp8_nemo.schema import Cluster, as_it_is
 
 MISTAKES = {
     "grpp=demo": "grpp=demo: no such key; did you mean grpo?",
@@ -200,8 +204,8 @@ def test_values_with_shell_characters_arrive_as_typed():
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("outputs='~/runs'", "outputs=~/runs: names a folder that is called so"),
-        ("model.path='$HOME/m'", "model.path=$HOME/m: names a folder that is called so"),
+        ("outputs='~/runs'", "outputs=~/runs: names a path that is called so"),
+        ("model.path='$HOME/m'", "model.path=$HOME/m: names a path that is called so"),
         ("grpo.steps={x:1}", "grpo.steps.x=1: no such key"),
     ],
 )
@@ -209,6 +213,61 @@ def test_what_would_be_taken_for_something_else_is_refused(word, line):
     with pytest.raises(ComposeError) as caught:
         compose([word])
     assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "typed", "refused"),
+    [
+        ("cluster.time", 1800, [], True),
+        ("cluster.account", 83, [], True),
+        ("cluster.time", "30:00", [], False),
+        ("cluster.qos", None, [], False),
+        ("cluster.time", 240, ["model=tiny-llama", "cluster.time=240"], False),
+        ("grpo.steps", 3, [], False),
+    ],
+)
+def test_a_text_that_a_sites_file_has_without_quotes_is_refused(key, value, typed, refused):
+    found = [str(each) for each in _unquoted({key: value}, typed)]
+    said = f"{key}={value}: is what YAML makes of a text without quotes"
+    assert [line.startswith(said) for line in found] == [True] * refused
+
+
+def test_no_experiment_and_no_sweep_can_be_said():
+    assert compose(["experiment=null", "sweep=null"]) == compose([])
+
+
+@pytest.mark.parametrize("text", ["a", "${x}", "\\${HOME}/y", "$HOME", "a\\\\${b}", "{c}", "\\"])
+def test_a_texts_dollar_and_brace_are_text(text):
+    config = OmegaConf.structured(Cluster)
+    OmegaConf.update(config, "setup", as_it_is(text))
+    assert OmegaConf.to_object(config).setup == text
+    assert as_it_is({"a": [text, 3]}) == {"a": [as_it_is(text), 3]}
+
+
+def test_a_shells_variable_in_braces_is_taken_or_its_remedy_told():
+    [recipe] = compose([r"cluster.setup='export A=\${HOME}/x'"])
+    assert recipe.cluster.setup == "export A=${HOME}/x"
+    plan = plan_recipe(recipe)
+    assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    [line] = lines("cluster.setup='export A=${HOME}/x'")
+    assert line.endswith(r"for a shell's variable write $NAME, or \${NAME}")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("cluster.extra=[[a]]", "must be options of sbatch"),
+        ("cluster.extra=['--job-name=x']", "is what a job is found by"),
+        (
+            "cluster.python='~/bin/python'",
+            "cluster.python=~/bin/python: names a path that is called",
+        ),
+        ("cluster.container='~/x.sqsh'", "cluster.container=~/x.sqsh: names a path that is called"),
+    ],
+)
+def test_what_slurm_would_take_for_something_else_is_refused(word, said):
+    [line] = lines("cluster=slurm", word)
+    assert said in line
 
 
 def test_a_site_that_would_train_on_the_login_node_is_refused():

@@ -18,6 +18,14 @@ def plan(*arguments: str):
     return plan_recipe(compose(arguments)[0])
 
 
+@pytest.mark.parametrize("width", [64, 96, 200])
+def test_experts_whose_projections_share_a_block_of_their_slab_are_refused(width):
+    line = ["model=tiny-qwen3-moe", f"model.shape.expert_ffn={width}"]
+    with pytest.raises(PlanError, match=f"expert_ffn={width}: must be a multiple of 128"):
+        plan(*line, "precision=fp8-linear")
+    assert plan(*line, "precision=bf16")
+
+
 def test_a_plan_survives_json():
     for arguments in (
         [],

@@ -1,6 +1,7 @@
 """Run directories: made whole or not at all, found again by the same line, never half-read."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -93,6 +94,17 @@ def test_a_refused_freeze_leaves_the_plans_of_other_cells_as_they_were(plan, tmp
     (tmp_path / "outputs" / "tiny-llama" / "other-none").write_text("in the way")
     with pytest.raises(run_dir.RunDirError):
         run_dir.freeze([longer(plan, 40), blocked])
+    assert run_dir.read_plan(first.path) == plan
+
+
+def test_a_file_system_without_locks_is_not_another_process(plan, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    [first] = run_dir.freeze([plan])
+    monkeypatch.setattr(run_dir.fcntl, "flock", flock)
+    with pytest.raises(run_dir.RunDirError, match=r"cannot be locked \(Function not implemented\)"):
+        run_dir.freeze([plan])
     assert run_dir.read_plan(first.path) == plan
 
 

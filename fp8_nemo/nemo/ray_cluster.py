@@ -80,6 +80,7 @@ def take(gpu: str, folder: str = "/tmp") -> bool:
     path = os.path.join(folder, f"fp8-nemo-gpu-{gpu}.lock")
     if not os.path.exists(path):
         os.close(os.open(path, os.O_CREAT, 0o444))
+        os.chmod(path, 0o444)  # whatever this user's umask is
     file = os.open(path, os.O_RDONLY)  # open, and held, until the process ends
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

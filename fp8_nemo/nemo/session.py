@@ -171,7 +171,8 @@ def one_engine_start() -> Iterator[Callable[[], None]]:
     """
     path = Path("/tmp/fp8-nemo-engine-start.lock")  # where any user may take it, as a GPU's
     if not path.exists():
-        path.touch(0o444)
+        path.touch()
+        path.chmod(0o444)  # whatever this user's umask is
     with path.open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield lambda: fcntl.flock(lock, fcntl.LOCK_UN)

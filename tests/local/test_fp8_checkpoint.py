@@ -347,6 +347,35 @@ def test_scales_are_measured_after_everything_is_checked_and_once(source, tmp_pa
         go(texts="b")
 
 
+@pytest.mark.parametrize("shape", [(192, 256), (256, 192), (2, 384, 256), (2, 256, 64)])
+def test_blocks_that_vllm_would_refuse_are_refused_before_anything_is_written(tmp_path, shape):
+    file = "mlp.experts.gate_up_proj" if len(shape) == 3 else "mlp.up_proj.weight"
+    name = f"model.layers.1.{file}"
+    shutil.copytree(SHIPPED / "tiny-llama", tmp_path / "source")
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    weight = torch.zeros(shape, dtype=torch.bfloat16)
+    save_file(tensors | {name: weight}, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=f"{name}: is {' x '.join(map(str, shape))}, and vLLM"
+    ):
+        fp8_checkpoint.quantize_checkpoint(tmp_path / "source", tmp_path / "fp8", FP8)
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_a_file_that_nobody_may_write_is_copied_again(source, tmp_path, monkeypatch):
+    copy = shutil.copy
+
+    def as_another_user(file, target):
+        """Who may not open a read-only file to write it; root may."""
+        assert not target.exists()
+        return copy(file, target)
+
+    monkeypatch.setattr(fp8_checkpoint.shutil, "copy", as_another_user)
+    for _ in range(2):
+        fp8_checkpoint.quantize_checkpoint(source, tmp_path / "fp8", FP8)
+    assert (tmp_path / "fp8" / "tokenizer.json").read_bytes()
+
+
 def test_texts_are_read_with_their_first_token_and_cut(monkeypatch):
     seen = []
     chat = SimpleNamespace(

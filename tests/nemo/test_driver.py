@@ -527,6 +527,12 @@ def test_a_gpu_that_another_run_is_on_is_not_taken_twice(tmp_path):
 
     here = str(tmp_path)
     assert take("0", here) and take("1", here) and not take("0", here)
+    before = os.umask(0o077)
+    try:
+        assert take("2", here)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "fp8-nemo-gpu-2.lock").stat().st_mode & 0o777 == 0o444, "for any user"
     assert wrong_numbers(["0", "3"], 4) == ""
     assert "must be numbers below 2" in wrong_numbers(["GPU-8f"], 2)
     assert "must be numbers below 2" in wrong_numbers(["2"], 2)
