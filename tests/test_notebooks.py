@@ -83,6 +83,13 @@ def test_a_notebook_defines_nothing_and_stores_no_machine(path):
     assert not re.findall(r"/(?:work|srv|root|home|tmp)/", path.read_text()), "a machine's path"
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_table_is_empty(path):
+    """One that runs out in its heading says nothing, and says it the same whenever it is made."""
+    texts = [text for cell in code_of(read(path)) for kind, text in said(cell) if "text" in kind]
+    assert not [text for text in texts if re.search(r"\|\s*---\s*\|\s*$", text)]
+
+
 def test_numbers_are_held_to_the_tolerance_and_words_to_the_letter():
     text = "| fp8-linear | 1,234 | 6.0e-03 ±0.1 | equal |"
     assert not differences(text, text.replace("1,234", "1,240"), 0.01, 0)
