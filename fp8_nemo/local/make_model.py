@@ -157,7 +157,8 @@ def sampled_right(model: PreTrainedModel, chat: Chat, problems: list[Problem], s
     prompts = [chat.prompt(each.input) for each in problems]
     tokens_BT, mask_BT = pad_left(prompts, chat.pad, model.device)
     torch.manual_seed(seed)
-    found_BT = model.eval().generate(
+    sample: Any = model.eval().generate
+    found_BT = sample(
         tokens_BT,
         attention_mask=mask_BT,
         do_sample=True,
