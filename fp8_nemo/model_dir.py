@@ -119,9 +119,9 @@ def shape_mistakes(config: dict[str, Any], where: object, model: Model) -> Itera
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     if experts != model.shape.experts:
         yield Mistake("model.shape.experts", model.shape.experts, f"{where} has {experts}")
-    width = config.get("moe_intermediate_size", model.shape.expert_ffn)
-    if experts and width != model.shape.expert_ffn:
-        typed = model.shape.expert_ffn
+    typed = model.shape.expert_ffn
+    width = config.get("moe_intermediate_size", typed)
+    if experts and experts == model.shape.experts and width != typed:
         yield Mistake("model.shape.expert_ffn", typed, f"{where} has moe_intermediate_size={width}")
 
 

@@ -132,11 +132,17 @@ def test_a_missing_model_says_how_to_make_it(data, taught, tmp_path):
     [
         ("tiny-llama", "tiny-qwen3-moe", "model.shape.experts=0: {} has 4"),
         ("tiny-qwen3-moe", "tiny-llama", "model.shape.experts=4: {} has 0"),
+        (
+            "tiny-qwen3-moe model.shape.expert_ffn=256",
+            "tiny-qwen3-moe",
+            "model.shape.expert_ffn=256: {} has moe_intermediate_size=128",
+        ),
     ],
 )
 def test_a_folder_with_another_kind_of_model_is_refused(model, other, line, tmp_path):
     folder = SHIPPED / other
-    words = [f"model={model}", f"model.path={folder}", f"outputs={tmp_path}/outputs"]
+    words = f"model={model}".split()
+    words += [f"model.path={folder}", f"outputs={tmp_path}/outputs"]
     assert_refused(verb("grpo", *words), line.format(folder))
 
 
