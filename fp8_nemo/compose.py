@@ -38,7 +38,7 @@ from fp8_nemo.host import MAIN, Host, HostError
 from fp8_nemo.keys import leaves
 from fp8_nemo.measurement import measurement_mistakes, measurement_notes
 from fp8_nemo.plan import Plan, PlanError, plan_recipe
-from fp8_nemo.schema import Mistake, Recipe, as_it_is, as_typed, mistakes
+from fp8_nemo.schema import Mistake, Recipe, as_typed, escape_interpolation, mistakes
 
 CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
@@ -312,7 +312,7 @@ def _unquoted(values: Mapping[str, Any], cell: list[str]) -> Iterator[Mistake]:
 def _put(config: Any, key: str, value: Any) -> Mistake | None:
     """Set one leaf of the structured Recipe, or say why it cannot be."""
     try:
-        OmegaConf.update(config, key, as_it_is(value), force_add=key.startswith(OPEN))
+        OmegaConf.update(config, key, escape_interpolation(value), force_add=key.startswith(OPEN))
     except OmegaConfBaseException:
         if key not in _all_keys():  # or of a map in a number's place
             return _unknown_key(key, value, _all_keys())

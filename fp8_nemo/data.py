@@ -68,15 +68,24 @@ def load_problems(data: Data, seed: int) -> Split:
     if data.is_made:
         assert data.difficulty is not None, "the plan fills it in"
         return MAKERS[data.name](data.difficulty, seed)
-    folder = Path(data.path or "")
-    train, validation = (read_jsonl(folder / name) for name in (TRAIN_FILE, VALIDATION_FILE))
+    train, validation = _read(data)
     random.Random(seed).shuffle(train)
     return Split(train, validation)
 
 
-def problems_digest(problems: Split) -> str:
-    """Of all of them, in their order."""
+def problems_digest(data: Data, seed: int) -> str:
+    """Of a recipe's problems in their order; a file's in its own, which NeMo RL shuffles itself.
+
+    Raises:
+        DataError: as `load_problems`.
+    """
+    problems = load_problems(data, seed) if data.is_made else _read(data)
     return hashlib.sha256(repr(problems).encode()).hexdigest()[:12]
+
+
+def _read(data: Data) -> Split:
+    folder = Path(data.path or "")
+    return Split(*(read_jsonl(folder / name) for name in (TRAIN_FILE, VALIDATION_FILE)))
 
 
 def arithmetic(difficulty: int, seed: int) -> Split:

@@ -233,6 +233,14 @@ def _of_shape(recipe: Recipe) -> Iterator[Limit]:
     yield _divides(at, "tensor", shape.kv_heads, "the K/V heads", "megatron/core/transformer")
     yield _divides(at, "rollout_tensor", shape.heads, "the heads", "vllm, model config")
     yield Limit(
+        "model.shape.hidden",
+        shape.hidden,
+        recipe.precision.rollout_linear == "fp8" and shape.hidden % BLOCK != 0,
+        f"must be a multiple of {BLOCK} with FP8 linears",
+        "vllm, per_token_group_quant_fp8",
+        "choose precision=bf16",
+    )
+    yield Limit(
         "model.parallel.rollout_tensor",
         at.rollout_tensor,
         uneven is not None,
@@ -358,6 +366,6 @@ def _uneven_shard(recipe: Recipe) -> str | None:
             ranks = 1  # they stay whole
         if name.endswith(("k_proj.weight", "v_proj.weight")):
             ranks = min(ranks, shape.kv_heads)  # more ranks hold copies of a head
-        if sizes[axis] % (BLOCK * ranks) or sizes[1 - axis] % BLOCK:
+        if sizes[axis] % (BLOCK * ranks):
             return name
     return None

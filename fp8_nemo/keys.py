@@ -153,20 +153,20 @@ def command_line(base_config: str, written: Mapping[str, Any]) -> list[str]:
         written: all overrides, folders included. Keys that a base may lack get Hydra's `++`.
     """
     words = [
-        f"{'++' if may_be_added(key) else ''}{key}={_typed(value)}"
+        f"{'++' if may_be_added(key) else ''}{key}={hydra_value(value)}"
         for key, value in written.items()
     ]
     return ["python", "examples/run_grpo.py", "--config", base_config, *words]
 
 
-def _typed(value: Any) -> str:
-    """A value in Hydra's grammar: texts quoted, the rest as JSON writes it."""
+def hydra_value(value: Any) -> str:
+    """A value as Hydra's command line reads it: texts quoted, the rest as JSON writes it."""
     if isinstance(value, str):
         # Hydra takes a backslash for one, but before a quote.
         doubled = re.sub(r"\\+(?='|$)", lambda run: run[0] * 2, value)
         return "'" + doubled.replace("'", "\\'") + "'"
     if isinstance(value, list):
-        return "[" + ",".join(map(_typed, value)) + "]"
+        return "[" + ",".join(map(hydra_value, value)) + "]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_typed(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{hydra_value(each)}" for key, each in value.items()) + "}"
     return json.dumps(value)

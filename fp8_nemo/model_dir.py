@@ -53,12 +53,9 @@ def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
     """
     model, folder = recipe.model, model_path(recipe.model)
     if not folder.is_dir():
-        yield Mistake(
-            "model.path",
-            folder,
-            "no such folder",
-            f"python -m recipes.make_model {folder} {' '.join(_made_by(recipe))} makes it",
-        )
+        makes = f"python -m recipes.make_model {folder} {' '.join(_made_by(recipe))} makes it"
+        remedy = makes if recipe.data.is_made else "give the folder of a model"
+        yield Mistake("model.path", folder, "no such folder", remedy)
         return
     missing = [name for name in NEEDED if not (folder / name).is_file()]
     for name in missing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8_nemo.data import load_problems, problems_digest
+from fp8_nemo.data import problems_digest
 from fp8_nemo.model_dir import model_path, weights_digest
 from fp8_nemo.run_dir import RunDirError, began_with
 from fp8_nemo.schema import Recipe
@@ -38,7 +38,7 @@ def origin(recipe: Recipe, path: Path) -> dict[str, str]:
 
 def _now(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Of what lies in files: a hub's model or data may not be here before NeMo RL fetches it."""
-    if recipe.model.path or not recipe.model.hf_id:
+    if not recipe.model.hub_id:
         yield "weights", weights_digest(model_path(recipe.model))
-    if recipe.data.is_made or recipe.data.name == "jsonl":
-        yield "problems", problems_digest(load_problems(recipe.data, recipe.seed))
+    if not recipe.data.is_on_hub:
+        yield "problems", problems_digest(recipe.data, recipe.seed)

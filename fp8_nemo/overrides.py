@@ -42,6 +42,7 @@ PROMPT = "data.max_input_seq_length"
 PROMPT_FILE = "data.default.prompt_file"
 VALIDATION_PROBLEMS = 256
 """Held-out problems of one validation, the same on the local backend."""
+VALIDATED, VALIDATION_BATCH = "grpo.max_val_samples", "grpo.val_batch_size"
 AIME_ROWS = 960
 """`dapo-math-17k` validates on AIME 2024, 30 problems 32 times over: 256 rows are no whole pass."""
 KEPT_CHECKPOINTS = 2
@@ -80,7 +81,7 @@ def overrides(recipe: Recipe, host: Host) -> dict[str, Any]:
         recipe: with the numbers of `grpo` filled in, but `max_new_tokens`.
         host: for keys that not every version has.
     """
-    own, there = leaves(recipe.nemo), (host.bases or {}).get(_base(recipe), {})
+    own, there = leaves(recipe.nemo), {} if host.bases is None else host.bases[_base(recipe)]
     written = {
         **_grpo(recipe),
         **_loss(recipe),
@@ -97,6 +98,8 @@ def overrides(recipe: Recipe, host: Host) -> dict[str, Any]:
     # One size for both passes: NeMo RL asserts it for TP >= 4 (lm_policy.py:212).
     if "policy.logprob_batch_size" not in own:
         written["policy.logprob_batch_size"] = written["policy.train_micro_batch_size"]
+    if VALIDATION_BATCH not in own:  # one batch, of as many as a user's own number of them
+        written[VALIDATION_BATCH] = written[VALIDATED]
     lacking = [key for key in ONLY_IF_KNOWN if not host.has(_base(recipe), key)]
     return {key: value for key, value in written.items() if key not in lacking}
 
@@ -113,8 +116,7 @@ def environment_variables(recipe: Recipe) -> dict[str, str]:
         # Runner V2 of 0.25.1, a dense model's own, read foreign memory in its second step on two
         # H200s, in two runs of four; why, by reading, docs/log.md.
         found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    from_folder = recipe.model.path is not None or recipe.model.hf_id is None
-    if from_folder and (recipe.data.is_made or recipe.data.name == "jsonl"):
+    if not (recipe.model.hub_id or recipe.data.is_on_hub):
         found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # nothing is on the hub
     return found
 
@@ -141,7 +143,7 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
     if recipe.data.name == "openmath-2" and PROMPT_FILE not in leaves(recipe.nemo):
         prompt = (root or Path()) / "examples" / "prompts" / "cot.txt"
         found[PROMPT_FILE] = str(prompt)
-    if recipe.data.is_made or recipe.data.name == "jsonl":
+    if not recipe.data.is_on_hub:
         given = None if recipe.data.is_made else recipe.data.path
         folder = Path(given).absolute() if given else here / "data"
         found["data.train.data_path"] = str(folder / "train.jsonl")
@@ -178,7 +180,6 @@ def nemo_mistakes(recipe: Recipe, host: Host) -> Iterator[Mistake]:
 
 def _grpo(recipe: Recipe) -> dict[str, Any]:
     grpo, on_aime = recipe.grpo, recipe.data.name == "dapo-math-17k"
-    validated = AIME_ROWS if on_aime else VALIDATION_PROBLEMS
     return {
         "grpo.max_num_steps": grpo.steps,
         "grpo.max_num_epochs": 1_000_000,  # steps end a run, not the end of the data
@@ -187,8 +188,7 @@ def _grpo(recipe: Recipe) -> dict[str, Any]:
         "grpo.val_period": grpo.validate_every,
         "grpo.val_at_start": grpo.validate_first and _has_first_scales(recipe),
         "grpo.val_at_end": True,
-        "grpo.max_val_samples": validated,
-        "grpo.val_batch_size": validated,
+        VALIDATED: AIME_ROWS if on_aime else VALIDATION_PROBLEMS,
         "grpo.seed": recipe.seed,
         "grpo.skip_reference_policy_logprobs_calculation": grpo.kl_penalty == 0,
         "policy.train_global_batch_size": sequences_per_update(recipe),
@@ -364,9 +364,7 @@ def _records(recipe: Recipe) -> dict[str, Any]:
 
 def _model_name(model: Model) -> str:
     """The folder if there is one, else the hub's name, else the model that ships here."""
-    if model.hf_id and not model.path:
-        return model.hf_id
-    return str(model_path(model).absolute())
+    return model.hub_id or str(model_path(model).absolute())
 
 
 def _fits(value: Any, usual: Any) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from fp8_nemo.keys import VLLM, leaves
 from fp8_nemo.overrides import (
     PROMPT,
     PROMPT_ROOM,
+    VALIDATED,
+    VALIDATION_BATCH,
     environment_variables,
     micro_batch_tokens,
     native_correction,
@@ -37,11 +39,13 @@ from fp8_nemo.overrides import (
 from fp8_nemo.schema import (
     SBATCH_KEYS,
     TASKS,
+    Cluster,
     Data,
     Mistake,
     Recalibrate,
     Recipe,
-    as_it_is,
+    batch_mistakes,
+    escape_interpolation,
     mistakes,
 )
 from fp8_nemo.weights import BLOCK
@@ -139,17 +143,26 @@ def plan_from_json(content: dict[str, Any]) -> Plan:
     Raises:
         KeyError, TypeError, omegaconf.errors.OmegaConfBaseException: the content is not a plan.
     """
-    given = as_it_is(content["recipe"])
-    recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given))
-    if not isinstance(recipe, Recipe):
-        raise TypeError("no recipe")
     return Plan(
         content["cell"],
         content["backend"],
-        recipe,
+        recipe_from_json(content["recipe"]),
         tuple(content["notes"]),
         NemoPlan(**content["nemo"]) if content["nemo"] else None,
     )
+
+
+def recipe_from_json(content: dict[str, Any]) -> Recipe:
+    """A recipe from its `dataclasses.asdict`; `${` in it is a text, resolved once before.
+
+    Raises:
+        TypeError, omegaconf.errors.OmegaConfBaseException: the content is not a recipe.
+    """
+    given = OmegaConf.merge(OmegaConf.structured(Recipe), escape_interpolation(content))
+    recipe = OmegaConf.to_object(given)
+    if not isinstance(recipe, Recipe):
+        raise TypeError("no recipe")
+    return recipe
 
 
 def backend_of(recipe: Recipe) -> str:
@@ -168,16 +181,19 @@ def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
         PlanError: the recipe, or the backend it asks for, forbids itself.
         HostError: the host has no such base YAML.
     """
-    backend = backend_of(recipe)
     if found := [*mistakes(recipe), *_expert_mistakes(recipe)]:
         raise PlanError(found)
     cell = f"{recipe.model.name}/{recipe.precision.name}-{recipe.correction.name}"
-    if backend == "nemo":
+    if backend_of(recipe) == "nemo":
         return _nemo_plan(cell, recipe, host)
-    if found := list(_local_mistakes(recipe)):
+    return _local_plan(cell, recipe)
+
+
+def _local_plan(cell: str, recipe: Recipe) -> Plan:
+    recipe = _with_local_base(recipe)
+    if found := [*batch_mistakes(recipe.grpo), *_local_mistakes(recipe)]:
         raise PlanError(found)
-    notes = tuple(_local_notes(recipe))
-    return Plan(cell, backend, _with_local_base(recipe), notes=notes)
+    return Plan(cell, "local", recipe, notes=tuple(_local_notes(recipe)))
 
 
 def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
@@ -186,13 +202,14 @@ def _nemo_plan(cell: str, recipe: Recipe, host: Host) -> Plan:
         raise PlanError([Mistake("model.base_config", None, text)])
     recipe = _with_nemo_base(recipe, host)
     if found := [
-        *_nemo_mistakes(recipe),
+        *batch_mistakes(recipe.grpo),
+        *_container_mistakes(recipe.cluster),
         *host_mistakes(recipe, host),
         *nemo_mistakes(recipe, host),
     ]:
         raise PlanError(found)
     written = overrides(recipe, host)
-    if found := list(_small_cache(recipe, written[f"{VLLM}.max_model_len"])):
+    if found := [*_small_cache(recipe, written[f"{VLLM}.max_model_len"]), *_no_validation(written)]:
         raise PlanError(found)
     recipe = _with_share(recipe, written[SHARE])
     base, environment = recipe.model.base_config or "", environment_variables(recipe)
@@ -243,16 +260,7 @@ def _expert_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         )
 
 
-def _nemo_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    grpo = recipe.grpo
-    sequences = (grpo.prompts_per_step or 0) * (grpo.generations_per_prompt or 0)
-    if sequences % (grpo.updates_per_step or 1):
-        yield Mistake(
-            "grpo.updates_per_step",
-            grpo.updates_per_step,
-            f"must divide the step's {sequences} sequences",
-        )
-    cluster = recipe.cluster
+def _container_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     if cluster.kind == "slurm" and cluster.interpreter == "container" and not cluster.container:
         yield Mistake(
             "cluster.container",
@@ -270,8 +278,6 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
             "grpo.validate_first: no effect, NeMo RL would validate, and sample the first step, "
             "with KV scales of 1.0 (grpo.py:2744); glue.recalibrate.source=logprob has real ones"
         )
-    if not fp8_kv and recalibrate not in (Recalibrate(), STOCK_RECALIBRATE):
-        yield "glue.recalibrate: no effect, the KV cache is BF16"
     usual = (STOCK_RECALIBRATE.history, STOCK_RECALIBRATE.first_margin)
     if fp8_kv and not watches and (recalibrate.history, recalibrate.first_margin) != usual:
         yield (
@@ -285,7 +291,7 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
             "of several GPUs, to 1.0 when its cache wakes up after a refit "
             "(gpu_model_runner.py:960); glue=ours keeps them"
         )
-    if recipe.data.name in ("jsonl", "openmath-2", "dapo-math-17k") and recipe.grpo.max_new_tokens:
+    if not recipe.data.is_made and recipe.grpo.max_new_tokens:
         room = leaves(recipe.nemo).get(PROMPT, PROMPT_ROOM)
         yield (
             f"nemo.{PROMPT}: NeMo RL cuts prompts of {room} tokens and more to 4, learns nothing "
@@ -293,24 +299,41 @@ def _nemo_notes(recipe: Recipe) -> Iterator[str]:
         )
     if SHARE in leaves(recipe.nemo) and recipe.model.memory.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
-    if precision.rollout_linear == "bf16" and precision.scales != "fp32":
-        yield "precision.scales: no effect, nothing is quantized"
     if recipe.correction.name != "none" and native_correction(recipe.correction) is None:
         yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
-    if recipe.data.is_made and recipe.data.path:
-        yield "data.path: no effect, problems are made"
-    yield from _sbatch_notes(recipe)
+    yield from _without_effect(recipe)
 
 
-def _sbatch_notes(recipe: Recipe) -> Iterator[str]:
-    """Slurm's options without Slurm: no mistake, `cluster=here` may end a job's line on purpose."""
-    if recipe.cluster.kind == "here":
-        for key in SBATCH_KEYS:
-            if getattr(recipe.cluster, key):
-                yield (
-                    f"cluster.{key}: no effect, cluster={recipe.cluster.name} is this machine; "
-                    "cluster=slurm, or a site's own file, queues it"
-                )
+def _without_effect(recipe: Recipe) -> Iterator[str]:
+    """Options that were set and do nothing on either backend: no mistakes, or no sweep composes."""
+    precision, correction, data = recipe.precision, recipe.correction, recipe.data
+    bf16 = precision.rollout_linear == "bf16"
+    recalibrates = recipe.glue.recalibrate not in (Recalibrate(), STOCK_RECALIBRATE)
+    rejects = correction.mask != "none" or correction.veto is not None
+    yield from _notes({
+        "glue.recalibrate": (
+            precision.rollout_kv == "bf16" and recalibrates, "the KV cache is BF16"
+        ),
+        "precision.scales": (bf16 and precision.scales != "fp32", "nothing is quantized"),
+        "precision.first_layers_bf16": (bf16 and precision.first_layers_bf16, "all are BF16"),
+        "precision.last_layers_bf16": (bf16 and precision.last_layers_bf16, "all are BF16"),
+        "correction.renormalize_denominator": (
+            correction.renormalize_denominator and not rejects, "nothing is rejected"
+        ),
+        "data.path": (data.name != "jsonl" and data.path, f"data={data.name} reads no file"),
+        "data.difficulty": (not data.is_made and data.difficulty, "problems are read"),
+    })  # fmt: skip
+    # No mistake: `cluster=here` may end a job's line on purpose.
+    here = f"cluster={recipe.cluster.name} is this machine; cluster=slurm, or a site's own file, "
+    for key in SBATCH_KEYS if recipe.cluster.kind == "here" else ():
+        if getattr(recipe.cluster, key):
+            yield f"cluster.{key}: no effect, {here}queues it"
+
+
+def _notes(without_effect: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    for key, (is_set, reason) in without_effect.items():
+        if is_set:
+            yield f"{key}: no effect, {reason}"
 
 
 def _tight_memory(recipe: Recipe, tokens: int) -> Iterator[str]:
@@ -350,6 +373,18 @@ def _small_cache(recipe: Recipe, longest: int) -> Iterator[Mistake]:
         )
 
 
+def _no_validation(written: Mapping[str, Any]) -> Iterator[Mistake]:
+    """NeMo RL validates whole batches alone, and calls none of them an accuracy of 0.0."""
+    problems, batch = written[VALIDATED], written[VALIDATION_BATCH]
+    if not 0 < batch <= problems:
+        yield Mistake(
+            f"nemo.{VALIDATION_BATCH}",
+            batch,
+            f"must be from 1 to grpo.max_val_samples={problems}: NeMo RL validates whole batches "
+            "alone (grpo.py:3853), and without one reports an accuracy of 0",
+        )
+
+
 def _with_local_base(recipe: Recipe) -> Recipe:
     inherited = {
         key: value for key, value in LOCAL_BASE.items() if getattr(recipe.grpo, key) is None
@@ -375,20 +410,12 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             f"backend=local reads {recipe.model.name} from a folder",
             "give model.path=FOLDER, or run it with backend=nemo",
         )
-    if not recipe.data.is_made and recipe.data.name != "jsonl":
+    if recipe.data.is_on_hub:
         yield Mistake(
             "data",
             recipe.data.name,
             f"backend=local reads {', '.join(TASKS)} or jsonl",
             "choose data=arithmetic, or data=jsonl data.path=FOLDER",
-        )
-    sequences = (recipe.grpo.prompts_per_step or LOCAL_BASE["prompts_per_step"]) * (
-        recipe.grpo.generations_per_prompt or LOCAL_BASE["generations_per_prompt"]
-    )
-    updates = recipe.grpo.updates_per_step or LOCAL_BASE["updates_per_step"]
-    if sequences % updates:
-        yield Mistake(
-            "grpo.updates_per_step", updates, f"must divide the step's {sequences} sequences"
         )
     for key in recipe.nemo:
         yield Mistake(
@@ -400,38 +427,19 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
 
 
 def _local_notes(recipe: Recipe) -> Iterator[str]:
-    """Options that were set and have no effect in this cell: no mistakes, or no sweep composes."""
-    precision, correction, usual = recipe.precision, recipe.correction, Recipe()
-    bf16, bf16_kv = precision.rollout_linear == "bf16", precision.rollout_kv == "bf16"
-    rejects = correction.mask != "none" or correction.veto is not None
-    without_effect = {
+    usual, glue = Recipe(), recipe.glue
+    yield from _notes({
         "logging": (recipe.logging != usual.logging, "the local backend writes metrics.jsonl"),
-        "glue.quantize": (recipe.glue.quantize != "fused", "the local backend has one quantizer"),
-        "glue.transfer": (recipe.glue.transfer != "fp8", "the local backend sends what it holds"),
-        "glue.recalibrate": (
-            bf16_kv and recipe.glue.recalibrate != usual.glue.recalibrate, "the KV cache is BF16"
-        ),
+        "glue.quantize": (glue.quantize != "fused", "the local backend has one quantizer"),
+        "glue.transfer": (glue.transfer != "fp8", "the local backend sends what it holds"),
         "model.parallel": (recipe.model.parallel != usual.model.parallel, "one device is used"),
         "cluster.nodes": (recipe.cluster.nodes > 1, "the local backend runs on the first node"),
-        "precision.scales": (bf16 and precision.scales != "fp32", "nothing is quantized"),
-        "precision.first_layers_bf16": (bf16 and precision.first_layers_bf16, "all are BF16"),
-        "precision.last_layers_bf16": (bf16 and precision.last_layers_bf16, "all are BF16"),
-        "correction.renormalize_denominator": (
-            correction.renormalize_denominator and not rejects, "nothing is rejected"
-        ),
-        "data.path": (recipe.data.is_made and recipe.data.path, "problems are made"),
-        "data.difficulty": (
-            recipe.data.name == "jsonl" and recipe.data.difficulty, "problems are read"
-        ),
-    }  # fmt: skip
-    for key, (is_set, reason) in without_effect.items():
-        if is_set:
-            yield f"{key}: no effect, {reason}"
-    limit = recipe.grpo.max_new_tokens or LOCAL_BASE["max_new_tokens"]
-    if recipe.data.is_made and limit < (needed := longest_answer(_with_difficulty(recipe.data))):
+    })  # fmt: skip
+    limit = recipe.grpo.max_new_tokens or 0
+    if recipe.data.is_made and limit < (needed := longest_answer(recipe.data)):
         yield (
             f"grpo.max_new_tokens: {limit} may cut right answers off, {recipe.data.name} has some "
             f"of {needed} characters, each a token of the models made here; raise it (grpo=small "
             "has 400), or lower data.difficulty"
         )
-    yield from _sbatch_notes(recipe)
+    yield from _without_effect(recipe)

@@ -13,6 +13,7 @@ environment only versions and hardware are kept.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -34,6 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fp8_nemo.environment import environment
 from fp8_nemo.overrides import KEPT_CHECKPOINTS
 from fp8_nemo.plan import Plan, plan_from_json
+from fp8_nemo.schema import escape_interpolation
 
 PLAN, RECIPE, ENVIRONMENT, METRICS = "plan.json", "recipe.yaml", "environment.json", "metrics.jsonl"
 LOCK = ".lock"
@@ -414,7 +416,8 @@ def _unmake(folder: Path) -> None:
 def _write(plan: Plan, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PLAN).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
-    (folder / RECIPE).write_text(OmegaConf.to_yaml(OmegaConf.structured(plan.recipe)))
+    recipe = escape_interpolation(dataclasses.asdict(plan.recipe))
+    (folder / RECIPE).write_text(OmegaConf.to_yaml(OmegaConf.create(recipe)))
 
 
 def _move(staged: Path, path: Path) -> list[Path]:

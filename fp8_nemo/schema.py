@@ -121,6 +121,11 @@ class Model:
     memory: Memory = field(default_factory=Memory)
     shape: Shape = field(default_factory=Shape)
 
+    @property
+    def hub_id(self) -> str | None:
+        """Its name on the hub if it is read from there; None for a folder's."""
+        return None if self.path else self.hf_id
+
 
 @dataclass
 class Precision:
@@ -143,6 +148,14 @@ DIVERGENCES = (
     *("token-k3", "sum-k3", "mean-k3", "max-k3", "mean-error"),
 )
 """Distances of train and rollout, which have an upper bound alone."""
+
+
+OF_A_RATIO = {
+    "truncate": "truncates a ratio",
+    "truncate_low": "truncates a ratio",
+    "normalize": "divides by the mean ratio",
+}
+"""Options of a correction that has a ratio, and what they do to it."""
 
 
 @dataclass
@@ -192,7 +205,7 @@ TASKS = {
 class Data:
     """Problems with verifiable answers."""
 
-    name: str = short_name("arithmetic")
+    name: str = one_of(*TASKS, "jsonl", "openmath-2", "dapo-math-17k")
     path: str | None = None
     """For `jsonl`: a folder with train.jsonl and validation.jsonl, objects of `input`, `output`."""
     difficulty: int | None = number(None, least=1)
@@ -202,6 +215,11 @@ class Data:
     def is_made(self) -> bool:
         """Whether the problems are made here, for either backend."""
         return self.name in TASKS
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether NeMo RL fetches the problems: neither made here nor the user's files."""
+        return not self.is_made and self.name != "jsonl"
 
 
 @dataclass
@@ -327,7 +345,7 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
         *_precision_mistakes(recipe.precision, recipe.model.shape.layers),
         *_correction_mistakes(recipe.correction),
         *_data_mistakes(recipe.data),
-        *_batch_mistakes(recipe.grpo),
+        *batch_mistakes(recipe.grpo),
         *_cluster_mistakes(recipe.cluster),
     ]
 
@@ -383,20 +401,14 @@ def _range_text(least: float | None, above: float | None, most: float | None) ->
 
 
 def _precision_mistakes(precision: Precision, layers: int) -> Iterator[Mistake]:
-    if precision.rollout_kv == "fp8" and precision.rollout_linear != "fp8":
-        yield Mistake(
-            "precision.rollout_kv",
-            "fp8",
-            f"needs precision.rollout_linear=fp8, got {precision.rollout_linear}",
-            "choose precision=fp8-kv-attn, or set precision.rollout_kv=bf16",
-        )
-    if precision.train_linear == "fp8" and precision.rollout_linear != "fp8":
-        yield Mistake(
-            "precision.train_linear",
-            "fp8",
-            f"needs precision.rollout_linear=fp8, got {precision.rollout_linear}",
-            "choose precision=fp8-e2e, or set precision.train_linear=bf16",
-        )
+    for key, option in (("rollout_kv", "fp8-kv-attn"), ("train_linear", "fp8-e2e")):
+        if getattr(precision, key) == "fp8" and precision.rollout_linear != "fp8":
+            yield Mistake(
+                f"precision.{key}",
+                "fp8",
+                f"needs precision.rollout_linear=fp8, got {precision.rollout_linear}",
+                f"choose precision={option}, or set precision.{key}=bf16",
+            )
     kept = precision.first_layers_bf16 + precision.last_layers_bf16
     if kept and precision.rollout_linear == "fp8" and kept >= layers:
         yield Mistake(
@@ -416,7 +428,7 @@ def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
                     f"correction.{key}",
                     bound,
                     "bounds a mask, and correction.mask=none",
-                    "set correction.mask=token, sequence or geometric",
+                    "set correction.mask=token, sequence, geometric or a divergence, as token-k2",
                 )
     elif low is None and high is None:
         yield Mistake("correction.mask", correction.mask, "needs correction.low or correction.high")
@@ -431,28 +443,17 @@ def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
         yield Mistake(
             "correction.low", low, f"is above correction.high={high}, so nothing would be kept"
         )
-    bounds = {"truncate": correction.truncate, "truncate_low": correction.truncate_low}
-    for key, bound in bounds.items():
-        if correction.level == "none" and bound is not None:
+    least, most = correction.truncate_low, correction.truncate
+    for key, what in OF_A_RATIO.items() if correction.level == "none" else ():
+        if value := getattr(correction, key):
             yield Mistake(
                 f"correction.{key}",
-                bound,
-                "truncates a ratio, and correction.level=none",
-                "set correction.level=token or sequence",
+                value,
+                f"{what}, and correction.level=none",
+                f"set correction.level={', '.join(RATIOS[:-1])} or {RATIOS[-1]}",
             )
-    if None not in bounds.values() and correction.truncate_low > correction.truncate:  # type: ignore[operator]
-        yield Mistake(
-            "correction.truncate_low",
-            correction.truncate_low,
-            f"is above correction.truncate={correction.truncate}",
-        )
-    if correction.level == "none" and correction.normalize:
-        yield Mistake(
-            "correction.normalize",
-            True,
-            "divides by the mean ratio, and correction.level=none",
-            "set correction.level=token or sequence",
-        )
+    if least is not None and most is not None and least > most:
+        yield Mistake("correction.truncate_low", least, f"is above correction.truncate={most}")
 
 
 def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
@@ -488,29 +489,39 @@ def _data_mistakes(data: Data) -> Iterator[Mistake]:
         )
 
 
-def _batch_mistakes(grpo: Grpo) -> Iterator[Mistake]:
+def batch_mistakes(grpo: Grpo) -> Iterator[Mistake]:
+    """Updates that do not divide the step's sequences, as far as the recipe says its numbers."""
     sizes = (grpo.prompts_per_step, grpo.generations_per_prompt, grpo.updates_per_step)
     prompts, generations, updates = sizes
     if prompts and generations and updates and (prompts * generations) % updates:
         yield Mistake(
             "grpo.updates_per_step",
             updates,
-            f"must divide the step's {prompts} x {generations} sequences",
+            f"must divide the step's {prompts * generations} sequences",
         )
 
 
-def as_it_is(value: Any) -> Any:
+def escape_interpolation(value: Any) -> Any:
     """A value that OmegaConf gives back as it is: `${` is a text here, resolved once before."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, Mapping):
-        return {key: as_it_is(each) for key, each in value.items()}
-    return [as_it_is(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: escape_interpolation(each) for key, each in value.items()}
+    return (
+        [escape_interpolation(each) for each in value] if isinstance(value, list | tuple) else value
+    )
 
 
 SBATCH_KEYS = ("account", "partition", "qos", "extra")
 """Keys of `cluster` that are sbatch's alone."""
-OURS_OF_SBATCH = ("--job-name", "-J", "--output", "-o", "--parsable")
+OURS_OF_SBATCH = ("--job-name", "--output", "--parsable")
+OURS_IN_SHORT = ("-J", "-o")
+
+
+def _is_ours(option: str) -> bool:
+    """Whether sbatch reads one of `OURS_OF_SBATCH` in it, `--out=x` too (getopt_long)."""
+    name = option.partition("=")[0]
+    return option.startswith(OURS_IN_SHORT) or any(each.startswith(name) for each in OURS_OF_SBATCH)
 
 
 def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
@@ -547,7 +558,7 @@ def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     for option in cluster.extra:
         if not isinstance(option, str) or not option.startswith("-"):
             yield Mistake("cluster.extra", option, "must be options of sbatch, as --mem=0")
-        elif option.startswith(OURS_OF_SBATCH):
+        elif _is_ours(option):
             yield Mistake(
                 "cluster.extra",
                 option,
@@ -555,7 +566,7 @@ def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
                 "leave it out; a job is named as its cell",
             )
     for mount in cluster.mounts:
-        if not mount.startswith("/") or "," in mount:
+        if not isinstance(mount, str) or not mount.startswith("/") or "," in mount:
             yield Mistake("cluster.mounts", mount, "must be an absolute folder, or /from:/to")
     if cluster.launcher == "ray_sub" and cluster.kind == "slurm":
         # Its own header says ACCOUNT and PARTITION, and starts a container in any case.

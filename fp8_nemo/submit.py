@@ -89,6 +89,15 @@ def sbatch_command(plan: Plan, code: Path | None = None) -> list[str]:
     return ["sbatch", "--parsable", *words, *cluster.extra, *script]
 
 
+SET_UP = """{{ :
+{}
+}} || {{
+    code=$?
+    echo "cluster.setup failed with exit code $code; it runs twice on the head with ray_sub" >&2
+    exit $code
+}}"""
+
+
 def ray_sub_environment(plan: Plan, code: Path) -> dict[str, str]:
     """What NeMo RL's ray.sub reads; its COMMAND is the same run, by our own quoting.
 
@@ -96,12 +105,17 @@ def ray_sub_environment(plan: Plan, code: Path) -> dict[str, str]:
     driver's shell runs it too, which hands its environment to the workers.
     """
     cluster, run_dir = plan.recipe.cluster, run_path(plan).absolute()
-    python = ["env", f"PYTHONPATH={code}", "RAY_ADDRESS=auto", _python(plan.recipe), "-P", "-m"]
+    path = f"PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"
+    python = [_python(plan.recipe), "-P", "-m"]
     verbs = ["check_cluster", "run"] if cluster.preflight else ["run"]
     commands = [shlex.join([*python, f"fp8_nemo.recipes.{verb}", str(run_dir)]) for verb in verbs]
-    set_up = f"{{ {cluster.setup}\n}} || exit\n" if cluster.setup else ""
+    lines = [
+        *([SET_UP.format(cluster.setup)] if cluster.setup else []),
+        f"export {path} RAY_ADDRESS=auto",
+        " && ".join(commands),
+    ]
     return {
-        "COMMAND": set_up + " && ".join(commands),
+        "COMMAND": "\n".join(lines),
         "SETUP_COMMAND": cluster.setup or "",
         "CONTAINER": cluster.container or "",
         "MOUNTS": ",".join(mounts(plan)),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fp8_nemo.compose import HELP, ComposeError, compose_plans
 from fp8_nemo.data import DataError, load_problems
+from fp8_nemo.keys import hydra_value
 from fp8_nemo.local.preflight import NEEDED_PACKAGES, require
 from fp8_nemo.run_dir import new_folder
 
@@ -30,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise ComposeError(["recipes.make_model: the first argument is the folder to make"])
         if others := [word for word in words[1:] if not TAKES.match(word)]:
             raise ComposeError(f"{word}: a model is made of model, data, seed" for word in others)
-        [plan] = compose_plans([*words[1:], "backend=local"])
+        # What a model is made for does not bind it: its recipe is that of a BF16 run of it.
+        run = ["backend=local", "precision=bf16", f"model.path={hydra_value(words[0])}"]
+        [plan] = compose_plans([*words[1:], *run])
         require(*NEEDED_PACKAGES)
         recipe = plan.recipe
         problems = load_problems(recipe.data, recipe.seed)

@@ -1,5 +1,6 @@
 """Command lines: what they compose to, and one clear line for each way in which they are wrong."""
 
+import dataclasses
 import io
 import json
 
@@ -9,7 +10,8 @@ from omegaconf import OmegaConf
 
 from fp8_nemo.compose import ComposeError, _unquoted, compose, compose_plans, option_names
 from fp8_nemo.plan import plan_from_json, plan_recipe
-from fp8_nemo.schema import Cluster, as_it_is
+from fp8_nemo.run_dir import freeze
+from fp8_nemo.schema import Cluster, escape_interpolation
 
 MISTAKES = {
     "grpp=demo": "grpp=demo: no such key; did you mean grpo?",
@@ -232,6 +234,12 @@ def test_a_text_that_a_sites_file_has_without_quotes_is_refused(key, value, type
     assert [line.startswith(said) for line in found] == [True] * refused
 
 
+def test_data_that_nobody_reads_is_refused_on_either_backend():
+    for backend in ("local", "nemo"):
+        found = lines("model=llama31-8b", f"backend={backend}", "data=openmath-2", "data.name=foo")
+        assert "data.name=foo: must be one of arithmetic, running-sum, jsonl" in found[0]
+
+
 def test_no_experiment_and_no_sweep_can_be_said():
     assert compose(["experiment=null", "sweep=null"]) == compose([])
 
@@ -239,16 +247,18 @@ def test_no_experiment_and_no_sweep_can_be_said():
 @pytest.mark.parametrize("text", ["a", "${x}", "\\${HOME}/y", "$HOME", "a\\\\${b}", "{c}", "\\"])
 def test_a_texts_dollar_and_brace_are_text(text):
     config = OmegaConf.structured(Cluster)
-    OmegaConf.update(config, "setup", as_it_is(text))
+    OmegaConf.update(config, "setup", escape_interpolation(text))
     assert OmegaConf.to_object(config).setup == text
-    assert as_it_is({"a": [text, 3]}) == {"a": [as_it_is(text), 3]}
+    assert escape_interpolation({"a": [text, 3]}) == {"a": [escape_interpolation(text), 3]}
 
 
-def test_a_shells_variable_in_braces_is_taken_or_its_remedy_told():
+def test_a_shells_variable_in_braces_is_taken_or_its_remedy_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     [recipe] = compose([r"cluster.setup='export A=\${HOME}/x'"])
     assert recipe.cluster.setup == "export A=${HOME}/x"
     plan = plan_recipe(recipe)
     assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    freeze([plan_recipe(dataclasses.replace(recipe, cluster=Cluster(setup="a=${PATH%%:*}")))])
     [line] = lines("cluster.setup='export A=${HOME}/x'")
     assert line.endswith(r"for a shell's variable write $NAME, or \${NAME}")
 
@@ -258,6 +268,8 @@ def test_a_shells_variable_in_braces_is_taken_or_its_remedy_told():
     [
         ("cluster.extra=[[a]]", "must be options of sbatch"),
         ("cluster.extra=['--job-name=x']", "is what a job is found by"),
+        ("cluster.extra=['--out=x']", "is what a job is found by"),
+        ("cluster.mounts=[[a]]", "must be an absolute folder"),
         (
             "cluster.python='~/bin/python'",
             "cluster.python=~/bin/python: names a path that is called",

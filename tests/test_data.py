@@ -12,6 +12,7 @@ from fp8_nemo.data import (
     arithmetic,
     load_problems,
     longest_answer,
+    problems_digest,
     read_jsonl,
     reward,
     running_sum,
@@ -64,6 +65,10 @@ def test_a_file_that_is_sorted_is_not_learned_in_its_order(tmp_path):
     assert one.train != two.train and one.train != one.validation
     assert sorted(one.train) == sorted(two.train) == sorted(one.validation)
     assert one.validation == two.validation == read_jsonl(tmp_path / "validation.jsonl")
+    digests = {problems_digest(Data("jsonl", str(tmp_path)), seed) for seed in (1, 2)}
+    assert len(digests) == 1  # of the files, which NeMo RL reads and shuffles itself
+    write_problems(tmp_path, one)
+    assert problems_digest(Data("jsonl", str(tmp_path)), 1) not in digests
 
 
 @pytest.mark.parametrize(

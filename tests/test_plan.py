@@ -154,7 +154,7 @@ def test_what_nemo_rl_is_given_of_a_task_that_is_made_is_the_runs_own_files(tmp_
     keys = path_overrides(made.recipe, tmp_path, None)
     assert keys["data.train.data_path"] == str(tmp_path / "data" / "train.jsonl")
     assert made.nemo.environment["HF_HUB_OFFLINE"] == "1"
-    assert "data.path: no effect, problems are made" in made.notes
+    assert "data.path: no effect, data=running-sum reads no file" in made.notes
     plain = plan(*arguments, "data=arithmetic")
     assert {**made.nemo.overrides} == {**plain.nemo.overrides}
 

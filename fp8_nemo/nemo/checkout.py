@@ -33,7 +33,7 @@ from fp8_nemo.host import (
 )
 from fp8_nemo.keys import leaves, may_be_added
 from fp8_nemo.plan import backend_of
-from fp8_nemo.schema import Recipe
+from fp8_nemo.schema import Recipe, escape_interpolation
 
 REMEDY = f"set {ROOT_VARIABLE}, or cluster.nemo_root=FOLDER, to a clone of NVIDIA-NeMo/RL"
 GRPO, ENTRY = "nemo_rl/algorithms/grpo.py", "examples/run_grpo.py"
@@ -80,26 +80,24 @@ def read_host(root: Path) -> Host:
     return Host(source.name, str(root), Bases(root), frozenset(source.defects()), source.vllm)
 
 
-class Bases(Mapping[str, Mapping[str, Any]]):
+class Bases(dict[str, Mapping[str, Any]]):
     """Base YAML files of a checkout as `{dotted key: value}`, read when asked for.
 
     Interpolations are resolved, inheritance as NeMo RL's own loader does it.
     """
 
     def __init__(self, root: Path) -> None:
+        super().__init__()
         self.root = root
-        self._read: dict[str, Mapping[str, Any]] = {}
 
-    def __getitem__(self, path: str) -> Mapping[str, Any]:
-        if path not in self._read:
-            self._read[path] = leaves(load_base(self.root, path))
-        return self._read[path]
+    def __missing__(self, path: str) -> Mapping[str, Any]:
+        """A file that was not asked for before.
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
+        Raises:
+            HostError: as `load_base`.
+        """
+        self[path] = leaves(load_base(self.root, path))
+        return self[path]
 
 
 def load_base(root: Path, path: str) -> dict[str, Any]:
@@ -136,7 +134,8 @@ def config_of(root: Path, base_config: str, written: Mapping[str, Any]) -> dict[
     OmegaConf.set_struct(config, True)
     for key, value in written.items():
         try:
-            OmegaConf.update(config, key, value, force_add=may_be_added(key))
+            text = escape_interpolation(value)
+            OmegaConf.update(config, key, text, force_add=may_be_added(key))
         except OmegaConfBaseException as error:
             raise HostError(f"{base_config}: {key}={value} does not fit: {error}") from error
     content = OmegaConf.to_container(config, resolve=True)

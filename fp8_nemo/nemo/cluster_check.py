@@ -245,8 +245,8 @@ def _probe(python: str) -> Seen:
 
 def _model_mistakes(recipe: Recipe) -> Iterator[Any]:
     model = recipe.model
-    if model.path is None and model.hf_id is not None:
-        return hub_mistakes(model.hf_id)
+    if model.hub_id:
+        return hub_mistakes(model.hub_id)
     return iter(list(model_mistakes(recipe, pads=False)))
 
 

@@ -84,7 +84,7 @@ def prepare(plan: Plan, root: Path) -> None:
     os.environ.pop(VARIABLE, None)  # of a run that this one was started from
     os.environ |= to_environment(plan.recipe)
     model = plan.recipe.model
-    source = None if model.hf_id and not model.path else model_path(model)
+    source = None if model.hub_id else model_path(model)
     given = os.environ.get(CONVERSIONS)
     parent = Path(given) if given else Path(plan.recipe.outputs) / ".megatron"
     keys = leaves(plan.recipe.nemo)

@@ -161,12 +161,12 @@ def _plugin_problem() -> str:
 
 def _model(recipe: Recipe, plan: Plan) -> Iterator[Mistake]:
     model, overridden = recipe.model, "policy.hf_config_overrides"
-    if model.path is None and model.hf_id is not None:
-        found = list(hub_mistakes(model.hf_id))
-        config = cached_config(model.hf_id)
+    if model.hub_id:
+        found = list(hub_mistakes(model.hub_id))
+        config = cached_config(model.hub_id)
         if any(key.startswith(overridden) for key in leaves(recipe.nemo)):
             config = {}  # it is not what the model will be
-        found += shape_mistakes(config, model.hf_id, model) if config else ()
+        found += shape_mistakes(config, model.hub_id, model) if config else ()
     else:
         found = list(model_mistakes(recipe, pads=False))
         config = {} if found else json.loads((model_path(model) / "config.json").read_text())
@@ -264,7 +264,7 @@ def missing_in_cache(name: str, kind: str) -> str:
 
 
 def _data(recipe: Recipe) -> Iterator[str]:
-    if not recipe.data.is_made and recipe.data.name != "jsonl":
+    if recipe.data.is_on_hub:
         return
     try:
         problems = load_problems(recipe.data, recipe.seed).train

@@ -13,9 +13,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
-
 import fp8_nemo
+from fp8_nemo.plan import recipe_from_json
 from fp8_nemo.schema import Glue, Precision, Recipe
 
 if TYPE_CHECKING:  # a login node has no torch
@@ -52,9 +51,7 @@ def from_environment() -> Recipe | None:
 
 @functools.cache  # a worker asks in every step and every refit
 def _recipe(text: str) -> Recipe:
-    recipe = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), json.loads(text)))
-    assert isinstance(recipe, Recipe)
-    return recipe
+    return recipe_from_json(json.loads(text))
 
 
 def observes(recipe: Recipe) -> bool:

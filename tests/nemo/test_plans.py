@@ -356,6 +356,31 @@ def test_aime_is_validated_in_whole_passes():
         assert found["grpo.max_val_samples"] == found["grpo.val_batch_size"] == count
 
 
+def test_fewer_problems_are_validated_in_fewer_never_in_none():
+    few = ["model=llama31-8b", "data=dapo-math-17k", "+nemo.grpo.max_val_samples=90"]
+    assert overrides(*few)["grpo.val_batch_size"] == 90
+    assert overrides(*few, "+nemo.grpo.val_batch_size=30")["grpo.val_batch_size"] == 30
+    for batch in (0, 91):
+        with pytest.raises(PlanError, match=f"val_batch_size={batch}: must be from 1 to .*=90"):
+            overrides(*few, f"+nemo.grpo.val_batch_size={batch}")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.path=elsewhere",
+        "data.difficulty=3",
+        "precision.first_layers_bf16=1",
+        "correction.renormalize_denominator=true",
+    ],
+)
+def test_what_does_nothing_inside_nemo_rl_is_noted(word):
+    line = ["model=llama31-8b", "precision=bf16", "correction=none", "data=openmath-2"]
+    key = word.partition("=")[0]
+    assert any(note.startswith(f"{key}: no effect") for note in plan(*line, word).notes)
+    assert not any(note.startswith(f"{key}: no effect") for note in plan(*line).notes)
+
+
 def test_powers_of_two_are_refused_on_main_too_whose_patch_calls_itself():
     with pytest.raises(PlanError, match="RecursionError"):
         plan("model=llama31-8b", "precision=fp8-linear", "precision.scales=pow2")
@@ -499,6 +524,13 @@ def test_a_typo_anywhere_under_nemo_is_refused_and_the_right_key_is_not(version)
         assert plan(*arguments, f"+nemo.{key}={value}", host=there).nemo.overrides[key] == value
         with pytest.raises(PlanError, match=r"no such key in .*did you mean nemo\."):
             plan(*arguments, f"+nemo.{key}s={value}", host=there)
+
+
+def test_a_ragged_width_is_refused_with_a_remedy_that_helps():
+    ragged = ["model=llama31-8b", "model.shape.hidden=4032", "model.parallel.rollout_tensor=1"]
+    with pytest.raises(PlanError, match=r"shape\.hidden=4032: .*128 .*; choose precision=bf16$"):
+        plan(*ragged, "precision=fp8-linear")
+    assert plan(*ragged, "precision=bf16")
 
 
 def test_a_users_own_key_wins_over_the_plans():

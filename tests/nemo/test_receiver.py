@@ -15,7 +15,7 @@ from fp8_nemo.nemo import receiver, settings
 from fp8_nemo.nemo.parts import Rank, Slots
 from fp8_nemo.quantize import FP8, quantize_blocks
 from fp8_nemo.refit import refit_stream
-from fp8_nemo.schema import Glue, Model, Precision, Recalibrate, Recipe, Shape
+from fp8_nemo.schema import Cluster, Glue, Model, Precision, Recalibrate, Recipe, Shape
 from fp8_nemo.weights import is_fp8_weight, kv_scale_names, named_shapes
 
 SHAPE = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
@@ -498,6 +498,10 @@ def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
     for name, value in settings.to_environment(run).items():
         monkeypatch.setenv(name, value)
     assert settings.from_environment() == run
+    shell = dataclasses.replace(run, cluster=Cluster(setup="export CACHE=${HOME}/x"))
+    for name, value in settings.to_environment(shell).items():
+        monkeypatch.setenv(name, value)
+    assert settings.from_environment() == shell  # resolved once, before
     monkeypatch.delenv(settings.VARIABLE)
     assert settings.from_environment() is None
     forward = Recalibrate(source="forward")

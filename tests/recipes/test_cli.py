@@ -154,9 +154,32 @@ def test_the_local_backend_does_not_look_at_nemo_rl(tmp_path):
         assert done.returncode == code, done.stderr
 
 
+def without_torch(name, *arguments):
+    """A verb where torch cannot be imported."""
+    code = (
+        f"import runpy, sys; sys.modules['torch'] = None; sys.argv = {['', *arguments]}; "
+        f"runpy.run_module('recipes.{name}', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def test_making_a_model_takes_no_flag_for_a_folder():
     assert_refused(verb("make_model", "--model"), "the first argument is the folder to make")
     assert not (ROOT / "--model").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=qwen3-8b", "model.shape.layers=2", "data=arithmetic"),
+        ("model=tiny-qwen3-moe", "model.shape.expert_ffn=96"),
+    ],
+)
+def test_any_model_can_be_made_small_and_none_is_held_against_a_precision(words, tmp_path):
+    """As far as torch, which is hidden: what would come then is the training."""
+    done = without_torch("make_model", f"{tmp_path}/a,b", *words)
+    assert_refused(done, "torch: not installed for")
 
 
 @pytest.mark.parametrize("word", ["-m", "precision=fp8-e2e", "seeds=1"])
@@ -214,14 +237,7 @@ def test_a_nemo_cell_without_a_checkout_says_so_and_creates_nothing(tmp_path):
     ],
 )
 def test_what_needs_torch_says_so_where_there_is_none(line, tmp_path):
-    name, *arguments = line.format(tmp_path).split()
-    code = (
-        f"import runpy, sys; sys.modules['torch'] = None; sys.argv = {['', *arguments]}; "
-        f"runpy.run_module('recipes.{name}', run_name='__main__')"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = without_torch(*line.format(tmp_path).split())
     assert_refused(result, "torch: not installed for", "pip install 'fp8-nemo[local]'")
     assert list(tmp_path.iterdir()) == []
 
