@@ -33,7 +33,7 @@ from fp8_nemo.report import (
     mean_of_seeds,
     read_runs,
 )
-from fp8_nemo.twin import against_twins, shown
+from fp8_nemo.twin import against_twins
 
 MARGIN = 3.0
 """Points of accuracy: the smallest loss that a paper reports of FP8 rollouts is 2.9 (Jet-RL)."""
@@ -350,7 +350,7 @@ def _is_moe(cell: Cell) -> bool:
 
 
 def _shown(found: Estimate | None, style: str) -> str:
-    return f"{shown(found, style)} ({found.seeds} seeds)" if found else "not measured"
+    return f"{found.text(style)} ({found.seeds} seeds)" if found else "not measured"
 
 
 def _points(found: Estimate | None) -> str:

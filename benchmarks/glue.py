@@ -468,10 +468,10 @@ def fp8_of_engine(worker: Any) -> dict[str, tuple[Any, Any]]:
     import torch
 
     from fp8_nemo import weights
-    from fp8_nemo.nemo.receiver import Engine
+    from fp8_nemo.nemo.receiver import EngineMemory
 
     worker = getattr(worker, "worker", worker)
-    engine = Engine(worker.model_runner.model, type(worker).fp8_nemo_recipe)
+    engine = EngineMemory(worker.model_runner.model, type(worker).fp8_nemo_recipe)
     parts = engine.destination().parts
     return {
         name: (parts[name].tensor.view(torch.uint8).cpu(), parts[scale].tensor.float().cpu())

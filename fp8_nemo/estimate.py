@@ -87,7 +87,7 @@ HEADROOM = 0.1
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Counts:
     """Counts for one model and precision; bytes are of the whole model, not per GPU."""
 
     parameters: int
@@ -101,14 +101,14 @@ class Estimate:
     kv_bytes_per_token: int
 
 
-def estimate(shape: Shape, precision: Precision) -> Estimate:
+def estimate(shape: Shape, precision: Precision) -> Counts:
     """Counts from `model.shape` and the precision."""
     shapes = named_shapes(shape)
     specs = wire_specs(shapes, precision, shape.layers)
     scales = [name for name in specs if name.endswith(SCALE_SUFFIX)]
     parameters = sum(math.prod(each) for each in shapes.values())
     kv_bytes = DTYPE_BYTES["float8_e4m3fn" if precision.rollout_kv == "fp8" else "bfloat16"]
-    return Estimate(
+    return Counts(
         parameters=parameters,
         fp8_weights=len(scales),
         bf16_weights=len(shapes) - len(scales),
@@ -119,8 +119,8 @@ def estimate(shape: Shape, precision: Precision) -> Estimate:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one GPU: `Memory({"train": {"weights": 8e9, ...}, "refit": {...}, ...}, 79.6)`."""
+class MemoryByPhase:
+    """Bytes on one GPU: `MemoryByPhase({"train": {"weights": 8e9, ...}, "refit": {...}}, 79.6)`."""
 
     phases: dict[str, dict[str, float]]
     """Phase of the step -> what lies on the GPU -> bytes."""
@@ -141,7 +141,7 @@ class Memory:
         return f"{phase} in GiB: " + ", ".join(parts)
 
 
-def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
+def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> MemoryByPhase:
     """What each phase of a step needs on one GPU, colocated as NeMo RL does it.
 
     Training: BF16 weights and gradients, the distributed optimizer's FP32 master and two moments
@@ -197,7 +197,7 @@ def memory_per_gpu(recipe: Recipe, gpus: int, tokens: int) -> Memory:
     refit = {"trainer": 2 * held, "engine": engine, **kept, "allowance": allowance}
     rollout = {"engine": engine, "KV cache": max(0.0, cache), **kept, "allowance": allowance}
     phases = {"train": train, "refit": refit, "rollout": rollout}
-    return Memory(phases, GPU_GIB[recipe.cluster.gpu])
+    return MemoryByPhase(phases, GPU_GIB[recipe.cluster.gpu])
 
 
 def keeps_optimizer(recipe: Recipe) -> bool:
@@ -210,7 +210,7 @@ def keeps_optimizer(recipe: Recipe) -> bool:
     return isinstance(policy, dict) and not policy.get("offload_optimizer_for_refit", True)
 
 
-def kv_cache_tokens(recipe: Recipe, memory: Memory) -> int:
+def kv_cache_tokens(recipe: Recipe, memory: MemoryByPhase) -> int:
     """Tokens that the KV cache of one engine holds, over its `rollout_tensor` GPUs."""
     per_token = estimate(recipe.model.shape, recipe.precision).kv_bytes_per_token
     shards = min(recipe.model.parallel.rollout_tensor, recipe.model.shape.kv_heads)
@@ -298,7 +298,9 @@ class Decode(NamedTuple):
     tokens_per_second: float
 
 
-def decode_of_engine(recipe: Recipe, memory: Memory, sequences: int, context: int) -> Decode | None:
+def decode_of_engine(
+    recipe: Recipe, memory: MemoryByPhase, sequences: int, context: int
+) -> Decode | None:
     """An engine's speed while all its sequences are under way; None where nothing was measured.
 
     Args:

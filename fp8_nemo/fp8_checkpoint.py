@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fp8_nemo import weights
-from fp8_nemo.model_dir import damage, missing_bytes
+from fp8_nemo.model_dir import damage
 from fp8_nemo.quantize import FP8, Fp8Weight, dequantize_blocks
 from fp8_nemo.refit import encode, pieces_of
 from fp8_nemo.schema import Precision
@@ -53,7 +53,7 @@ Progress = Callable[[str, int, int], None]
 """Told a shard's name, and how many of how many tensors are done."""
 
 
-class CheckpointError(ValueError):
+class ConversionError(ValueError):
     """A checkpoint that cannot be converted, or a folder that cannot take the result."""
 
 
@@ -94,7 +94,7 @@ def quantize_checkpoint(
         progress: told what is done.
 
     Raises:
-        CheckpointError: see the module.
+        ConversionError: see the module.
     """
     config, shards = read_config(source), _shards(source)
     for shard in shards:
@@ -129,19 +129,19 @@ def read_config(source: Path) -> dict[str, Any]:
     """The configuration of a checkpoint that can be converted.
 
     Raises:
-        CheckpointError: there is none, it is quantized already, or of an unknown family.
+        ConversionError: there is none, it is quantized already, or of an unknown family.
     """
     file = source / "config.json"
     config = _json(file)
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise CheckpointError(f"{source}: is quantized already ({method})")
+        raise ConversionError(f"{source}: is quantized already ({method})")
     family = config.get("model_type")
     if family not in FAMILIES:
         families = ", ".join(FAMILIES)
-        raise CheckpointError(f"{file}: model_type={family}, must be one of {families}")
+        raise ConversionError(f"{file}: model_type={family}, must be one of {families}")
     if not isinstance(config.get("num_hidden_layers"), int):
-        raise CheckpointError(f"{file}: has no num_hidden_layers")
+        raise ConversionError(f"{file}: has no num_hidden_layers")
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
@@ -184,13 +184,13 @@ def _json(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(
+        raise ConversionError(
             f"{file}: {reason}; must be a checkpoint in Hugging Face format, or the directory of a "
             "local run; of a run of NeMo RL its examples/converters/convert_megatron_to_hf.py "
             "makes one"
         ) from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{file}: is not an object")
+        raise ConversionError(f"{file}: is not an object")
     return found
 
 
@@ -199,7 +199,7 @@ def _shards(source: Path) -> list[Path]:
     if (source / INDEX).is_file():
         weight_map = _json(source / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{source / INDEX}: has no weight_map")
+            raise ConversionError(f"{source / INDEX}: has no weight_map")
         names = sorted(set(weight_map.values()))
     for name in names:
         _check_shard(source / name)
@@ -209,22 +209,20 @@ def _shards(source: Path) -> list[Path]:
 def _check_shard(file: Path) -> None:
     """Whether it is whole, and of numbers that can be quantized; by its header alone."""
     if not file.is_file():
-        raise CheckpointError(f"{file.parent}: lacks {file.name}; its weights must be safetensors")
+        raise ConversionError(f"{file.parent}: lacks {file.name}; its weights must be safetensors")
     with file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise CheckpointError(f"{file}: is a pointer of git-lfs, not weights; git lfs pull")
+            raise ConversionError(f"{file}: is a pointer of git-lfs, not weights; git lfs pull")
+    if found := damage(file):
+        raise ConversionError(f"{file}: {found}")
     try:
-        if missing := missing_bytes(file):
-            raise CheckpointError(f"{file}: is cut short by {missing} bytes")
         with safe_open(file, framework="pt") as opened:
             dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, ValueError, MemoryError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file}: is no safetensors file ({error})") from None
+    except SafetensorError as error:
+        raise ConversionError(f"{file}: is no safetensors file ({error})") from None
     for name, dtype in dtypes.items():
         if dtype not in DTYPES or name.endswith(weights.SCALE_SUFFIX):
-            raise CheckpointError(f"{name}: is {dtype}, must be BF16 or F32 ({file})")
+            raise ConversionError(f"{name}: is {dtype}, must be BF16 or F32 ({file})")
 
 
 def _check_blocks(file: Path, precision: Precision, layers: int) -> None:
@@ -236,7 +234,7 @@ def _check_blocks(file: Path, precision: Precision, layers: int) -> None:
             continue
         stacked = max(1, len(weights.slab_projections(name)))
         if shape[-2] % (weights.BLOCK * stacked) or shape[-1] % weights.BLOCK:
-            raise CheckpointError(
+            raise ConversionError(
                 f"{name}: is {' x '.join(map(str, shape))}, and vLLM takes blockwise FP8 in "
                 f"multiples of {weights.BLOCK} alone; this model stays in BF16 ({file})"
             )
@@ -261,12 +259,12 @@ def _opened_book(
                     "source": "of another source, or of this one before it changed",
                     "settings": "with other settings",
                 }[what]
-                raise CheckpointError(
+                raise ConversionError(
                     f"{target}: holds a conversion {other}; delete it, or name another folder"
                 )
         return book
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target}: is not empty, and holds no conversion of ours")
+        raise ConversionError(f"{target}: is not empty, and holds no conversion of ours")
     target.mkdir(parents=True, exist_ok=True)
     book = begun | {"kv_scales": None, "shards": {}}
     _write_json(target / BOOK, book)
@@ -299,7 +297,7 @@ def _convert(
             weight = file.get_tensor(name).to(device)
             encoded = encode([(name, weight)], precision, num_layers=layers)
             if encoded.nonfinite_N.any():
-                raise CheckpointError(f"{name}: holds NaN or Inf ({source})")
+                raise ConversionError(f"{name}: holds NaN or Inf ({source})")
             made = dict(encoded.tensors)
             if weights.is_fp8_weight(name, tuple(weight.shape), precision, layers):
                 errors.append(_error(name, weight, made))

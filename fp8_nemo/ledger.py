@@ -349,10 +349,7 @@ class Ledger:
 
 def failing(verdicts: Mapping[str, Tensor]) -> list[str]:
     """Names whose verdict, a boolean on the device, is false: one read for all of them."""
-    if not verdicts:
-        return []
-    passed = torch.stack(list(verdicts.values())).tolist()
-    return [name for name, ok in zip(verdicts, passed, strict=True) if not ok]
+    return [name for name, passed in on_host(verdicts).items() if not passed]
 
 
 def on_host(numbers: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -152,5 +152,8 @@ def missing_bytes(file: Path) -> int:
         if 8 + header_size > size:
             return 8 + header_size - size
         header = json.loads(stream.read(header_size))
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    try:
+        ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError("it names no tensors and offsets") from error
     return max(0, 8 + header_size + max(ends, default=0) - size)

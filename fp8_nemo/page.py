@@ -64,7 +64,7 @@ def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], c
 
     Args:
         comparison: what `compare` returned.
-        figures: section -> what `figures.draw_figures` drew for it, beside the page.
+        figures: section -> what `figures.save_figures` wrote for it, beside the page.
         command: the line that makes this page again.
     """
     blocks = [f"# {comparison.title}", f"Made by `{command}`."]
@@ -143,10 +143,10 @@ def to_html(notebook: Path, title: str) -> str:
 
 def notes(comparison: Comparison) -> str:
     """What a reader must know first, as quotes in Markdown."""
-    return "\n\n".join(f"> {as_it_stands(note)}" for note in comparison.notes)
+    return "\n\n".join(f"> {escape_markdown(note)}" for note in comparison.notes)
 
 
-def as_it_stands(text: object) -> str:
+def escape_markdown(text: object) -> str:
     """A label, setting or path as text in Markdown, and in the HTML that is made of it.
 
     A page is made to be sent to others: a tag in somebody's `data.path` must not run there.
@@ -164,7 +164,7 @@ def verdicts(comparison: Comparison) -> str:
                "health", "step, times as fast", "rollout", "speed is")  # fmt: skip
     blocks = [markdown_table([heading, *map(_against_row, found)]), ABOUT_TWINS]
     blocks += [
-        f"- **{as_it_stands(each.cell)}** is not matched: {as_it_stands(key)}"
+        f"- **{escape_markdown(each.cell)}** is not matched: {escape_markdown(key)}"
         for each in found
         for key in each.unmatched
     ]
@@ -174,17 +174,17 @@ def verdicts(comparison: Comparison) -> str:
 def _against_row(found: AgainstTwin) -> tuple[Any, ...]:
     styles = {
         "accuracy": "+.1f",
-        "kl": twin.KL,
-        "twin_kl": twin.KL,
+        "kl": twin.KL_FORMAT,
+        "twin_kl": twin.KL_FORMAT,
         "step": ".2f",
         "rollout": ".2f",
     }
     texts = {
-        name: "-" if getattr(found, name) is None else twin.shown(getattr(found, name), style)
+        name: "-" if getattr(found, name) is None else getattr(found, name).text(style)
         for name, style in styles.items()
     }
     return (
-        as_it_stands(found.cell), as_it_stands(found.twin), found.seeds, texts["accuracy"],
+        escape_markdown(found.cell), escape_markdown(found.twin), found.seeds, texts["accuracy"],
         found.accuracy_word, texts["kl"], texts["twin_kl"], found.health, texts["step"],
         texts["rollout"], found.speed_word,
     )  # fmt: skip
@@ -196,7 +196,7 @@ def cells(comparison: Comparison) -> str:
     for cell in comparison.cells:
         recipe = cell.runs[0].recipe
         parts = given(recipe.precision) or "BF16", given(recipe.correction) or "no correction"
-        lines.append(f"- **{as_it_stands(cell.label)}**: {as_it_stands('; '.join(parts))}")
+        lines.append(f"- **{escape_markdown(cell.label)}**: {escape_markdown('; '.join(parts))}")
     return "\n".join(lines)
 
 
@@ -205,7 +205,7 @@ def numbers(comparison: Comparison, section: str) -> str:
     columns = SECTIONS[section]
     heading = ("cell", "seeds", "steps", *(column.name for column in columns))
     rows = [
-        (as_it_stands(cell.label), cell.seeds, cell.steps, *map(cell.show, columns))
+        (escape_markdown(cell.label), cell.seeds, cell.steps, *map(cell.show, columns))
         for cell in comparison.cells
     ]
     return markdown_table([heading, *rows])
@@ -219,7 +219,7 @@ def meanings(section: str) -> str:
 def run_table(comparison: Comparison) -> str:
     """Every run and how far it came."""
     runs = [
-        (as_it_stands(run.path), run.steps, run.recipe.grpo.steps, run.state)
+        (escape_markdown(run.path), run.steps, run.recipe.grpo.steps, run.state)
         for run in comparison.runs
     ]
     return markdown_table([("run", "steps", "of", "state"), *runs])
@@ -234,13 +234,13 @@ def _health(runs: Iterable[Run]) -> Iterator[str]:
     for run in runs:
         if found := worst(run.rows):
             step, verdict = found
-            why = as_it_stands("; ".join(verdict.reasons))
-            yield f"- {as_it_stands(run.path)}, step {step}: {verdict.state}: {why}"
+            why = escape_markdown("; ".join(verdict.reasons))
+            yield f"- {escape_markdown(run.path)}, step {step}: {verdict.state}: {why}"
 
 
 def common_environment(comparison: Comparison) -> str:
     """What all runs ran on that recorded it; what differs is in the notes."""
     recorded = [run.environment.items() for run in comparison.runs if run.environment]
     common = [pair for pair in (recorded or [()])[0] if all(pair in other for other in recorded)]
-    lines = [f"- {key}: {as_it_stands(value)}" for key, value in common]
+    lines = [f"- {key}: {escape_markdown(value)}" for key, value in common]
     return "\n".join(lines) or "Not recorded."

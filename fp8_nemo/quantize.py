@@ -77,8 +77,9 @@ def quantize_blocks(
         ValueError: the weight holds NaN or Inf and no slot was given; or a ragged slab with
             `formula="stock"`, which NeMo RL does not define.
     """
-    slot = torch.zeros((), dtype=torch.bool, device=weight_OI.device)
-    slot = slot if nonfinite is None else nonfinite
+    slot = nonfinite
+    if slot is None:
+        slot = torch.zeros((), dtype=torch.bool, device=weight_OI.device)
     if weight_OI.is_cuda and formula == "exact":
         from fp8_nemo import kernels
 

@@ -110,6 +110,11 @@ class Estimate(NamedTuple):
     """Half of the 95% interval (Student's t over seeds); None for one seed, NaN if one diverged."""
     seeds: int
 
+    def text(self, style: str, joint: str = " ") -> str:
+        """`-0.3 ±1.1`; one seed has no interval, and one that rounds to zero is left out."""
+        half, none = (format(value, style.lstrip("+")) for value in (self.half or 0.0, 0.0))
+        return format(self.mean, style) + ("" if half == none else f"{joint}±{half}")
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -149,12 +154,8 @@ class Cell:
             return "-"
         huge = max(abs(number.mean), number.half or 0.0) >= HUGE
         style = ".1e" if huge and column.format.lstrip("+") in (".1f", ".3f") else column.format
-        texts, unsigned = [format(number.mean, style)], style.lstrip("+")
-        if (half := format(number.half or 0.0, unsigned)) != format(0.0, unsigned):
-            texts.append("±" + half)
-        if number.seeds < len(self.runs):
-            texts.append(f"({number.seeds}/{len(self.runs)})")
-        return joint.join(texts)
+        of = f"{joint}({number.seeds}/{len(self.runs)})" if number.seeds < len(self.runs) else ""
+        return number.text(style, joint) + of
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from fp8_nemo.report import (
 
 EQUAL = 2.0  # points of accuracy
 WARM_UP = 1  # steps: kernels are compiled in the first
-KL = ".1e"
+KL_FORMAT = ".1e"
 MACHINE = ("hardware.", "versions.", "python")
 CLUSTER = ("nodes", "gpus_per_node", "gpu")
 BF16 = dict.fromkeys(
@@ -105,21 +105,21 @@ class AgainstTwin:
         return "equal" if abs(found.mean - none) + found.half <= equal else "open"
 
     def _beside_twin(self) -> str:
-        return f", the twin's {self.twin_kl.mean:{KL}}" if self.twin_kl else ""
+        return f", the twin's {self.twin_kl.mean:{KL_FORMAT}}" if self.twin_kl else ""
 
     def __str__(self) -> str:
         seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
         said = [f"{self.cell} against {self.twin}, {seeds} of both"]
         if self.accuracy:
-            said.append(f"accuracy {shown(self.accuracy, '+.1f')} points ({self.accuracy_word})")
+            said.append(f"accuracy {self.accuracy.text('+.1f')} points ({self.accuracy_word})")
         elif self.finished < self.seeds:
             said.append("no accuracy before both have finished")
         if self.kl:
-            said.append(f"KL {shown(self.kl, KL)}{self._beside_twin()} ({self.health})")
+            said.append(f"KL {self.kl.text(KL_FORMAT)}{self._beside_twin()} ({self.health})")
         if self.step:
-            said.append(f"step {shown(self.step, '.2f')} times as fast ({self.speed_word})")
+            said.append(f"step {self.step.text('.2f')} times as fast ({self.speed_word})")
         if self.rollout:
-            said.append(f"rollout {shown(self.rollout, '.2f')}")
+            said.append(f"rollout {self.rollout.text('.2f')}")
         return "; ".join([*said, *(f"NOT MATCHED: {each}" for each in self.unmatched)])
 
 
@@ -143,12 +143,6 @@ def twin_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
         return len(list(_unmatched(cell, other))), corrected
 
     return min(bf16, key=distance, default=None)
-
-
-def shown(found: Estimate, style: str) -> str:
-    """`-0.3 ±1.1`; one seed has no interval, and one that rounds to zero is left out."""
-    half, none = (format(value, style.lstrip("+")) for value in (found.half or 0.0, 0.0))
-    return format(found.mean, style) + ("" if half == none else f" ±{half}")
 
 
 def _is_bf16(cell: Cell) -> bool:

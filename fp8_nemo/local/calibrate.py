@@ -17,7 +17,7 @@ import torch
 from fp8_nemo.compose import compose
 from fp8_nemo.fp8_checkpoint import (
     Calibration,
-    CheckpointError,
+    ConversionError,
     Progress,
     WeightError,
     quantize_checkpoint,
@@ -51,7 +51,7 @@ def convert(
         progress: told what is done, how many of how many.
 
     Raises:
-        CheckpointError: the source, the texts or the settings are not right.
+        ConversionError: the source, the texts or the settings are not right.
         ComposeError: an option does not exist, or is impossible.
         RunDirError: the run directory is damaged.
     """
@@ -82,16 +82,16 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
     """The recipe whose precision a checkpoint of `count` layers is to have.
 
     Raises:
-        CheckpointError: the settings ask for no FP8 weights, or for more than precision.
+        ConversionError: the settings ask for no FP8 weights, or for more than precision.
         ComposeError: an option does not exist, or is impossible.
     """
     strange = [word for word in settings if not word.startswith(("precision=", "precision."))]
     if strange:
-        raise CheckpointError(f"{strange[0]}: recipes.quantize_checkpoint takes precision alone")
+        raise ConversionError(f"{strange[0]}: recipes.quantize_checkpoint takes precision alone")
     [recipe] = compose(["precision=fp8-linear", *settings, f"model.shape.layers={count}"])
     if recipe.precision.rollout_linear != "fp8":
         name = recipe.precision.name
-        raise CheckpointError(f"precision={name}: its weights are BF16; choose fp8-linear")
+        raise ConversionError(f"precision={name}: its weights are BF16; choose fp8-linear")
     return recipe
 
 
@@ -103,28 +103,28 @@ def calibration_texts(recipe: Recipe, file: Path | None) -> list[str]:
         file: a text on each line.
 
     Raises:
-        CheckpointError: texts are missing, or not wanted.
+        ConversionError: texts are missing, or not wanted.
     """
     name = recipe.precision.name
     if recipe.precision.rollout_kv != "fp8":
         if file is not None:
-            raise CheckpointError(
+            raise ConversionError(
                 f"--calibrate {file}: precision={name} has a cache in BF16; choose fp8-kv-attn"
             )
         return []
     if file is None:
-        raise CheckpointError(
+        raise ConversionError(
             f"precision={name}: its FP8 cache needs scales; add --calibrate TEXTS, a file with a "
             "text on each line, or precision.rollout_kv=bf16"
         )
     try:
         texts = [line for line in file.read_text().splitlines() if line.strip()]
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"--calibrate {file}: is not UTF-8 ({error.reason})") from None
+        raise ConversionError(f"--calibrate {file}: is not UTF-8 ({error.reason})") from None
     except OSError as error:
-        raise CheckpointError(f"--calibrate {file}: cannot be read ({error.strerror})") from None
+        raise ConversionError(f"--calibrate {file}: cannot be read ({error.strerror})") from None
     if not texts:
-        raise CheckpointError(f"--calibrate {file}: holds no text")
+        raise ConversionError(f"--calibrate {file}: holds no text")
     return texts
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
-from fp8_nemo.fp8_checkpoint import CheckpointError
+from fp8_nemo.fp8_checkpoint import ConversionError
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.checkpoint import TENSORS
 from fp8_nemo.local.make_model import save_model
@@ -22,16 +22,16 @@ def last_checkpoint(run_dir: Path, plan: Plan) -> Path:
     """The checkpoint that `exported` would take.
 
     Raises:
-        CheckpointError: NeMo RL's run, or no checkpoint yet.
+        ConversionError: NeMo RL's run, or no checkpoint yet.
     """
     if plan.backend != "local":
-        raise CheckpointError(
+        raise ConversionError(
             f"{run_dir}: a run of NeMo RL, whose examples/converters/convert_megatron_to_hf.py "
             "makes a checkpoint in Hugging Face format of its own"
         )
     saved = checkpoints(run_dir)
     if not saved:
-        raise CheckpointError(f"{run_dir}: has no checkpoint; the run saves one at its end")
+        raise ConversionError(f"{run_dir}: has no checkpoint; the run saves one at its end")
     return saved[-1]
 
 
@@ -41,7 +41,7 @@ def exported(run_dir: Path, plan: Plan) -> Path:
     Made once; a run that has gone on since gets another, and a checkpoint saved again replaces it.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it cannot be read.
+        ConversionError: there is no such checkpoint, or it cannot be read.
     """
     saved = last_checkpoint(run_dir, plan)
     folder, file = run_dir / f"model-{checkpoint_step(saved)}", saved / TENSORS
@@ -64,4 +64,4 @@ def _load_masters(parameters: dict[str, torch.Tensor], file: Path) -> None:
                 parameter.copy_(tensors.get_tensor(f"master.{name}"))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{file}: cannot be read into its model ({reason})") from error
+        raise ConversionError(f"{file}: cannot be read into its model ({reason})") from error

@@ -67,10 +67,10 @@ Operand = Tensor | tuple[Tensor, Tensor]
 
 def linear_fp8(x: Tensor, weight: Fp8Weight, pow2: bool) -> Tensor:
     """`x` quantized 1x128 on the fly, the weight as held; FP32 products, BF16 result."""
-    return multiplied(_last.grouped(x, pow2), operand(weight), x.dtype)
+    return scaled_mm(_last.grouped(x, pow2), operand(weight), x.dtype)
 
 
-def multiplied(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
+def scaled_mm(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
     """`left right^T`: exact products of what the bytes stand for, summed in FP32.
 
     Args:
@@ -92,7 +92,7 @@ def multiplied(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def operand(held: Fp8Weight | Fp8Groups) -> Operand:
-    """What `multiplied` takes of bytes and scales."""
+    """What `scaled_mm` takes of bytes and scales."""
     if held[0].is_cuda:
         return held
     return dequantize_blocks(held) if isinstance(held, Fp8Weight) else dequantize_groups(held)
@@ -149,8 +149,8 @@ class Fp8Product(torch.autograd.Function):
         dy, dy_T, x_T = (
             operand(quantize_groups(each, pow2=ctx.pow2)) for each in (dy_TO, dy_TO.T, x_TI.T)
         )
-        dx_TI = multiplied(dy, transposed(operand(Fp8Weight(*fp8_weight))), x.dtype)
-        return dx_TI.view_as(x), multiplied(dy_T, x_T, x.dtype), None
+        dx_TI = scaled_mm(dy, transposed(operand(Fp8Weight(*fp8_weight))), x.dtype)
+        return dx_TI.view_as(x), scaled_mm(dy_T, x_T, x.dtype), None
 
 
 class Bf16Linear(nn.Linear):
@@ -224,7 +224,7 @@ class Fp8RolloutLinear(Fp8Held):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., I]` to `[..., O]`."""
-        found = multiplied(_last.grouped(input, self.pow2), self.value("weight"), input.dtype)
+        found = scaled_mm(_last.grouped(input, self.pow2), self.value("weight"), input.dtype)
         return _with_bias(found, self.bias)
 
 
@@ -354,7 +354,7 @@ class Fp8RolloutExperts(Experts, Fp8Held):
 
     def product(self, x: Tensor, matrix: Operand) -> Tensor:
         """FP8 operands."""
-        return multiplied(_last.grouped(x, self.pow2), matrix, x.dtype)
+        return scaled_mm(_last.grouped(x, self.pow2), matrix, x.dtype)
 
 
 @dataclass
@@ -429,9 +429,9 @@ def _attend_bf16(
         return _attend_token(query, key, value, mask, one * (scaling * LOG2_E), one, headroom=0)
     if query.is_cuda:
         return _attend_fused(query, key, value, mask, scaling)
-    scores = (attended(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
+    scores = (matmul_fp32(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
     probability = scores.softmax(-1).nan_to_num()  # padded queries see no key
-    return attended(probability.to(torch.bfloat16), value)
+    return matmul_fp32(probability.to(torch.bfloat16), value)
 
 
 def _attend_fused(
@@ -478,18 +478,18 @@ def _attend_fp8(
     top = torch.full((*query.shape[:-1], 1), -torch.inf, device=query.device)
     total, output = torch.zeros_like(top), torch.zeros(query.shape, device=query.device)
     for tile in reversed(key_tiles(query, key)):
-        scores = attended(query, key[..., tile, :].mT).masked_fill(~mask[..., tile], -torch.inf)
+        scores = matmul_fp32(query, key[..., tile, :].mT).masked_fill(~mask[..., tile], -torch.inf)
         raised = torch.maximum(top, scores.amax(-1, keepdim=True))
         origin = torch.where(raised == -torch.inf, 0.0, raised * exponent)
         probability = torch.exp2(scores * exponent - (origin - PROBABILITY_BITS))
         shrink = torch.where(raised == -torch.inf, 1.0, torch.exp2((top - raised) * exponent))
         total = total * shrink + probability.sum(-1, keepdim=True)  # of P before it is rounded
-        output = output * shrink + attended(probability.to(FP8), value[..., tile, :])
+        output = output * shrink + matmul_fp32(probability.to(FP8), value[..., tile, :])
         top = raised
     return output * (module.v_scale / total.clamp(min=torch.finfo(total.dtype).tiny))
 
 
-def attended(left: Tensor, right: Tensor) -> Tensor:
+def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` of BF16 or FP8 values in FP32."""
     return left.float() @ right.float()
 

@@ -149,8 +149,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
 
         The step's one read on the host.
         """
-        if self.fp8_nemo_observer is None:
-            return []
+        assert self.fp8_nemo_observer, "asked only with glue.recalibrate.source=logprob"
         # As integers, which order as the numbers do and put NaN above all; NCCL may drop a NaN.
         bits_L3 = self.fp8_nemo_observer.amax_SL3[0].view(torch.int32)
         torch.distributed.all_reduce(bits_L3, op=torch.distributed.ReduceOp.MAX)

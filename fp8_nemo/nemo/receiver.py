@@ -15,7 +15,6 @@ for ever in a broadcast; what fails is kept, the stream is taken to its end, and
 # NeMo RL and vLLM stand on the path of a run, not of a type check; torch._foreach_* is public.
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -38,7 +37,6 @@ from fp8_nemo.ledger import (
 )
 from fp8_nemo.nemo.parts import Rank, Slots, engine_parts, layers_with_experts, place_of
 from fp8_nemo.nemo.settings import (
-    VARIABLE,
     formula,
     from_environment,
     wire_precision,
@@ -55,12 +53,11 @@ def register() -> None:
 
     vLLM may call it more than once, and in processes that hold no weights.
     """
-    if VARIABLE not in os.environ:
+    recipe = from_environment()
+    if recipe is None:
         return
     from nemo_rl.models.generation.vllm import vllm_backend
 
-    recipe = from_environment()
-    assert recipe
     for name in EXTENSIONS:
         stock = getattr(vllm_backend, name, None)
         if stock is not None and not hasattr(stock, "fp8_nemo_report"):
@@ -77,7 +74,7 @@ def receiver(stock: type, recipe: Recipe) -> type:
 
     class Receiver(stock):  # type: ignore[misc]
         fp8_nemo_recipe = recipe
-        fp8_nemo_engine: Engine | None = None
+        fp8_nemo_engine: EngineMemory | None = None
         fp8_nemo_refit: Refit | None = None
         fp8_nemo_proof: RefitProof | None = None
         fp8_nemo_problems: Sequence[str] = ()
@@ -105,7 +102,7 @@ def receiver(stock: type, recipe: Recipe) -> type:
                 landed = update()
             else:
                 if self.fp8_nemo_engine is None:
-                    self.fp8_nemo_engine = Engine(model, recipe)
+                    self.fp8_nemo_engine = EngineMemory(model, recipe)
                 self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, recipe)
                 try:
                     self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
@@ -126,7 +123,7 @@ def receiver(stock: type, recipe: Recipe) -> type:
     return Receiver
 
 
-class Engine:
+class EngineMemory:
     """One worker's model, and where in its memory each tensor of the wire lies.
 
     A mixture of experts has 37,000 of them: they are looked up when something has moved.
@@ -211,7 +208,7 @@ class Refit:
         recipe: of the run.
     """
 
-    def __init__(self, engine: Engine, recipe: Recipe) -> None:
+    def __init__(self, engine: EngineMemory, recipe: Recipe) -> None:
         self.engine, self.recipe = engine, recipe
         self.failed: Exception | None = None
         self.ledger: Ledger | None = None
@@ -311,7 +308,7 @@ def _reason(error: Exception) -> str:
     return ", ".join([f"{text} at {at.filename}:{at.lineno}, `{at.line}`", *notes])
 
 
-def _open(engine: Engine, recipe: Recipe) -> Ledger:
+def _open(engine: EngineMemory, recipe: Recipe) -> Ledger:
     return Ledger(
         engine.sent(wire_precision(recipe)),
         engine.last_seen(),

@@ -349,7 +349,7 @@ def test_products_in_fp8_are_those_of_the_values_that_the_bytes_stand_for(sizes,
         (block, dequantize_blocks(block)),
         (tuple(each.T for each in across), dequantize_blocks(across).T),
     ):
-        found = layers.multiplied(groups, right, dtype)
+        found = layers.scaled_mm(groups, right, dtype)
         expected = (dequantize_groups(groups).double() @ value.double().T).to(dtype)
         assert found.dtype == dtype
         rtol = 1e-5 if dtype == torch.float32 else 1e-2
@@ -364,8 +364,8 @@ def test_products_with_a_slab_are_those_of_its_matrices(shared, sizes):
     x = torch.randn(1 if shared else 16, T, K, generator=draw).cuda().bfloat16()
     slab = quantize_blocks(torch.randn(16, O, K, generator=draw).cuda().bfloat16())
     groups = quantize_groups(x)
-    found = layers.multiplied(groups, slab, torch.bfloat16)
+    found = layers.scaled_mm(groups, slab, torch.bfloat16)
     for n, one in enumerate(found):
         left = tuple(each[0 if shared else n] for each in groups)
         matrix = slab.fp8_OI[n], slab.scale_inv_PQ[n]
-        assert torch.equal(one, layers.multiplied(left, matrix, torch.bfloat16)), n
+        assert torch.equal(one, layers.scaled_mm(left, matrix, torch.bfloat16)), n

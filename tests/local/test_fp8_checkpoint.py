@@ -20,7 +20,7 @@ from fp8_nemo.fp8_checkpoint import (
     BOOK,
     INDEX,
     Calibration,
-    CheckpointError,
+    ConversionError,
     by_layer,
     quantize_checkpoint,
 )
@@ -176,7 +176,7 @@ def test_a_source_that_changed_is_refused_and_what_was_made_of_it_stays(source, 
     quantize_checkpoint(source, target, FP8)
     before = {file: file.read_bytes() for file in target.iterdir()}
     save_file({n: 2 * x for n, x in load_file(source / SHARDS[1]).items()}, source / SHARDS[1])
-    with pytest.raises(CheckpointError, match="or of this one before it changed; delete it"):
+    with pytest.raises(ConversionError, match="or of this one before it changed; delete it"):
         quantize_checkpoint(source, target, FP8)
     assert {file: file.read_bytes() for file in target.iterdir()} == before
 
@@ -187,7 +187,7 @@ def test_another_source_in_the_same_folder_is_refused(source, tmp_path):
     shutil.copytree(SHIPPED / "tiny-llama", twin)  # another seed of a run: its weights alone differ
     with_tensor(twin / "model.safetensors", lambda tensor: 2 * tensor)
     for other in (source, twin, SHIPPED / "tiny-qwen3-moe"):
-        with pytest.raises(CheckpointError, match="a conversion of another source, or of"):
+        with pytest.raises(ConversionError, match="a conversion of another source, or of"):
             quantize_checkpoint(other, target, FP8)
 
 
@@ -241,7 +241,7 @@ FAULTS = {
     "is cut short by 10 bytes": lambda s, t: (s / SHARDS[2]).write_bytes(
         (s / SHARDS[2]).read_bytes()[:-10]
     ),
-    "is no safetensors file": lambda s, t: (s / SHARDS[2]).write_bytes(
+    "has a broken header": lambda s, t: (s / SHARDS[2]).write_bytes(
         (9).to_bytes(8, "little") + b"{broken}}"
     ),
     "is a pointer of git-lfs, not weights": lambda s, t: (s / SHARDS[2]).write_text(
@@ -334,7 +334,7 @@ def test_scales_are_measured_after_everything_is_checked_and_once(source, tmp_pa
 
     target.mkdir()
     (target / "precious.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="not empty"):
+    with pytest.raises(ConversionError, match="not empty"):
         go(texts="a")
     assert not measured
     (target / "precious.txt").unlink()
@@ -343,7 +343,7 @@ def test_scales_are_measured_after_everything_is_checked_and_once(source, tmp_pa
     go(texts="a")
     assert len(measured) == 1
     assert tensors_of(target)["model.layers.0.self_attn.k_scale"].item() == 0.5
-    with pytest.raises(CheckpointError, match="other settings"):
+    with pytest.raises(ConversionError, match="other settings"):
         go(texts="b")
 
 
@@ -356,7 +356,7 @@ def test_blocks_that_vllm_would_refuse_are_refused_before_anything_is_written(tm
     weight = torch.zeros(shape, dtype=torch.bfloat16)
     save_file(tensors | {name: weight}, tmp_path / "source" / "model.safetensors")
     with pytest.raises(
-        CheckpointError, match=f"{name}: is {' x '.join(map(str, shape))}, and vLLM"
+        ConversionError, match=f"{name}: is {' x '.join(map(str, shape))}, and vLLM"
     ):
         fp8_checkpoint.quantize_checkpoint(tmp_path / "source", tmp_path / "fp8", FP8)
     assert not (tmp_path / "fp8").exists()

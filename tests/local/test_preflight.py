@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 
 import pytest
 
@@ -58,6 +59,14 @@ def test_a_header_that_is_none_is_named(make_plan, copy, first, second):
     file.write_bytes(content[:first] + second + content[first + len(second) :])
     [line] = problems_with(make_plan(f"model.path={copy}"))
     assert line.startswith(f"model.path={file}: has a broken header")
+
+
+@pytest.mark.parametrize("header", [b"[1]", b'{"w": {}}', b'{"w": 3}'])
+def test_a_header_of_something_else_is_named(make_plan, copy, header):
+    file = copy / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    [line] = problems_with(make_plan(f"model.path={copy}"))
+    assert line.startswith(f"model.path={file}: has a broken header (it names no tensors")
 
 
 def test_a_checkpoint_with_a_broken_header_is_named(make_plan):
