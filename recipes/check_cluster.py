@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from rich.console import Console
