@@ -50,8 +50,7 @@ def table(found: list) -> Table:
         rows.add_column(name, overflow="fold")
     order = list(dict.fromkeys(each.check for each in found))
     ranked = sorted(found, key=lambda each: (order.index(each.check), *each[2:], each.node))
-    said = attrgetter("check", "found", "problem")
-    for (check, text, problem), same in groupby(ranked, key=said):
+    for (check, text, problem), same in groupby(ranked, attrgetter("check", "found", "problem")):
         nodes = ", ".join(each.node for each in same)
         rows.add_row(check, nodes, text, Text(problem or "ok", style="red" if problem else ""))
     return rows

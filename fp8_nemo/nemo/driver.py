@@ -80,7 +80,8 @@ def prepare(plan: Plan, root: Path) -> None:
     """Give this process, and the workers that inherit from it, the plan's environment."""
     assert plan.nemo
     for name, value in plan.nemo.environment.items():
-        os.environ.setdefault(name, value)
+        if os.environ.setdefault(name, value) != value:
+            print(f"{name}={os.environ[name]}: as the environment has it, the plan says {value}")
     os.environ.pop(VARIABLE, None)  # of a run that this one was started from
     os.environ |= to_environment(plan.recipe)
     model = plan.recipe.model

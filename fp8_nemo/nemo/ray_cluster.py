@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
+from contextlib import suppress
 
 from fp8_nemo.nemo.preflight import visible_gpus
 
@@ -77,16 +78,20 @@ def take(gpu: str, folder: str = "/tmp") -> bool:
 
     The lock lies where NeMo RL's socket does, and any user may take it.
     """
-    path = os.path.join(folder, f"fp8-nemo-gpu-{gpu}.lock")
-    if not os.path.exists(path):
-        os.close(os.open(path, os.O_CREAT, 0o444))
-        os.chmod(path, 0o444)  # whatever this user's umask is
-    file = os.open(path, os.O_RDONLY)  # open, and held, until the process ends
+    file = open_for_anyone(f"{folder}/fp8-nemo-gpu-{gpu}.lock")  # held until the process ends
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
+
+
+def open_for_anyone(path: str) -> int:
+    """A lock's file, open for reading; made if there is none, so that any user may take it."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o444))
+        os.chmod(path, 0o444)  # whatever this user's umask is
+    return os.open(path, os.O_RDONLY)
 
 
 class _Holder:

@@ -28,6 +28,7 @@ from fp8_nemo.nemo.engine import (
     refit_reports,
     stop_if_it_cannot_sleep_or_wake,
 )
+from fp8_nemo.nemo.ray_cluster import open_for_anyone
 from fp8_nemo.nemo.ray_nodes import own_code_first
 from fp8_nemo.nemo.settings import needs_plugin, observes
 from fp8_nemo.overrides import native_correction, path_overrides
@@ -169,11 +170,7 @@ def one_engine_start() -> Iterator[Callable[[], None]]:
     Every vLLM takes the first free port from 7000 on (vllm_worker.py:219), seconds before it binds
     it: of runs that start together, some find it taken (`EADDRINUSE`).
     """
-    path = Path("/tmp/fp8-nemo-engine-start.lock")  # where any user may take it, as a GPU's
-    if not path.exists():
-        path.touch()
-        path.chmod(0o444)  # whatever this user's umask is
-    with path.open() as lock:
+    with open(open_for_anyone("/tmp/fp8-nemo-engine-start.lock")) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield lambda: fcntl.flock(lock, fcntl.LOCK_UN)
 

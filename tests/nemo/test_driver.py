@@ -21,7 +21,7 @@ from fp8_nemo.compose import compose, compose_plans
 from fp8_nemo.host import MAIN, Host
 from fp8_nemo.ledger import RefitError
 from fp8_nemo.model_dir import SHIPPED, weights_digest
-from fp8_nemo.nemo import checkout, driver, engine, preflight, session
+from fp8_nemo.nemo import checkout, driver, engine, preflight, session, settings
 from fp8_nemo.nemo.engine import EngineError, check_engine, engine_weight, planned_weights
 from fp8_nemo.nemo.metrics import OPENED, OverheardLogger
 from fp8_nemo.run_dir import checkpoint_step, checkpoints, conversion_dir, freeze
@@ -520,6 +520,21 @@ answers += [asked(healthy, lambda: time.sleep(3600)), time.monotonic() - start]
     *problems, seconds = answers
     assert problems == [["k_proj: never arrived"]] * 3 and seconds < 60
     assert "1 of 2 engines gave no answer within 15 s" in printed
+
+
+def test_workers_inherit_the_plan_and_a_variable_of_the_users_own_is_kept_and_told(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_NO_USAGE_STATS": "0"})
+    [plan] = compose_plans([*NEMO, "model=tiny-llama", "glue=ours", f"outputs={tmp_path}/outputs"])
+    driver.prepare(plan, tmp_path)
+    told = "VLLM_NO_USAGE_STATS=0: as the environment has it, the plan says 1\n"
+    assert capsys.readouterr().out == told and os.environ["VLLM_NO_USAGE_STATS"] == "0"
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert settings.from_environment() == plan.recipe
+    assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
+    assert os.environ["NRL_MEGATRON_CHECKPOINT_DIR"].startswith(f"{tmp_path}/outputs/.megatron")
 
 
 def test_a_gpu_that_another_run_is_on_is_not_taken_twice(tmp_path):

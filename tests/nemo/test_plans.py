@@ -221,6 +221,10 @@ def test_a_length_that_is_given_leaves_room_for_the_prompt():
 
 FORBIDDEN = [
     (
+        ["model=llama31-8b", "precision=fp8-linear", "model.shape.hidden=4032"],
+        "model.shape.hidden=4032: must be a multiple of 128 with FP8 linears",
+    ),
+    (
         ["model=qwen3-30b-a3b", "model.parallel.pipeline=2", "precision=fp8-kv-attn"],
         "model.parallel.pipeline=2: precision.rollout_kv=fp8 allows 1",
     ),
@@ -458,7 +462,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans([*NEMO, *arguments], lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").recipe, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 18
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 19
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith(f"{limit.key}=")]
@@ -526,11 +530,8 @@ def test_a_typo_anywhere_under_nemo_is_refused_and_the_right_key_is_not(version)
             plan(*arguments, f"+nemo.{key}s={value}", host=there)
 
 
-def test_a_ragged_width_is_refused_with_a_remedy_that_helps():
-    ragged = ["model=llama31-8b", "model.shape.hidden=4032", "model.parallel.rollout_tensor=1"]
-    with pytest.raises(PlanError, match=r"shape\.hidden=4032: .*128 .*; choose precision=bf16$"):
-        plan(*ragged, "precision=fp8-linear")
-    assert plan(*ragged, "precision=bf16")
+def test_a_ragged_width_is_for_bf16():
+    assert plan("model=llama31-8b", "model.shape.hidden=4032", "precision=bf16")
 
 
 def test_a_users_own_key_wins_over_the_plans():
