@@ -136,6 +136,7 @@ LEARNING = (
     Learning("fp8-kv-attn-none", LOSES, "Jet-RL, arXiv 2601.14243, tables 2 and 3"),
     Learning("fp8-kv-attn-tis", KEEPS, "FP8-RL; NeMo RL #1212"),
     Learning("fp8-kv-attn-mis", KEEPS, "FP8-RL, arXiv 2601.18150"),
+    Learning("fp8-kv-attn-seq-tis", KEEPS, "this repository's notebook 02, how to choose"),
     Learning("fp8-e2e-none", KEEPS, "Jet-RL, arXiv 2601.14243"),
     Learning("fp8-e2e-tis", KEEPS, "NVIDIA's blog: 0.613 of 0.616"),
     Learning("fp8-e2e-kv-attn-tis", KEEPS, "NVIDIA's blog; NeMo RL #1212"),

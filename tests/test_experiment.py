@@ -227,7 +227,7 @@ def test_the_runs_that_are_kept_get_the_verdicts_that_their_numbers_give(tmp_pat
 def test_every_claims_cell_is_in_a_sweep_and_every_sweeps_cell_has_a_claim():
     names = {
         f"{recipe.precision.name}-{recipe.correction.name}"
-        for sweep in ("experiment", "experiment-moe", "stress", "stress-tiny")
+        for sweep in ("experiment", "experiment-moe", "stress", "stress-tiny", "stress-working")
         for recipe in compose(["-m", f"sweep={sweep}"])
     }
     claimed = {claim.cell for claim in experiment.LEARNING}
