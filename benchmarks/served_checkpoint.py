@@ -28,7 +28,7 @@ from transformers import AutoConfig
 from fp8_nemo.compose import compose_plans
 from fp8_nemo.data import load_problems
 from fp8_nemo.fp8_checkpoint import BOOK
-from fp8_nemo.local import layers
+from fp8_nemo.local import attention
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import load_model, micro_batches
 from fp8_nemo.local.rollout import Batch, Engine, causal_mask, pad_left, positions
@@ -109,7 +109,7 @@ def scored(
             input_ids=part.tokens_BT,
             attention_mask=causal_mask(part.mask_BT),
             position_ids=positions(part.mask_BT),
-            past_key_values=layers.new_cache(engine.model),
+            past_key_values=attention.new_cache(engine.model),
             use_cache=True,
             logits_to_keep=part.responses_BR.shape[1] + 1,
         ).logits

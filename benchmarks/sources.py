@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from fp8_nemo.data import Problem
-from fp8_nemo.local import layers
+from fp8_nemo.local import attention, layers
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.local.rollout import Batch, Engine, causal_mask, pad_left, positions
@@ -175,6 +175,6 @@ def answer_logprobs(model: PreTrainedModel, batch: Batch, cached: bool) -> Tenso
     logits = model(
         input_ids=batch.tokens_BT, attention_mask=causal_mask(batch.mask_BT),
         position_ids=positions(batch.mask_BT), use_cache=cached,
-        past_key_values=layers.new_cache(model) if cached else None,
+        past_key_values=attention.new_cache(model) if cached else None,
     ).logits[:, -batch.response_mask_BR.shape[1] - 1 : -1]  # fmt: skip
     return logits.double().log_softmax(-1)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import kl_div, linear
 
 from fp8_nemo.data import Problem, arithmetic
-from fp8_nemo.local import layers
+from fp8_nemo.local import attention, layers
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.local.rollout import Engine
@@ -137,7 +137,7 @@ def test_experts_too_take_one_operand_in_fp8_at_a_time():
 
 
 def test_attention_in_fp8_stores_an_fp8_cache_where_the_source_says_so(models):
-    cache = layers.new_cache(models.with_source(replace(ATTENTION, where=r"layers\.1\.")))
+    cache = attention.new_cache(models.with_source(replace(ATTENTION, where=r"layers\.1\.")))
     for layer in cache.layers:
         layer.update(torch.ones(1, 2, 3, 64).bfloat16(), torch.ones(1, 2, 3, 64).bfloat16())
     assert [layer.keys.dtype for layer in cache.layers] == [torch.bfloat16, FP8]
@@ -146,7 +146,7 @@ def test_attention_in_fp8_stores_an_fp8_cache_where_the_source_says_so(models):
 def test_scales_of_the_cache_are_the_real_ones_of_the_trainers_forward(models):
     observer = AmaxObserver(2, 1)
     models.policy.logprobs(models.batch, observer)
-    found = [m.v_scale.item() for m in layers.attention_modules(models.fp8)]
+    found = [m.v_scale.item() for m in attention.attention_modules(models.fp8)]
     assert found == pytest.approx((1.05 * observer.read()[0, :, 2] / 448).tolist())
 
 

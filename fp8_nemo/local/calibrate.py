@@ -23,7 +23,7 @@ from fp8_nemo.fp8_checkpoint import (
     quantize_checkpoint,
     read_config,
 )
-from fp8_nemo.local import layers
+from fp8_nemo.local import attention, layers
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.export import exported, last_checkpoint
 from fp8_nemo.local.policy import load_model
@@ -175,7 +175,7 @@ def scales_of_texts(
         progress(done, len(texts))
         tokens_BT = torch.tensor([tokens], device=device)
         mask_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
-        for layer, module in enumerate(layers.attention_modules(model)):
+        for layer, module in enumerate(attention.attention_modules(model)):
             module.watch = partial(observer.observe, layer, mask_BT=mask_BT)
         model(
             input_ids=tokens_BT, attention_mask=causal_mask(mask_BT),

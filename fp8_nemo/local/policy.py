@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fp8_nemo.local import layers
+from fp8_nemo.local import attention, layers
 from fp8_nemo.local.rollout import Batch, causal_mask, positions
 from fp8_nemo.recalibrate import AmaxObserver
 from fp8_nemo.schema import Precision
@@ -31,7 +31,10 @@ def load_model(path: Path, device: torch.device) -> PreTrainedModel:
     """A checkpoint in BF16 with our attention."""
     with device:
         return AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16, attn_implementation=layers.ATTENTION, local_files_only=True
+            path,
+            dtype=torch.bfloat16,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
         )
 
 
@@ -107,7 +110,7 @@ class Policy:
 
     @contextmanager
     def _observed(self, observer: AmaxObserver | None, mask_BT: Tensor) -> Iterator[None]:
-        modules = layers.attention_modules(self.model)
+        modules = attention.attention_modules(self.model)
         if observer is not None:
             for layer, module in enumerate(modules):
                 module.watch = partial(observer.observe, layer, mask_BT=mask_BT)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fp8_nemo import weights
 from fp8_nemo.ledger import Destination, Ledger, RefitProof
-from fp8_nemo.local import layers
+from fp8_nemo.local import attention, layers
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.schema import Precision
 
@@ -63,7 +63,7 @@ class Engine:
     ) -> None:
         with torch.random.fork_rng():
             model = AutoModelForCausalLM.from_config(
-                deepcopy(config), dtype=torch.bfloat16, attn_implementation=layers.ATTENTION
+                deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention.NAME
             )
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
@@ -154,8 +154,8 @@ class Decoder:
         self.model, self.tokens_BT = model, tokens_BT
         self.written = tokens_BT.shape[1]
         places_T = torch.arange(self.written, device=mask_BT.device)
-        self.room = layers.Room(self.written + more, places_T, self.written)
-        self.cache = layers.new_cache(model, self.room)
+        self.room = attention.Room(self.written + more, places_T, self.written)
+        self.cache = attention.new_cache(model, self.room)
         self.mask_BS = torch.nn.functional.pad(mask_BT, (0, more))
         self.token_B1, self.place_1 = tokens_BT[:, -1:].clone(), places_T[-1:].clone()
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}

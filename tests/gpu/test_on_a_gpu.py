@@ -10,7 +10,7 @@ from fp8_nemo.recipes import make_model as recipes_make_model
 
 from fp8_nemo import run_dir
 from fp8_nemo.ledger import checksum
-from fp8_nemo.local import layers, make_model, rollout
+from fp8_nemo.local import attention, layers, make_model, rollout
 from fp8_nemo.local.deterministic import repeat_exactly
 from fp8_nemo.local.grpo import Run
 from fp8_nemo.local.policy import load_model
@@ -252,8 +252,8 @@ def test_attention_of_a_token_over_a_bf16_cache_is_that_of_a_cpu(groups, places,
     mask = torch.rand(3, 1, 1, 1, places, generator=draw) > 0.3
     mask[0], mask[1, ..., : places // 2] = False, False
     hidden = (query, unread(key, mask), unread(value, mask), mask)
-    found = layers._attend_bf16(None, *(x.cuda() for x in hidden), D**-0.5).cpu().float()
-    expected = layers._attend_bf16(None, query, key, value, mask, D**-0.5)
+    found = attention._attend_bf16(None, *(x.cuda() for x in hidden), D**-0.5).cpu().float()
+    expected = attention._attend_bf16(None, query, key, value, mask, D**-0.5)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=5e-3)
 
 
@@ -270,7 +270,7 @@ def test_attention_of_texts_and_its_gradients_are_those_of_a_cpu(groups, T, D):
 
     def attended(device):
         given = [x.to(device).requires_grad_() for x in texts]
-        found = layers._attend_bf16(None, *given, mask.to(device), D**-0.5).float()
+        found = attention._attend_bf16(None, *given, mask.to(device), D**-0.5).float()
         (found * weigh.to(device)).sum().backward()
         assert found.isfinite().all()  # a NaN would go into the sums of the next layer
         found = found.detach().cpu() * read
@@ -321,7 +321,7 @@ def test_attention_of_a_token_over_an_fp8_cache_is_that_of_a_cpu(groups, places,
     def attended(device, *texts):
         scales = {n: torch.tensor([0.02], device=device) for n in ("q_scale", "k_scale", "v_scale")}
         module, given = SimpleNamespace(**scales), (x.to(device) for x in (query, *texts, mask))
-        return layers._attend_fp8(module, *given, D**-0.5).cpu()
+        return attention._attend_fp8(module, *given, D**-0.5).cpu()
 
     found = attended("cuda", unread(key, mask), unread(value, mask))
     torch.testing.assert_close(found, attended("cpu", key, value), rtol=1e-3, atol=1e-3)

@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from fp8_nemo.local import layers
+from fp8_nemo.local import attention, layers
 from fp8_nemo.local.rollout import causal_mask
 from fp8_nemo.quantize import (
     FP8,
@@ -76,7 +76,7 @@ def test_training_in_fp8_quantizes_both_operands_of_all_three_products(pow2):
 def test_bf16_attention_is_softmax_attention_with_grouped_heads():
     query, key, value = random(2, 4, 7, 64), random(2, 2, 7, 64), random(2, 2, 7, 64)
     mask = torch.ones(2, 1, 7, 7).bool().tril()
-    found, _ = layers.attention(Module(), query, key, value, mask, 0.125)
+    found, _ = attention.attend(Module(), query, key, value, mask, 0.125)
     expected = scaled_dot_product_attention(
         query.float(),
         key.float().repeat_interleave(2, 1),
@@ -92,7 +92,7 @@ def test_padded_queries_that_see_no_key_give_zeros_not_nan():
     mask = torch.zeros(1, 1, 3, 3).bool()
     fp8 = [x.to(FP8) for x in (key, value)]
     for pair in ((key, value), fp8):
-        found, _ = layers.attention(Module(), query, *pair, mask, 0.125)
+        found, _ = attention.attend(Module(), query, *pair, mask, 0.125)
         assert torch.equal(found, torch.zeros_like(found))
 
 
@@ -114,11 +114,11 @@ def test_fp8_attention_is_flash_attention_threes_arithmetic_tile_by_tile(head, k
         random(1, 1, keys, head),
     )
     k8, v8 = (
-        layers.quantize_tensor(x, torch.tensor([s]))
+        attention.quantize_tensor(x, torch.tensor([s]))
         for x, s in ((key, scales[1]), (value, scales[2]))
     )
     mask = torch.ones(1, 1, queries, keys).bool()
-    found, _ = layers.attention(Module(*scales), query, k8, v8, mask, head**-0.5)
+    found, _ = attention.attend(Module(*scales), query, k8, v8, mask, head**-0.5)
     q = e4m3(query[0, 0].float().numpy().astype(np.float64) / np.float32(scales[0]))
     k, v = k8[0, 0].double().numpy(), v8[0, 0].double().numpy()
     scores = q @ k.T * (scales[0] * scales[1] * head**-0.5)
@@ -140,20 +140,20 @@ def test_fp8_attention_is_flash_attention_threes_arithmetic_tile_by_tile(head, k
 
 
 def test_the_fp8_cache_stores_bytes_and_saturates():
-    cache = layers.KvLayer((torch.tensor([0.5]), torch.tensor([0.25])))
+    cache = attention.KvLayer((torch.tensor([0.5]), torch.tensor([0.25])))
     key = torch.full((1, 1, 2, 64), 300.0).bfloat16()
     cache.update(key, key)
     keys, stored = cache.update(key[:, :, :1], key[:, :, :1])
     assert keys.dtype == stored.dtype == FP8 and keys.shape == (1, 1, 3, 64)
     assert cache.keys.element_size() == 1 and cache.get_seq_length() == 3
     assert keys.float().unique().tolist() == [448.0]
-    half = layers.KvLayer((torch.tensor([2.0]), torch.tensor([2.0])))
+    half = attention.KvLayer((torch.tensor([2.0]), torch.tensor([2.0])))
     assert half.update(key, key)[0].float().unique().tolist() == [144.0]  # 150 rounded to E4M3
 
 
 def test_the_bf16_cache_stores_what_it_is_given():
     key = random(1, 2, 3, 64)
-    keys, _ = layers.KvLayer(None).update(key, key)
+    keys, _ = attention.KvLayer(None).update(key, key)
     assert torch.equal(keys, key)
 
 
@@ -161,8 +161,8 @@ def test_the_bf16_cache_stores_what_it_is_given():
 @pytest.mark.parametrize("scales", [None, (torch.tensor([0.5]), torch.tensor([0.25]))])
 def test_a_cache_holds_the_same_with_room_taken_at_once_and_token_by_token(tokens, scales):
     key, value = random(2, 2, 7, 64), random(2, 3, 7, 64)[:, :2]
-    room = layers.Room(tokens, torch.arange(4), 4)
-    cache, growing = layers.KvLayer(scales, room), layers.KvLayer(scales)
+    room = attention.Room(tokens, torch.arange(4), 4)
+    cache, growing = attention.KvLayer(scales, room), attention.KvLayer(scales)
     at = set()
     for start, stop in ((0, 4), (4, 5), (5, 7)):
         new = key[:, :, start:stop], value[:, :, start:stop]
@@ -297,8 +297,8 @@ def test_fused_attention_and_its_gradients_are_the_plain_ones_but_for_rounding(g
         (found * weigh).sum().backward()
         return [found.detach(), *(x.grad.float() for x in given)]
 
-    fused = attended(layers._attend_fused)
-    plain = attended(partial(layers._attend_bf16, None))
+    fused = attended(attention._attend_fused)
+    plain = attended(partial(attention._attend_bf16, None))
     assert not torch.equal(fused[0], plain[0])
     for found, expected in zip(fused, plain, strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

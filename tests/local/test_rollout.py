@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_nemo import recalibrate
-from fp8_nemo.local import layers
+from fp8_nemo.local import attention
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.local.rollout import Engine, causal_mask, pad_left, positions
@@ -113,9 +113,9 @@ def test_a_refit_fills_fp8_weights_with_the_trainers_quantized_bytes(model):
 def test_the_kv_cache_really_stores_fp8_with_the_scales_of_the_refit(monkeypatch):
     _, engine, _ = pair_of("tiny-llama", FP8_ALL)
     seen = []
-    original = layers.new_cache
+    original = attention.new_cache
     monkeypatch.setattr(
-        layers, "new_cache", lambda *given: seen.append(original(*given)) or seen[-1]
+        attention, "new_cache", lambda *given: seen.append(original(*given)) or seen[-1]
     )
     sample(engine, "tiny-llama")
     assert all(layer.keys.dtype == layer.values.dtype == FP8 for layer in seen[-1].layers)
@@ -182,7 +182,7 @@ def test_the_mask_of_the_last_queries_is_the_end_of_the_whole():
 def plainly(engine, chat, prompts, limit, seed):
     """`Engine.generate` as it was: the whole mask, a growing cache, weights at every token."""
     tokens_BT, mask_BT = pad_left(prompts, chat.pad, CPU)
-    cache, generator = layers.new_cache(engine.model), torch.Generator().manual_seed(seed)
+    cache, generator = attention.new_cache(engine.model), torch.Generator().manual_seed(seed)
     ended_B, new_BT, logprobs = torch.zeros(len(prompts)).bool(), tokens_BT, []
     while len(logprobs) < limit and not ended_B.all():
         output = engine.model(
