@@ -31,10 +31,7 @@ def load_model(path: Path, device: torch.device) -> PreTrainedModel:
     """A checkpoint in BF16 with our attention."""
     with device:
         return AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=torch.bfloat16,
-            attn_implementation=attention.NAME,
-            local_files_only=True,
+            path, dtype=torch.bfloat16, attn_implementation=attention.NAME, local_files_only=True
         )
 
 
