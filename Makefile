@@ -22,7 +22,7 @@ test-slurm: $(VENV)/installed
 # Installs Chromium (Debian's, as root) and looks at the HTML report in it.
 test-browser: $(VENV)/installed
 	sh .ci/install-chromium
-	$(BIN)/python -m pytest -q tests/test_html.py
+	$(BIN)/python -m pytest -q tests/report/test_html.py
 
 # On a GPU, where NeMo RL's packages are (docs/nemo.md); Llama 3.1 8B's shape, random weights.
 bench: $(VENV)/installed

@@ -26,7 +26,7 @@ import record
 import torch
 from torch import Tensor
 
-from fp8_nemo.quantize import Fp8Weight, quantize_blocks, quantize_list
+from fp8_nemo.glue.quantize import Fp8Weight, quantize_blocks, quantize_list
 
 REPETITIONS = 10
 COLD = 512 * 2**20  # bytes that a graph works through, ten times the L2 cache
@@ -244,7 +244,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     record.show("quantizing: bandwidth, share of a copy's, and how many times slower others", shown)
     for warps in options.warps:
-        from fp8_nemo import kernels
+        from fp8_nemo.glue import kernels
 
         kernels.WARPS = warps
         content["warps"][warps] = {case.name: measure(case, {})["of_copy"] for case in CASES}

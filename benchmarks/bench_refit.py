@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from fp8_nemo.compose import compose
-from fp8_nemo.ledger import Destination, Ledger
-from fp8_nemo.recalibrate import AmaxObserver
-from fp8_nemo.refit import refit_stream
-from fp8_nemo.schema import Precision, Shape
-from fp8_nemo.weights import kv_scale_names, named_shapes, wire_specs
+from fp8_nemo.glue.ledger import Destination, Ledger
+from fp8_nemo.glue.recalibrate import AmaxObserver
+from fp8_nemo.glue.refit import refit_stream
+from fp8_nemo.glue.wire import kv_scale_names, named_shapes, wire_specs
+from fp8_nemo.recipe.compose import compose
+from fp8_nemo.recipe.options import Precision, Shape
 
 CALLS = 200  # of the observer, between two looks at the clock
 KV_SCALE = 0.02

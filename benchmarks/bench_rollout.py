@@ -44,10 +44,10 @@ import record
 import rollout_engine
 from rollout_engine import Engine, Point, TooFewSteps
 
-from fp8_nemo.compose import compose_plans
-from fp8_nemo.estimate import decode_floor, estimate, kv_capacity
-from fp8_nemo.plan import Plan
-from fp8_nemo.schema import Precision, Shape
+from fp8_nemo.plan.memory import decode_floor, estimate, kv_capacity
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.recipe.options import Precision, Shape
 
 
 class Variant(NamedTuple):
@@ -254,7 +254,7 @@ class Bench:
     def in_nemo(self, folder: Path) -> None:
         """Through NeMo RL's generation worker, an actor of Ray on one GPU."""
         start = time.perf_counter()
-        from fp8_nemo.nemo import driver, ray_nodes
+        from fp8_nemo.launch import driver, ray_nodes
 
         assert self.plan.nemo
         settings = nemo_settings(self.plan, folder, self.options)
@@ -286,8 +286,8 @@ class Bench:
 
 def nemo_settings(plan: Plan, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """`policy.generation` as our plan writes it, with this file's cache, lengths and graphs."""
-    from fp8_nemo.host import root_of
-    from fp8_nemo.nemo.checkout import config_of
+    from fp8_nemo.nemo_config.checkout import config_of
+    from fp8_nemo.nemo_config.host import root_of
 
     root = root_of(plan.recipe)
     assert root and plan.nemo
@@ -320,7 +320,7 @@ def plan_of(options: argparse.Namespace, folder: Path) -> Plan:
     ]  # fmt: skip
     if not options.nemo:
         return compose_plans(words)[0]
-    from fp8_nemo.nemo.checkout import host_of
+    from fp8_nemo.nemo_config.checkout import host_of
 
     return compose_plans(words, host_of)[0]
 

@@ -34,13 +34,13 @@ from typing import Any, NamedTuple
 
 import record
 
-from fp8_nemo.compose import compose, compose_plans
-from fp8_nemo.host import data_parallel, gpus
-from fp8_nemo.nemo.checkout import host_of
-from fp8_nemo.overrides import micro_batch_tokens
-from fp8_nemo.plan import Plan
-from fp8_nemo.report import read_run
-from fp8_nemo.schema import Recipe
+from fp8_nemo.nemo_config.checkout import host_of
+from fp8_nemo.nemo_config.host import data_parallel, gpus
+from fp8_nemo.nemo_config.overrides import micro_batch_tokens
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.compose import compose, compose_plans
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.report.compare import read_run
 
 ROLLOUT = {"bf16": "bf16", "fp8-linear": "fp8-linear-deepgemm", "fp8-kv-attn": "fp8-kv-attn",
            "fp8-e2e": "fp8-linear-deepgemm", "fp8-e2e-kv-attn": "fp8-kv-attn"}  # fmt: skip

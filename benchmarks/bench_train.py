@@ -36,8 +36,8 @@ import nemo_stack
 import record
 from nemo_stack import Case
 
-from fp8_nemo.plan import Plan
-from fp8_nemo.schema import Shape
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.options import Shape
 
 PEAK = {"bf16": 989e12, "fp8": 1979e12}
 """FLOP/s of dense products on one H200, by NVIDIA's datasheet."""

@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8_nemo.compose import compose
-from fp8_nemo.fp8_checkpoint import INDEX
-from fp8_nemo.schema import Shape
-from fp8_nemo.weights import named_shapes
+from fp8_nemo.export.fp8_checkpoint import INDEX
+from fp8_nemo.glue.wire import named_shapes
+from fp8_nemo.recipe.compose import compose
+from fp8_nemo.recipe.options import Shape
 
 DRAWN = 2**26  # random values, repeated: what they are does not matter here
 

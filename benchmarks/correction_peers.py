@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_nemo.correction import correct
-from fp8_nemo.environment import environment
-from fp8_nemo.mismatch import LogprobPair
-from fp8_nemo.schema import Correction
+from fp8_nemo.correction.correct import correct
+from fp8_nemo.correction.mismatch import LogprobPair
+from fp8_nemo.recipe.options import Correction
+from fp8_nemo.runs.provenance import environment
 
 TIS, SEQ = {"level": "token", "truncate": 2.0}, {"level": "sequence", "truncate": 2.0}
 Found = tuple[Tensor, Tensor]

@@ -20,7 +20,7 @@ from typing import Any
 
 import record
 
-from fp8_nemo.report import find_runs, mean_of_seeds, read_run
+from fp8_nemo.report.compare import find_runs, mean_of_seeds, read_run
 
 LAST = 10  # steps
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_nemo.correction import correct
-from fp8_nemo.mismatch import LogprobPair
-from fp8_nemo.schema import Correction
+from fp8_nemo.correction.correct import correct
+from fp8_nemo.correction.mismatch import LogprobPair
+from fp8_nemo.recipe.options import Correction
 
 SPREAD = 2.0  # standard deviation of logits: entropy is 0.55 of the uniform distribution's
 REWARDED = 0.25  # share of the answers that are right

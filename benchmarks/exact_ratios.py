@@ -19,13 +19,13 @@ from enumerated import expected_multiplier
 from sources import CPU, FP8_KV_ATTN, answer_logprobs, answered, engine_model
 from torch import Tensor
 
-from fp8_nemo.correction import correct
-from fp8_nemo.data import Problem
+from fp8_nemo.correction.correct import correct
+from fp8_nemo.correction.measure import Effect
+from fp8_nemo.correction.mismatch import LogprobPair
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.measure import Effect
-from fp8_nemo.mismatch import LogprobPair
-from fp8_nemo.schema import Correction, Precision
+from fp8_nemo.recipe.options import Correction, Precision
+from fp8_nemo.recipe.problems import Problem
 
 WIDTH, POINTS = 2.0**-10, 2**18
 

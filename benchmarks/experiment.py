@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from record import add_options, keep, show
 
-from fp8_nemo.report import (
+from fp8_nemo.report.against_bf16 import against_twins
+from fp8_nemo.report.compare import (
     Cell,
     Comparison,
     Estimate,
@@ -33,7 +34,6 @@ from fp8_nemo.report import (
     mean_of_seeds,
     read_runs,
 )
-from fp8_nemo.twin import against_twins
 
 MARGIN = 3.0
 """Points of accuracy: the smallest loss that a paper reports of FP8 rollouts is 2.9 (Jet-RL)."""

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import record
 
-from fp8_nemo.compose import compose
-from fp8_nemo.estimate import (
+from fp8_nemo.plan.memory import (
     GIB,
     GPU_GIB,
     decode_seconds,
@@ -32,7 +31,8 @@ from fp8_nemo.estimate import (
     kv_capacity,
     refit_seconds,
 )
-from fp8_nemo.schema import Precision, Shape
+from fp8_nemo.recipe.compose import compose
+from fp8_nemo.recipe.options import Precision, Shape
 
 OPTIONS = ("fp8-kv-attn", "fp8-linear", "bf16")
 UNUSED = "cutlass"  # a kernel that no plan asks for

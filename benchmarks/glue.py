@@ -47,18 +47,18 @@ from typing import Any
 import held_alike
 import record
 
-from fp8_nemo import run_dir
-from fp8_nemo.compose import compose_plans
-from fp8_nemo.data import load_problems, write_problems
-from fp8_nemo.host import root_of
-from fp8_nemo.ledger import RefitError
-from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.nemo import driver, session
-from fp8_nemo.nemo.checkout import host_of
-from fp8_nemo.nemo.engine import EngineError, refit_problems, refit_reports
-from fp8_nemo.nemo.settings import VARIABLE
-from fp8_nemo.schema import Glue, Recalibrate, Recipe
-from fp8_nemo.weights import kv_scale_names
+from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.glue.ledger import RefitError
+from fp8_nemo.glue.wire import kv_scale_names
+from fp8_nemo.launch import driver, session
+from fp8_nemo.launch.engine_checks import EngineError, refit_problems, refit_reports
+from fp8_nemo.nemo.worker_settings import VARIABLE
+from fp8_nemo.nemo_config.checkout import host_of
+from fp8_nemo.nemo_config.host import root_of
+from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.recipe.options import Glue, Recalibrate, Recipe
+from fp8_nemo.recipe.problems import load_problems, write_problems
+from fp8_nemo.runs import run_dir
 
 FORWARD = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 GLUES = {
@@ -221,7 +221,7 @@ def set_recipe_of_vllm(worker: Any, content: str) -> None:
     import os
 
     worker = getattr(worker, "worker", worker)  # vLLM hands out its wrapper
-    from fp8_nemo.nemo.settings import VARIABLE, from_environment
+    from fp8_nemo.nemo.worker_settings import VARIABLE, from_environment
 
     os.environ[VARIABLE] = content
     type(worker).fp8_nemo_recipe = from_environment()
@@ -467,7 +467,7 @@ def fp8_of_engine(worker: Any) -> dict[str, tuple[Any, Any]]:
     """In a vLLM worker: bytes `[O, I]` and block scales of each FP8 weight, by wire name."""
     import torch
 
-    from fp8_nemo import weights
+    from fp8_nemo.glue import wire as weights
     from fp8_nemo.nemo.receiver import EngineMemory
 
     worker = getattr(worker, "worker", worker)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fp8_nemo.schema import Shape
-from fp8_nemo.weights import BLOCK
+from fp8_nemo.glue.wire import BLOCK
+from fp8_nemo.recipe.options import Shape
 
 
 class Rows(NamedTuple):

@@ -14,8 +14,8 @@ import json
 import shutil
 from pathlib import Path
 
-from fp8_nemo.report import find_runs, read_run
-from fp8_nemo.run_dir import ENVIRONMENT, METRICS, PLAN, RECIPE
+from fp8_nemo.report.compare import find_runs, read_run
+from fp8_nemo.runs.run_dir import ENVIRONMENT, METRICS, PLAN, RECIPE
 
 
 def main() -> None:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8_nemo.compose import compose_plans
-from fp8_nemo.host import root_of
-from fp8_nemo.nemo.checkout import config_of, host_of
-from fp8_nemo.overrides import path_overrides
-from fp8_nemo.plan import Plan
-from fp8_nemo.schema import Shape
+from fp8_nemo.nemo_config.checkout import config_of, host_of
+from fp8_nemo.nemo_config.host import root_of
+from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.recipe.options import Shape
 
 MEGATRON = "+nemo.policy.megatron_cfg"
 PADS = f"{MEGATRON}.model_overrides.moe_router_padding_for_quantization=true"

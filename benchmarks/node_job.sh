@@ -10,11 +10,11 @@ set -uo pipefail
 run_dir=$(python3 - "$@" <<'PYTHON'
 import sys
 
-from fp8_nemo.compose import compose_plans
-from fp8_nemo.frozen_code import freeze_code
-from fp8_nemo.nemo.checkout import host_of
-from fp8_nemo.run_dir import freeze
-from fp8_nemo.submit import sbatch_command, write_job_files
+from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.runs.frozen_code import freeze_code
+from fp8_nemo.nemo_config.checkout import host_of
+from fp8_nemo.runs.run_dir import freeze
+from fp8_nemo.runs.slurm import sbatch_command, write_job_files
 
 ONE_NODE = ["cluster=slurm", "cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.join_timeout=90"]
 [plan] = compose_plans([*ONE_NODE, *sys.argv[1:]], host_of)

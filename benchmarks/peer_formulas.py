@@ -35,8 +35,7 @@ from correction_peers import commit_of, functions_of
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_nemo.environment import environment
-from fp8_nemo.quantize import (
+from fp8_nemo.glue.quantize import (
     FP8,
     FP8_MAX,
     Fp8Groups,
@@ -48,6 +47,7 @@ from fp8_nemo.quantize import (
     quantize_groups,
     quantize_tensor,
 )
+from fp8_nemo.runs.provenance import environment
 
 Quantized = tuple[Tensor, Tensor]
 """FP8 bytes and `scale_inv`, as `Fp8Weight` and `Fp8Groups` have them."""

@@ -21,11 +21,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from fp8_nemo.compose import compose_plans
-from fp8_nemo.environment import environment
-from fp8_nemo.measure import measure, read_pairs
-from fp8_nemo.run_dir import read_metrics, run_path
-from fp8_nemo.schema import Correction
+from fp8_nemo.correction.measure import measure, read_pairs
+from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.recipe.options import Correction
+from fp8_nemo.runs.provenance import environment
+from fp8_nemo.runs.run_dir import read_metrics, run_path
 
 
 def later(arguments: list[str]) -> list[dict[str, float]]:

@@ -16,9 +16,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from transformers import Qwen3MoeForCausalLM as Qwen3Moe
 
-from fp8_nemo.compose import compose
-from fp8_nemo.model_dir import SHIPPED
-from fp8_nemo.schema import Shape
+from fp8_nemo.recipe.compose import compose
+from fp8_nemo.recipe.model_dir import SHIPPED
+from fp8_nemo.recipe.options import Shape
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

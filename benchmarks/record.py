@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fp8_nemo.environment import environment
+from fp8_nemo.runs.provenance import environment
 
 
 def add_options(parser: ArgumentParser) -> None:

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.report import Run, find_runs, read_run
+from fp8_nemo.report.compare import Run, find_runs, read_run
 
 
 def record(run: Run) -> dict[str, Any]:

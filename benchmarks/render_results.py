@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fp8_nemo.report import markdown_table
+from fp8_nemo.report.compare import markdown_table
 
 HERE = Path(__file__).parent / "results"
 MOST = 40

@@ -32,16 +32,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from fp8_nemo.compose import compose_plans
-from fp8_nemo.environment import environment
+from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local import grpo
+from fp8_nemo.local.engine import Batch, Decoder, Engine
 from fp8_nemo.local.grpo import Run
-from fp8_nemo.local.layers import Experts
+from fp8_nemo.local.modules.layers import Experts
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.local.rollout import Batch, Decoder, Engine
-from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.model_dir import model_path
-from fp8_nemo.refit import refit_stream
+from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.recipe.model_dir import model_path
+from fp8_nemo.runs.provenance import environment
 
 MODELS = ("tiny-llama", "tiny-qwen3-moe")
 PRECISIONS = ("bf16", "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn")

@@ -25,16 +25,16 @@ from fp8_nemo.recipes import quantize_checkpoint
 from torch import Tensor
 from transformers import AutoConfig
 
-from fp8_nemo.compose import compose_plans
-from fp8_nemo.data import load_problems
-from fp8_nemo.fp8_checkpoint import BOOK
-from fp8_nemo.local import attention
+from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.export.fp8_checkpoint import BOOK
+from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local.chat import Chat
+from fp8_nemo.local.engine import Batch, Engine, causal_mask, pad_left, positions
+from fp8_nemo.local.modules import attention
 from fp8_nemo.local.policy import load_model, micro_batches
-from fp8_nemo.local.rollout import Batch, Engine, causal_mask, pad_left, positions
-from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.refit import refit_stream
-from fp8_nemo.schema import Precision, Recipe
+from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.recipe.problems import load_problems
 
 SHARES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 LONGEST = 128  # tokens of a response

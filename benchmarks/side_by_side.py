@@ -26,8 +26,8 @@ from typing import NamedTuple
 from fp8_nemo.recipes.run import problems_with
 from rich.progress import Progress
 
-from fp8_nemo.compose import ComposeError, compose_plans
-from fp8_nemo.run_dir import INTERRUPTED, Frozen, RunDirError, freeze
+from fp8_nemo.recipe.compose import ComposeError, compose_plans
+from fp8_nemo.runs.run_dir import INTERRUPTED, Frozen, RunDirError, freeze
 
 LOG = "side-by-side.log"
 

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from fp8_nemo.data import Problem
-from fp8_nemo.local import attention, layers
+from fp8_nemo.glue.quantize import FP8, Fp8Weight, dequantize_blocks
+from fp8_nemo.glue.recalibrate import AmaxObserver, kv_scales
+from fp8_nemo.glue.refit import refit_stream
+from fp8_nemo.glue.wire import scale_name
 from fp8_nemo.local.chat import Chat
+from fp8_nemo.local.engine import Batch, Engine, causal_mask, pad_left, positions
+from fp8_nemo.local.modules import attention, layers
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.local.rollout import Batch, Engine, causal_mask, pad_left, positions
-from fp8_nemo.quantize import FP8, Fp8Weight, dequantize_blocks
-from fp8_nemo.recalibrate import AmaxObserver, kv_scales
-from fp8_nemo.refit import refit_stream
-from fp8_nemo.schema import Precision, Recalibrate
-from fp8_nemo.weights import scale_name
+from fp8_nemo.recipe.options import Precision, Recalibrate
+from fp8_nemo.recipe.problems import Problem
 
 CPU = torch.device("cpu")
 FP8_KV_ATTN = Precision("fp8-kv-attn", rollout_linear="fp8", rollout_kv="fp8")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8_nemo.run_dir import RunDirError, read_plan
+from fp8_nemo.runs.run_dir import RunDirError, read_plan
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         plan = read_plan(Path(words[0]))
-        from fp8_nemo.nemo.cluster_check import check  # needs ray, only where a job runs
+        from fp8_nemo.launch.cluster_check import check  # needs ray, only where a job runs
 
         found = check(plan, Path(words[0]))
     except (RunDirError, ConnectionError, ModuleNotFoundError) as error:

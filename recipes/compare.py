@@ -15,10 +15,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fp8_nemo.page import PageError, table, write_html, write_markdown
-from fp8_nemo.report import compare, find_runs, read_runs
-from fp8_nemo.run_dir import report_dir, short_path
-from fp8_nemo.twin import against_twins
+from fp8_nemo.report.against_bf16 import against_twins
+from fp8_nemo.report.compare import compare, find_runs, read_runs
+from fp8_nemo.report.page import PageError, table, write_html, write_markdown
+from fp8_nemo.runs.run_dir import report_dir, short_path
 
 
 def main(arguments: list[str] | None = None) -> int:

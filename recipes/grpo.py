@@ -10,11 +10,11 @@ import sys
 
 from rich.console import Console
 
-from fp8_nemo import submit
-from fp8_nemo.compose import ComposeError, compose_plans
-from fp8_nemo.nemo.checkout import host_of
-from fp8_nemo.plan import Plan
-from fp8_nemo.run_dir import INTERRUPTED, Frozen, RunDirError, call_verb, freeze
+from fp8_nemo.nemo_config.checkout import host_of
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.compose import ComposeError, compose_plans
+from fp8_nemo.runs import slurm as submit
+from fp8_nemo.runs.run_dir import INTERRUPTED, Frozen, RunDirError, call_verb, freeze
 
 from .run import problems_with  # as recipes.run here, as fp8_nemo.recipes.run when frozen
 

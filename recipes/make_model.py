@@ -1,6 +1,6 @@
 """Train a small starting checkpoint, with tokenizer and chat template, in Hugging Face format.
 
-python -m recipes.make_model fp8_nemo/local/models/tiny-llama model=tiny-llama
+python -m recipes.make_model fp8_nemo/recipe/models/tiny-llama model=tiny-llama
 python -m recipes.make_model models/small-llama-sum model=small-llama data=running-sum
 
 Takes the groups `model`, `data`, `seed`; the folder is new or empty until the model is whole.
@@ -12,11 +12,11 @@ import re
 import sys
 from pathlib import Path
 
-from fp8_nemo.compose import HELP, ComposeError, compose_plans
-from fp8_nemo.data import DataError, load_problems
-from fp8_nemo.keys import hydra_value
 from fp8_nemo.local.preflight import NEEDED_PACKAGES, require
-from fp8_nemo.run_dir import new_folder
+from fp8_nemo.nemo_config.keys import hydra_value
+from fp8_nemo.recipe.compose import HELP, ComposeError, compose_plans
+from fp8_nemo.recipe.problems import DataError, load_problems
+from fp8_nemo.runs.run_dir import new_folder
 
 TAKES = re.compile(r"\+*(model|data|seed)\b")
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ComposeError, DataError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    from fp8_nemo.local.make_model import make
+    from fp8_nemo.export.make_model import make
 
     make(folder, recipe, problems)
     return 0

@@ -16,18 +16,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fp8_nemo.correction.quantiles import token_share
 from fp8_nemo.local.preflight import require
-from fp8_nemo.measurement import token_share
-from fp8_nemo.run_dir import report_dir
-from fp8_nemo.schema import DIVERGENCES, RATIOS
+from fp8_nemo.recipe.options import DIVERGENCES, RATIOS
+from fp8_nemo.runs.run_dir import report_dir
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print, and write the measurement; 2 if there is nothing to measure, or nowhere to write."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
     require("torch")
-    from fp8_nemo.bounds import tables, write_option
-    from fp8_nemo.measure import MeasureError, measure, read_pairs
+    from fp8_nemo.correction.measure import MeasureError, measure, read_pairs
+    from fp8_nemo.report.mismatch_tables import tables, write_option
 
     try:
         pairs = {at: pair for path in options.paths for at, pair in read_pairs(path).items()}

@@ -11,11 +11,11 @@ import sys
 
 from rich.console import Console
 
-from fp8_nemo.compose import ComposeError, compose_plans
-from fp8_nemo.describe import changes, differences, stock_command, table
-from fp8_nemo.nemo.checkout import host_of
-from fp8_nemo.run_dir import RunDirError, run_path
-from fp8_nemo.submit import notes, sbatch_command
+from fp8_nemo.nemo_config.checkout import host_of
+from fp8_nemo.plan.describe import changes, differences, stock_command, table
+from fp8_nemo.recipe.compose import ComposeError, compose_plans
+from fp8_nemo.runs.run_dir import RunDirError, run_path
+from fp8_nemo.runs.slurm import notes, sbatch_command
 
 
 def main(arguments: list[str] | None = None) -> int:

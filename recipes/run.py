@@ -9,11 +9,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from fp8_nemo.plan import Plan
-from fp8_nemo.run_dir import INTERRUPTED, RunDirError, changed_versions, read_plan
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.runs.run_dir import INTERRUPTED, RunDirError, changed_versions, read_plan
 
-PREFLIGHT = {"local": "fp8_nemo.local.preflight", "nemo": "fp8_nemo.nemo.preflight"}
-DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.nemo.driver"}
+PREFLIGHT = {"local": "fp8_nemo.local.preflight", "nemo": "fp8_nemo.launch.preflight"}
+DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.launch.driver"}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,8 +15,8 @@ if threading.current_thread() is threading.main_thread():
 
 import pytest
 
-from fp8_nemo.compose import compose
-from fp8_nemo.plan import Plan, plan_recipe
+from fp8_nemo.plan.plan import Plan, plan_recipe
+from fp8_nemo.recipe.compose import compose
 
 SMALL = [
     "grpo.steps=2",

@@ -1,4 +1,4 @@
-"""The import law of design section 4: modules import upwards only, and core is free of torch."""
+"""The import law, by room: a room imports the rooms to its left, never one beside it."""
 
 import ast
 import subprocess
@@ -7,49 +7,27 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "fp8_nemo"
-VERBS = sorted((PACKAGE.parent / "recipes").glob("*.py"))
-ORDER = (
-    *("schema", "data", "weights", "estimate", "model_dir", "host", "keys", "overrides"),
-    *("measurement", "plan"),
-    *(
-        "describe",
-        "compose",
-        "environment",
-        "run_dir",
-        "origin",
-        "frozen_code",
-        "submit",
-        "kernels",
-        "quantize",
-        "recalibrate",
-        "ledger",
-        "refit",
-        "fp8_checkpoint",
-        "mismatch",
-    ),
-    *(
-        "correction",
-        "measure",
-        "bounds",
-        "health",
-        "report",
-        "twin",
-        "figures",
-        "page",
-    ),
+ROOT = Path(__file__).parents[1]
+LAW = (
+    "recipe < glue, correction < nemo, nemo_config < plan < runs < local, launch, report < export"
+    " < recipes"
 )
-WITHOUT_TORCH = (
-    *ORDER[:17],
-    "health",
-    "report",
-    "twin",
-    "page",
-    "nemo.checkout",
-    "nemo.preflight",
-    "nemo.cluster_check",
-)
+FLOORS = [floor.split(", ") for floor in LAW.split(" < ")]
+ROOMS = [room for floor in FLOORS for room in floor]
+FOLDER = {room: ROOT / "fp8_nemo" / room for room in ROOMS} | {"recipes": ROOT / "recipes"}
+LEFT_OF = {
+    room: {left for floor in FLOORS[:n] for left in floor}
+    for n, rooms in enumerate(FLOORS)
+    for room in rooms
+}
 HOST = {"nemo_rl", "vllm", "ray", "megatron"}
+MOST_FILES = 7
+TORCHLESS_ROOMS = ("recipe", "nemo_config", "plan", "runs", "launch", "report")
+TORCHLESS_FILES = ("glue/wire.py", "correction/quantiles.py", "correction/health.py")
+
+
+def sources(room: str) -> list[Path]:
+    return sorted(FOLDER[room].rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
@@ -57,49 +35,43 @@ def imported(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
-def ours(path: Path) -> set[str]:
-    parts = {name.split(".")[1] for name in imported(path) if name.startswith("fp8_nemo.")}
-    return parts & {*ORDER, "local", "nemo", "recipes"}
+def test_every_folder_with_code_is_a_room_of_the_law():
+    folders = {path.parent.name for path in (ROOT / "fp8_nemo").glob("*/__init__.py")}
+    assert folders == set(ROOMS) - {"recipes"}
+    assert [path.name for path in (ROOT / "fp8_nemo").glob("*.py")] == ["__init__.py"]
 
 
-def test_every_core_module_has_a_place_in_the_order():
-    assert {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} <= set(ORDER)
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_to_its_left(room):
+    for path in sources(room):
+        rooms = {name.split(".")[1] for name in imported(path) if name.startswith("fp8_nemo.")}
+        assert rooms & {*ROOMS} <= LEFT_OF[room] | {room}, path
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_a_module_imports_only_modules_above_it(name):
-    path = PACKAGE / f"{name}.py"
-    if not path.exists():
-        pytest.skip(f"{name}.py is not here yet")
-    assert ours(path) <= set(ORDER[: ORDER.index(name)])
-
-
-def test_backends_are_imported_by_recipes_alone():
-    for path in PACKAGE.glob("*.py"):
-        assert not ours(path) & {"local", "nemo", "recipes"}, path
-
-
-def test_only_the_nemo_folder_imports_the_host():
-    for path in [*PACKAGE.glob("*.py"), *(PACKAGE / "local").glob("*.py")]:
+@pytest.mark.parametrize("room", set(ROOMS) - {"nemo", "launch"})
+def test_only_nemo_and_launch_import_the_host(room):
+    for path in sources(room):
         assert not {name.split(".")[0] for name in imported(path)} & HOST, path
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda path: path.stem)
-def test_a_verb_has_60_lines_at_most(verb):
-    assert len(verb.read_text().splitlines()) <= 60
+@pytest.mark.parametrize("room", set(ROOMS) - {"recipes"})
+def test_a_room_holds_seven_files_at_most(room):
+    folders = {path.parent for path in sources(room)}
+    for folder in folders:
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MOST_FILES, folder
 
 
-def test_core_modules_and_recipes_plan_import_no_torch():
-    modules = [f"fp8_nemo.{name}" for name in WITHOUT_TORCH] + [
-        "fp8_nemo.recipes.plan",
-        "fp8_nemo.recipes.grpo",
-    ]
+def test_login_nodes_need_no_torch():
+    files = [path for room in TORCHLESS_ROOMS for path in sources(room)]
+    files += [ROOT / "fp8_nemo" / name for name in TORCHLESS_FILES]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    modules += ["fp8_nemo.recipes.plan", "fp8_nemo.recipes.grpo"]
     code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (found.stdout, found.stderr) == ("False\n", "")

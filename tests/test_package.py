@@ -49,9 +49,10 @@ def test_the_package_installs_into_a_folder_and_composes_and_plans_from_there(tm
     )
     subprocess.run([*command, "--target", str(target), str(source)], check=True)
     code = (
-        "import fp8_nemo; from fp8_nemo.compose import compose;"
+        "import fp8_nemo; from fp8_nemo.recipe.compose import compose;"
         "from fp8_nemo.recipes import run, grpo, plan;"
-        "from fp8_nemo.local.preflight import problems_with; from fp8_nemo.plan import plan_recipe;"
+        "from fp8_nemo.local.preflight import problems_with;"
+        "from fp8_nemo.plan.plan import plan_recipe;"
         "p = [plan_recipe(each) for each in compose(['-m', 'sweep=demo'])];"
         "assert not any(map(problems_with, p)); print(fp8_nemo.__file__, len(p))"
     )

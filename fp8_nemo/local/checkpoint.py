@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.recalibrate import AmaxObserver
-from fp8_nemo.run_dir import checkpoint_step, new_checkpoint
+from fp8_nemo.runs.run_dir import checkpoint_step, new_checkpoint
 
 TENSORS, STATE = "state.safetensors", "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

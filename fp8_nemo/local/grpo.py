@@ -22,21 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_nemo import recalibrate, run_dir
-from fp8_nemo.correction import Multiplier, correct, correction_metrics
-from fp8_nemo.data import Problem, load_problems, reward, write_problems
-from fp8_nemo.health import append_judged
+from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
+from fp8_nemo.correction.health import append_judged
+from fp8_nemo.correction.measure import save_pair
+from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.glue import recalibrate
+from fp8_nemo.glue.refit import RefitError, refit_stream
 from fp8_nemo.local import checkpoint
 from fp8_nemo.local.chat import Chat
+from fp8_nemo.local.engine import Batch, Engine, pad_left
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.local.rollout import Batch, Engine, pad_left
-from fp8_nemo.measure import save_pair
-from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.model_dir import model_path
-from fp8_nemo.overrides import VALIDATION_PROBLEMS
-from fp8_nemo.plan import Plan
-from fp8_nemo.refit import RefitError, refit_stream
-from fp8_nemo.schema import Recipe
+from fp8_nemo.nemo_config.overrides import VALIDATION_PROBLEMS
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.model_dir import model_path
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.problems import Problem, load_problems, reward, write_problems
+from fp8_nemo.runs import run_dir
 
 CLIP = 0.2
 STD_EPSILON = 1e-6

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fp8_nemo.local import attention, layers
-from fp8_nemo.local.rollout import Batch, causal_mask, positions
-from fp8_nemo.recalibrate import AmaxObserver
-from fp8_nemo.schema import Precision
+from fp8_nemo.glue.recalibrate import AmaxObserver
+from fp8_nemo.local.engine import Batch, causal_mask, positions
+from fp8_nemo.local.modules import attention, layers
+from fp8_nemo.recipe.options import Precision
 
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.01

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from fp8_nemo.data import DataError, load_problems
-from fp8_nemo.model_dir import damage, model_mistakes
-from fp8_nemo.plan import Plan
-from fp8_nemo.run_dir import checkpoints, run_path
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.model_dir import damage, model_mistakes
+from fp8_nemo.recipe.problems import DataError, load_problems
+from fp8_nemo.runs.run_dir import checkpoints, run_path
 
 NEEDED_PACKAGES = ("torch", "transformers", "safetensors", "jinja2")
 """What the extra `local` brings."""

@@ -22,17 +22,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from fp8_nemo import run_dir
-from fp8_nemo.environment import environment
-from fp8_nemo.health import UnstableError
+from fp8_nemo.correction.health import UnstableError
+from fp8_nemo.correction.mismatch import LogprobError
+from fp8_nemo.glue.recalibrate import RecalibrateError
+from fp8_nemo.glue.refit import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
-from fp8_nemo.local.deterministic import repeat_exactly
 from fp8_nemo.local.grpo import Report, Run
-from fp8_nemo.mismatch import LogprobError
-from fp8_nemo.origin import origin
-from fp8_nemo.plan import Plan
-from fp8_nemo.recalibrate import RecalibrateError
-from fp8_nemo.refit import RefitError
+from fp8_nemo.local.modules.deterministic import repeat_exactly
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.runs import run_dir
+from fp8_nemo.runs.provenance import environment
+from fp8_nemo.runs.starting_point import origin
 
 DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError)
 SHOWN = {

@@ -29,22 +29,22 @@ import torch
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 
-from fp8_nemo.correction import Multiplier, correct, correction_metrics
-from fp8_nemo.ledger import RefitError
-from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.nemo.metrics import OPENED
-from fp8_nemo.nemo.settings import needs_plugin, observes
-from fp8_nemo.overrides import native_correction
-from fp8_nemo.quantize import FP8_MAX
-from fp8_nemo.recalibrate import (
+from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
+from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.glue.ledger import RefitError
+from fp8_nemo.glue.quantize import FP8_MAX
+from fp8_nemo.glue.recalibrate import (
     AmaxObserver,
     RecalibrateError,
     kv_scales,
     max_drift,
     saturated_fraction,
 )
-from fp8_nemo.schema import Recipe
-from fp8_nemo.weights import kv_scale_names
+from fp8_nemo.glue.wire import kv_scale_names
+from fp8_nemo.nemo.step_metrics import OPENED
+from fp8_nemo.nemo.worker_settings import needs_plugin, observes
+from fp8_nemo.nemo_config.overrides import native_correction
+from fp8_nemo.recipe.options import Recipe
 
 WORKER = "fp8_nemo.nemo.policy_worker.Fp8PolicyWorker"
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"

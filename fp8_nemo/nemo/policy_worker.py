@@ -19,17 +19,17 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 from torch import Tensor
 
-from fp8_nemo.ledger import KV_SUFFIXES, RefitError
-from fp8_nemo.nemo.ranges import watched
-from fp8_nemo.nemo.settings import (
+from fp8_nemo.glue.ledger import KV_SUFFIXES, RefitError
+from fp8_nemo.glue.recalibrate import AmaxObserver
+from fp8_nemo.glue.refit import refit_stream
+from fp8_nemo.nemo.qkv_hooks import watched
+from fp8_nemo.nemo.worker_settings import (
     formula,
     from_environment,
     observes,
     wire_precision,
 )
-from fp8_nemo.recalibrate import AmaxObserver
-from fp8_nemo.refit import refit_stream
-from fp8_nemo.schema import Recipe
+from fp8_nemo.recipe.options import Recipe
 
 
 class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_nemo import weights
-from fp8_nemo.ledger import (
+from fp8_nemo.glue import wire as weights
+from fp8_nemo.glue.ledger import (
     MANIFEST,
     SENTINEL,
     Destination,
@@ -35,15 +35,15 @@ from fp8_nemo.ledger import (
     RefitError,
     RefitProof,
 )
-from fp8_nemo.nemo.parts import Rank, Slots, engine_parts, layers_with_experts, place_of
-from fp8_nemo.nemo.settings import (
+from fp8_nemo.glue.refit import encode, in_groups
+from fp8_nemo.glue.wire import WireSpec, named_shapes, wire_specs
+from fp8_nemo.nemo.vllm_layout import Rank, Slots, engine_parts, layers_with_experts, place_of
+from fp8_nemo.nemo.worker_settings import (
     formula,
     from_environment,
     wire_precision,
 )
-from fp8_nemo.refit import encode, in_groups
-from fp8_nemo.schema import Precision, Recipe
-from fp8_nemo.weights import WireSpec, named_shapes, wire_specs
+from fp8_nemo.recipe.options import Precision, Recipe
 
 EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
 

@@ -8,27 +8,29 @@ import pytest
 import torch
 from fp8_nemo.recipes import make_model as recipes_make_model
 
-from fp8_nemo import run_dir
-from fp8_nemo.ledger import checksum
-from fp8_nemo.local import attention, layers, make_model, rollout
-from fp8_nemo.local.deterministic import repeat_exactly
-from fp8_nemo.local.grpo import Run
-from fp8_nemo.local.policy import load_model
-from fp8_nemo.local.rollout import causal_mask
-from fp8_nemo.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.model_dir import model_path, weights_digest
-from fp8_nemo.quantize import (
+from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.export import make_model
+from fp8_nemo.glue.ledger import checksum
+from fp8_nemo.glue.quantize import (
     dequantize_blocks,
     dequantize_groups,
     quantize_blocks,
     quantize_groups,
     quantize_list,
 )
-from fp8_nemo.refit import encode
-from fp8_nemo.schema import Precision
+from fp8_nemo.glue.refit import encode
+from fp8_nemo.local import engine as rollout
+from fp8_nemo.local.engine import causal_mask
+from fp8_nemo.local.grpo import Run
+from fp8_nemo.local.modules import attention, layers
+from fp8_nemo.local.modules.deterministic import repeat_exactly
+from fp8_nemo.local.policy import load_model
+from fp8_nemo.recipe.model_dir import model_path, weights_digest
+from fp8_nemo.recipe.options import Precision
+from fp8_nemo.runs import run_dir
 
 if torch.cuda.is_available():
-    from fp8_nemo import kernels  # Triton comes with a CUDA build alone
+    from fp8_nemo.glue import kernels
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,14 +12,14 @@ import torch
 from rich.text import Text
 from safetensors.torch import load_file, save_file
 
-from fp8_nemo import run_dir
-from fp8_nemo.data import Problem, read_jsonl, running_sum
+from fp8_nemo.glue.refit import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import Run, clipped_loss, group_advantages, k3
 from fp8_nemo.local.run import progress
-from fp8_nemo.plan import Plan
-from fp8_nemo.refit import RefitError
-from tests.test_conf import CELLS
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.problems import Problem, read_jsonl, running_sum
+from fp8_nemo.runs import run_dir
+from tests.recipe.test_conf import CELLS
 
 MODELS = ["tiny-llama", "tiny-qwen3-moe"]
 CORE_KEYS = {

@@ -10,15 +10,15 @@ from transformers import Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from fp8_nemo.local import attention, layers
-from fp8_nemo.local.rollout import causal_mask
-from fp8_nemo.quantize import (
+from fp8_nemo.glue.quantize import (
     FP8,
     dequantize_blocks,
     dequantize_groups,
     quantize_blocks,
     quantize_groups,
 )
+from fp8_nemo.local.engine import causal_mask
+from fp8_nemo.local.modules import attention, layers
 
 
 def values(x):

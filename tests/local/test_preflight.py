@@ -7,8 +7,8 @@ import struct
 import pytest
 
 from fp8_nemo.local.preflight import problems_with
-from fp8_nemo.model_dir import SHIPPED, missing_bytes, model_mistakes
-from fp8_nemo.run_dir import freeze, new_checkpoint
+from fp8_nemo.recipe.model_dir import SHIPPED, missing_bytes, model_mistakes
+from fp8_nemo.runs.run_dir import freeze, new_checkpoint
 
 
 @pytest.fixture

@@ -10,19 +10,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8_nemo import run_dir, weights
-from fp8_nemo.correction import Multiplier, correct
-from fp8_nemo.data import arithmetic
+from fp8_nemo.correction.correct import Multiplier, correct
+from fp8_nemo.correction.mismatch import LogprobPair
+from fp8_nemo.glue import wire as weights
+from fp8_nemo.glue.quantize import dequantize_blocks, quantize_blocks
+from fp8_nemo.glue.recalibrate import AmaxObserver
+from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local import policy as policy_module
 from fp8_nemo.local.chat import Chat
+from fp8_nemo.local.engine import Engine
 from fp8_nemo.local.grpo import Run
-from fp8_nemo.local.rollout import Engine
-from fp8_nemo.mismatch import LogprobPair
-from fp8_nemo.model_dir import SHIPPED
-from fp8_nemo.quantize import dequantize_blocks, quantize_blocks
-from fp8_nemo.recalibrate import AmaxObserver
-from fp8_nemo.refit import refit_stream
-from fp8_nemo.schema import Precision
+from fp8_nemo.recipe.model_dir import SHIPPED
+from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.problems import arithmetic
+from fp8_nemo.runs import run_dir
 
 
 def run_of(plan) -> Run:

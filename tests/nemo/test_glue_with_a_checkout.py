@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp8_nemo.nemo.engine import EngineError, stop_if_it_cannot_sleep_or_wake
+from fp8_nemo.launch.engine_checks import EngineError, stop_if_it_cannot_sleep_or_wake
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
 pytestmark = pytest.mark.skipif(not ROOT, reason="NEMO_RL_ROOT: no checkout of NeMo RL")
@@ -112,7 +112,7 @@ def test_the_policy_worker_is_nemo_rls_with_our_methods(nemo_path, monkeypatch):
 def test_a_refused_stream_goes_on_to_its_known_end_and_is_raised_after_it(nemo_path, monkeypatch):
     import torch
 
-    from fp8_nemo.ledger import MANIFEST, RefitError
+    from fp8_nemo.glue.ledger import MANIFEST, RefitError
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
 
     ones = torch.ones
@@ -148,9 +148,9 @@ def test_collections_leave_alone_what_set_up_made_where_the_refit_is_ours(
 
     from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-    from fp8_nemo.compose import compose
-    from fp8_nemo.nemo import settings
+    from fp8_nemo.nemo import worker_settings as settings
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
+    from fp8_nemo.recipe.compose import compose
 
     [recipe] = compose(["backend=nemo", "model=tiny-llama", "precision=fp8-kv-attn", *glue])
     for name, value in settings.to_environment(recipe).items():
@@ -171,11 +171,11 @@ def test_a_head_that_a_tied_checkpoint_holds_twice_is_not_sent(nemo_path, monkey
     import torch
     from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-    from fp8_nemo.compose import compose
-    from fp8_nemo.ledger import Ledger
-    from fp8_nemo.nemo import settings
+    from fp8_nemo.glue.ledger import Ledger
+    from fp8_nemo.glue.wire import named_shapes, wire_specs
+    from fp8_nemo.nemo import worker_settings as settings
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
-    from fp8_nemo.weights import named_shapes, wire_specs
+    from fp8_nemo.recipe.compose import compose
 
     words = ["backend=nemo", "model=tiny-llama", "precision=fp8-linear", "model.shape.tied=true"]
     [recipe] = compose(words)
@@ -196,7 +196,7 @@ def test_a_head_that_a_tied_checkpoint_holds_twice_is_not_sent(nemo_path, monkey
 
 @imports
 def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weights(nemo_path):
-    from fp8_nemo.ledger import RefitError
+    from fp8_nemo.glue.ledger import RefitError
     from fp8_nemo.nemo.policy import refit_metrics
 
     def proof(**sent):
@@ -212,7 +212,7 @@ def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weight
 
 def in_a_process(tmp_path, code, **environment):
     """Run code as a vLLM process would, a copy of this package and its metadata on the path."""
-    from fp8_nemo.frozen_code import freeze_code
+    from fp8_nemo.runs.frozen_code import freeze_code
 
     copy = freeze_code(tmp_path)
     path = os.pathsep.join([str(copy), ROOT or "", os.environ.get("PYTHONPATH", "")])
@@ -239,8 +239,8 @@ print("CLASH", clash)
 
 @imports
 def test_vllm_loads_our_plugin_by_its_entry_point_and_takes_our_receiver(tmp_path):
-    from fp8_nemo.nemo import settings
-    from fp8_nemo.schema import Recipe
+    from fp8_nemo.nemo import worker_settings as settings
+    from fp8_nemo.recipe.options import Recipe
 
     done = in_a_process(tmp_path, SEEN_BY_VLLM, **settings.to_environment(Recipe()))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -263,7 +263,7 @@ def test_vllms_own_loader_stops_at_our_sentinel():
     from torch import nn
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    from fp8_nemo.ledger import SENTINEL
+    from fp8_nemo.glue.ledger import SENTINEL
 
     model = nn.Module()
     model.model = nn.Linear(2, 2)
@@ -279,12 +279,12 @@ def test_the_first_prompts_are_what_nemo_rl_would_calibrate_on(tmp_path, nemo_pa
     from nemo_rl.data.utils import setup_response_data
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    from fp8_nemo import run_dir
-    from fp8_nemo.compose import compose_plans
-    from fp8_nemo.data import load_problems, write_problems
-    from fp8_nemo.nemo.checkout import config_of, host_of
-    from fp8_nemo.nemo.session import first_prompts
-    from fp8_nemo.overrides import path_overrides
+    from fp8_nemo.launch.session import first_prompts
+    from fp8_nemo.nemo_config.checkout import config_of, host_of
+    from fp8_nemo.nemo_config.overrides import path_overrides
+    from fp8_nemo.recipe.compose import compose_plans
+    from fp8_nemo.recipe.problems import load_problems, write_problems
+    from fp8_nemo.runs import run_dir
 
     arguments = ["backend=nemo", "cluster.gpus_per_node=1", "cluster.interpreter=system"]
     [plan] = compose_plans([*arguments, "precision=bf16"], host_of)
@@ -316,7 +316,7 @@ def watched_policy(nemo_path, monkeypatch):
     from nemo_rl.models.policy.lm_policy import Policy
 
     from fp8_nemo.nemo.policy import WatchedPolicy
-    from fp8_nemo.schema import Recipe
+    from fp8_nemo.recipe.options import Recipe
 
     workers = Workers()
 
@@ -342,7 +342,7 @@ def watched_policy(nemo_path, monkeypatch):
     def make(**arguments):
         import dataclasses
 
-        from fp8_nemo.schema import Model, Precision, Shape
+        from fp8_nemo.recipe.options import Model, Precision, Shape
 
         shape = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
         precision = Precision(rollout_linear="fp8", rollout_kv="fp8", train_linear="bf16")
@@ -402,7 +402,7 @@ def test_every_refit_carries_the_scales_in_force(watched_policy):
 
 @imports
 def test_a_refit_opens_the_step_unless_its_training_is_over(watched_policy):
-    from fp8_nemo.nemo.metrics import OPENED
+    from fp8_nemo.nemo.step_metrics import OPENED
 
     policy, _ = watched_policy()
     for already, opened in (({}, True), ({"train/grad_norm": 1.0}, False)):
@@ -562,7 +562,7 @@ def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
 def test_vllms_own_loader_takes_a_quantized_checkpoint_as_it_is(name, precision, libcuda, tmp_path):
     from fp8_nemo.recipes import quantize_checkpoint
 
-    from fp8_nemo.model_dir import SHIPPED
+    from fp8_nemo.recipe.model_dir import SHIPPED
 
     texts = tmp_path / "texts"
     texts.write_text("12+30=")

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_nemo.ledger import MANIFEST, SENTINEL, RefitError, checksum
-from fp8_nemo.nemo import receiver, settings
-from fp8_nemo.nemo.parts import Rank, Slots
-from fp8_nemo.quantize import FP8, quantize_blocks
-from fp8_nemo.refit import refit_stream
-from fp8_nemo.schema import Cluster, Glue, Model, Precision, Recalibrate, Recipe, Shape
-from fp8_nemo.weights import is_fp8_weight, kv_scale_names, named_shapes
+from fp8_nemo.glue.ledger import MANIFEST, SENTINEL, RefitError, checksum
+from fp8_nemo.glue.quantize import FP8, quantize_blocks
+from fp8_nemo.glue.refit import refit_stream
+from fp8_nemo.glue.wire import is_fp8_weight, kv_scale_names, named_shapes
+from fp8_nemo.nemo import receiver
+from fp8_nemo.nemo import worker_settings as settings
+from fp8_nemo.nemo.vllm_layout import Rank, Slots
+from fp8_nemo.recipe.options import Cluster, Glue, Model, Precision, Recalibrate, Recipe, Shape
 
 SHAPE = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
 E2E = Precision(name="e2e", rollout_linear="fp8", rollout_kv="fp8", train_linear="bf16")

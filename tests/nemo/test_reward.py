@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from fp8_nemo.compose import compose
-from fp8_nemo.data import reward, running_sum, write_problems
-from fp8_nemo.overrides import path_overrides
-from fp8_nemo.plan import plan_recipe
+from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.plan.plan import plan_recipe
+from fp8_nemo.recipe.compose import compose
+from fp8_nemo.recipe.problems import reward, running_sum, write_problems
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
 pytestmark = pytest.mark.skipif(

@@ -15,13 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp8_nemo.compose import ComposeError, compose, compose_plans
-from fp8_nemo.host import MAIN_DEFECTS, V0_7_0_DEFECTS, HostError
-from fp8_nemo.keys import command_line
-from fp8_nemo.nemo import checkout, preflight
-from fp8_nemo.overrides import path_overrides
-from fp8_nemo.plan import PlanError, plan_recipe
-from fp8_nemo.schema import Correction
+from fp8_nemo.launch import preflight
+from fp8_nemo.nemo_config import checkout
+from fp8_nemo.nemo_config.host import MAIN_DEFECTS, V0_7_0_DEFECTS, HostError
+from fp8_nemo.nemo_config.keys import command_line
+from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.plan.plan import PlanError, plan_recipe
+from fp8_nemo.recipe.compose import ComposeError, compose, compose_plans
+from fp8_nemo.recipe.options import Correction
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
 pytestmark = pytest.mark.skipif(not ROOT, reason="NEMO_RL_ROOT: no checkout of NeMo RL")
@@ -207,9 +208,9 @@ def test_each_correction_through_nemo_rls_own_loss_is_the_multiplier_times_its_c
     import torch
     from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
 
-    from fp8_nemo.correction import correct
+    from fp8_nemo.correction.correct import correct
     from fp8_nemo.nemo.policy import corrected, logprob_pair, without_correction
-    from fp8_nemo.overrides import _loss, native_correction
+    from fp8_nemo.nemo_config.overrides import _loss, native_correction
 
     correction = Correction(name=name.split()[0], **LOSSES[name])
     data, current_BT = random_batch(7, spread)
@@ -288,7 +289,7 @@ def test_without_a_correction_the_loss_multiplies_by_exactly_one(nemo_path):
 
 @imports
 def test_the_batch_of_the_caller_is_left_as_it_is(nemo_path):
-    from fp8_nemo.correction import correct
+    from fp8_nemo.correction.correct import correct
     from fp8_nemo.nemo.policy import corrected, logprob_pair
 
     data, _ = random_batch(5, 1.0)
@@ -301,9 +302,9 @@ def test_the_batch_of_the_caller_is_left_as_it_is(nemo_path):
 
 @imports
 def test_scales_of_a_missing_layer_stop_the_run(nemo_path):
+    from fp8_nemo.glue.recalibrate import RecalibrateError, kv_scales
+    from fp8_nemo.glue.wire import kv_scale_names
     from fp8_nemo.nemo.policy import checked_scales, ranges_of
-    from fp8_nemo.recalibrate import RecalibrateError, kv_scales
-    from fp8_nemo.weights import kv_scale_names
 
     scales = {name: 0.02 for layer in range(2) for name in kv_scale_names(layer)}
     assert checked_scales(scales, 2) == scales

@@ -44,9 +44,9 @@ def main():
     folder, name, precision, port = sys.argv[1:]
     vllm.platforms._current_platform = Hopper()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    from fp8_nemo.compose import compose
-    from fp8_nemo.ledger import KV_SUFFIXES
-    from fp8_nemo.nemo.parts import Rank, engine_parts
+    from fp8_nemo.glue.ledger import KV_SUFFIXES
+    from fp8_nemo.nemo.vllm_layout import Rank, engine_parts
+    from fp8_nemo.recipe.compose import compose
 
     [recipe] = compose([f"model={name}", f"precision={precision}"])
     model = loaded(Path(folder), port, recipe.precision.rollout_kv == "fp8")

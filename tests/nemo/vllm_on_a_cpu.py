@@ -118,7 +118,7 @@ def vllm_model(path, recipe, rank, size, port, experts):
 
 def shape_of(experts):
     """Small, with shards of whole blocks on two ranks, and a vocabulary that is padded."""
-    from fp8_nemo.schema import Shape
+    from fp8_nemo.recipe.options import Shape
 
     common = {"layers": 2, "hidden": 512, "heads": 4, "kv_heads": 2, "head_dim": 128, "vocab": 300}
     if not experts:
@@ -188,11 +188,11 @@ def main():
     name, precision, rank, size, port, experts = sys.argv[1:]
     vllm.platforms._current_platform = Hopper()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    from fp8_nemo.compose import compose
-    from fp8_nemo.nemo import settings
-    from fp8_nemo.refit import RefitError, refit_stream
-    from fp8_nemo.schema import Glue
-    from fp8_nemo.weights import kv_scale_names, named_shapes
+    from fp8_nemo.glue.refit import RefitError, refit_stream
+    from fp8_nemo.glue.wire import kv_scale_names, named_shapes
+    from fp8_nemo.nemo import worker_settings as settings
+    from fp8_nemo.recipe.compose import compose
+    from fp8_nemo.recipe.options import Glue
 
     [recipe] = compose([f"model={name}", "backend=nemo", f"precision={precision}", "glue=ours"])
     shape = shape_of(recipe.model.shape.experts > 0)

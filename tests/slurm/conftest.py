@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo import run_dir
+from fp8_nemo.runs import run_dir
 from tests.conftest import SMALL
 
 ROOT = Path(__file__).parent.parent.parent

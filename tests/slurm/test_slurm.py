@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo import run_dir
+from fp8_nemo.runs import run_dir
 from tests.conftest import SMALL
 from tests.slurm.conftest import ROOT, Job
 

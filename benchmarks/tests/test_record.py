@@ -1,0 +1,69 @@
+"""A benchmark that cannot run here says so in a line, and what to do."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8_nemo.runs.provenance import environment
+
+BENCHMARKS = Path(__file__).parents[1]
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+@pytest.mark.parametrize("script", ["bench_quantize", "bench_rollout", "bench_train"])
+def test_a_benchmark_names_the_packages_that_it_lacks(script, tmp_path):
+    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--out", str(tmp_path / "x.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and not (tmp_path / "x.json").exists()
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"{script}.py: needs ") and "docs/nemo.md" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_told():
+    code = "import record; record.need('json')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "needs a CUDA device" in done.stderr
+
+
+@pytest.mark.parametrize("clone", [True, False])
+def test_a_clone_knows_its_commit_better_than_the_one_who_asks(clone, tmp_path):
+    code = "import pathlib, record; record.keep(pathlib.Path('x.json'), 'abc')"
+    own = os.environ | {"PYTHONPATH": str(BENCHMARKS)} | ({} if clone else {"GIT_DIR": "nowhere"})
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=own, check=True, timeout=120)
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["commit"] == (environment()["commit"] or "abc" if clone else "abc")
+
+
+def test_the_command_of_a_results_file_has_torchruns_part(tmp_path):
+    (tmp_path / "bench.py").write_text(
+        "import os, pathlib, record\n"
+        "if os.environ['RANK'] == '0':\n    record.keep(pathlib.Path('x.json'), 'c', rows=[])\n"
+    )
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, "bench.py", "--out", "x.json"]
+    own = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    subprocess.run(command, cwd=tmp_path, env=own, check=True, timeout=300, capture_output=True)
+    found = json.loads((tmp_path / "x.json").read_text())["command"]
+    assert found == " ".join(["python", *command[1:]])
+
+
+@pytest.mark.parametrize("known", [None, "8965e637a28d"])
+def test_kept_runs_have_the_commit_that_they_could_not_tell(known, tmp_path):
+    [source, *_] = (BENCHMARKS / "results" / "runs").glob("*/bf16-none/*")
+    run = shutil.copytree(source, tmp_path / "runs" / "one")
+    found = json.loads((run / "environment.json").read_text())
+    (run / "environment.json").write_text(json.dumps(found | {"commit": known}))
+    command = [sys.executable, str(BENCHMARKS / "keep_runs.py"), "runs", "kept", "--commit", "abc"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    kept = json.loads((tmp_path / "kept" / "one" / "environment.json").read_text())
+    assert kept == found | {"commit": known or "abc"}

@@ -1,0 +1,67 @@
+"""docs/results.md is what the results files say; and those say where they come from."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import render_results  # noqa: E402
+
+
+def test_the_page_of_results_is_not_stale():
+    written = (ROOT / "docs" / "results.md").read_text()
+    assert written == render_results.page(ROOT / "benchmarks" / "results"), (
+        "docs/results.md is stale: python benchmarks/render_results.py > docs/results.md"
+    )
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_a_result_names_its_command_its_machine_and_its_torch(file):
+    content = json.loads(file.read_text())
+    assert content["command"].startswith(("python ", "make ", "benchmarks/"))
+    line = render_results.measured_on(content)
+    assert "None" not in line and "{" not in line and re.search(r"torch \d", line), line
+    assert not re.findall(r"/(?:work|srv|root|home|tmp)/", file.read_text()), "a machine's path"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([{"a": 1.23456, "b": {"c": 2000}}], [("x", [{"a": 1.23456, "b c": 2000}])]),
+        ({"m": {"k": 1}, "n": {"k": 2}}, [("x", [{"": "m", "k": 1}, {"": "n", "k": 2}])]),
+        ({"m": 1.0}, [("x", [{"": "m", "value": 1.0}])]),
+        ([{"rounds": [1, 2], "median": 3}], [("x", [{"median": 3}])]),
+        (
+            [{"rows": 768, "seconds": {"median": 2.0, "repetitions": [2.0]}}],
+            [("x", [{"rows": 768, "seconds median": 2.0}])],
+        ),
+        ({"verl": {"commit": "a", "rows": [{"v": 1}]}}, [("x, verl", [{"v": 1}])]),
+        (["one"], [("x", [{"x": "one"}])]),
+        ([], []),
+    ],
+)
+def test_whatever_reads_as_a_table_becomes_one(value, expected):
+    assert list(render_results.tables("x", value)) == expected
+
+
+def test_numbers_have_three_digits_and_thousands_apart():
+    row = [{"a": 0.000123456, "b": 16060522880, "c": None, "d": "p|q", "e": True}, {"f": 0.9996}]
+    assert render_results.table(row).splitlines() == [
+        "| a | b | c | d | e | f |",
+        "| --- | --- | --- | --- | --- | --- |",
+        r"| 0.000123 | 16,060,522,880 |  | p\|q | True |  |",
+        "|  |  |  |  |  | 0.9996 |",
+    ]
+
+
+def test_a_run_is_a_row_of_its_means():
+    rows = [{"step": 0, "val/accuracy": 0.5}, {"step": 1, "mismatch/kl": 0.2, "val/accuracy": 0.75}]
+    found = render_results.of_run({"cell": "c", "rows": rows})
+    assert found["mismatch/kl"] == 0.2 and found["last val/accuracy"] == 0.75 and found["rows"] == 2
+    assert found["reward/mean"] is None

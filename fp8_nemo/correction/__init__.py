@@ -1,0 +1,1 @@
+"""Mismatch of rollout and train -> multiplier of a token's loss; health."""

@@ -1,0 +1,149 @@
+"""Whether a run is healthy, by its own metrics: a verdict per step, with reason and action.
+
+The same rows give the same verdict in the terminal, in the report and when a run asks whether
+to go on. A step is `unstable` if one signal is, else `watch` if one asks for it.
+
+Where the bounds come from: papers on FP8 rollouts call a `token_mult_prob_error` of up to 1.03-1.05
+usual; NeMo RL's guide looks for trouble where it climbs past 1.01-1.02, and at a KL of 1e-3
+(docs/guides/grpo.md, main 7ea279a), which FP8 KV exceeds in a healthy run; verl warns at an
+effective sample share of 0.3 and a KL of 0.1 (docs/algo/rollout_corr.md, b178a3c). A rejected share
+of 0.1 is this package's `max_reject`. The other bounds are this package's own: 0.02 nats is several
+times what FP8 KV showed inside NeMo RL (docs/nemo.md), 1.5 and half of the batch are far beyond any
+run that learned. Growth is over a window against the run's first steps: in NeMo RL #1801
+`token_mult_prob_error` grew until the run crashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp8_nemo.runs.run_dir import append_metrics, read_metrics
+
+STATES = ("healthy", "watch", "unstable")
+STATE = "health/state"
+KL = "mismatch/kl"
+WINDOW = 10  # steps
+SMALLEST_KL = 1e-4  # below it, growth is noise: BF16 in NeMo RL has 5e-5
+
+Row = Mapping[str, float]
+
+
+class Signal(NamedTuple):
+    """A number, the bounds of its states, what to do: `Signal("mismatch/kl", 0.02, 0.1, "...")`."""
+
+    key: str
+    watch: float
+    unstable: float
+    """Above `watch` if bad is large; below it if bad is small."""
+    action: str
+
+    def state(self, value: float) -> int:
+        """Index into `STATES`."""
+        sign = 1 if self.unstable > self.watch else -1
+        return (sign * value > sign * self.watch) + (sign * value > sign * self.unstable)
+
+
+class Verdict(NamedTuple):
+    """`Verdict("watch", ["mismatch/kl 0.03 above 0.02: ..."])`."""
+
+    state: str
+    reasons: list[str]
+
+
+class UnstableError(RuntimeError):
+    """A step after which a run was not to go on; one line."""
+
+
+STALE = "a refit may have brought stale weights or scales: set glue.verify=full"
+SIGNALS = (
+    Signal(KL, 0.02, 0.1, STALE),
+    Signal("mismatch/token_mult_prob_error", 1.05, 1.5, f"{KL} in docs/troubleshooting.md"),
+    Signal("correction/ess", 0.5, 0.3, "few tokens carry the update: truncate, or mask by token"),
+    Signal(
+        "correction/masked_fraction", 0.1, 0.5,
+        "bounds too tight for this mismatch: recipes.measure_mismatch proposes others",
+    ),
+    Signal(
+        "recalibrate/saturated_fraction", 0.5, 1.1,
+        "ranges outgrow their scales each step: raise glue.recalibrate.margin or history",
+    ),
+)  # fmt: skip
+GROWTH = Signal(f"growth of {KL}", 3.0, 10.0, "lower the learning rate, or correct more strictly")
+
+
+def judge(rows: Sequence[Row]) -> Verdict:
+    """The verdict on the last of a run's rows so far.
+
+    Args:
+        rows: of `metrics.jsonl`; those without a mismatch count for nothing.
+    """
+    if not rows:
+        return Verdict(STATES[0], [])
+    found = [(signal, rows[-1][signal.key]) for signal in SIGNALS if signal.key in rows[-1]]
+    if (growth := _growth(rows)) is not None:
+        found.append((GROWTH, growth))
+    worst = max((signal.state(value) for signal, value in found), default=0)
+    return Verdict(
+        STATES[worst],
+        [_reason(signal, value) for signal, value in found if signal.state(value) == worst > 0],
+    )
+
+
+def append_judged(run_dir: Path, row: dict[str, Any], stop: bool) -> str:
+    """Append a step's metrics and its `health/state`, 0 to 2.
+
+    Args:
+        run_dir: of the run.
+        row: the step's metrics.
+        stop: whether an unstable step ends the run.
+
+    Returns:
+        What a terminal says where the state changed: `step 7: watch: REASONS`; else nothing.
+
+    Raises:
+        UnstableError: with the reasons; the row is written.
+    """
+    before = read_metrics(run_dir)
+    verdict = judge([*before, row])
+    state, why = STATES.index(verdict.state), "; ".join(verdict.reasons)
+    append_metrics(run_dir, row | {STATE: state})
+    if stop and verdict.state == STATES[-1]:
+        raise UnstableError(
+            f"step {row['step']} is unstable: {why} (grpo.stop_when_unstable=false goes on)"
+        )
+    if state == (before[-1].get(STATE, 0) if before else 0):
+        return ""
+    return ": ".join(filter(None, (f"step {row['step']}", verdict.state, why)))
+
+
+def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:
+    """The first step of the worst state that a run went through, and why; None if always healthy.
+
+    Args:
+        rows: as `append_judged` wrote them.
+    """
+    states = [row.get(STATE, 0) for row in rows]
+    if not any(states):
+        return None
+    at = states.index(max(states))
+    return int(rows[at]["step"]), judge(rows[: at + 1])
+
+
+def _growth(rows: Sequence[Row]) -> float | None:
+    """Mean KL of the last window over that of the first; None before two windows have passed."""
+    kl = [row[KL] for row in rows if KL in row]
+    if len(kl) < 2 * WINDOW:
+        return None
+    first, last = sum(kl[:WINDOW]) / WINDOW, sum(kl[-WINDOW:]) / WINDOW
+    return last / max(first, SMALLEST_KL)
+
+
+def _reason(signal: Signal, value: float) -> str:
+    state = signal.state(value)
+    bound = (signal.watch, signal.unstable)[state - 1]
+    side = "above" if signal.unstable > signal.watch else "below"
+    texts = (f"{value:.{digits}g}" for digits in range(3, 18))
+    found = next(text for text in texts if text != f"{bound:g}")  # not "1.05 above 1.05"
+    return f"{signal.key} {found} {side} {bound:g}: {signal.action}"

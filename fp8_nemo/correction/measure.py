@@ -1,0 +1,254 @@
+"""Measuring a run's mismatch: what it kept of its steps, and what each correction would do to it.
+
+A run keeps some of its batches (`save_pair`); NeMo RL keeps all of its own
+(`train_data_step*.jsonl`), of which some are read. Both become `LogprobPair`s here.
+
+Shapes: B sequences, T tokens, N real tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fp8_nemo.correction.correct import STATISTICS, correct, correction_metrics
+from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.correction.quantiles import POINTS, VETO, Measurement
+from fp8_nemo.recipe.options import Correction
+
+KEPT_TOKENS = 2**20  # of one step: 4 MiB kept, and 190 MiB while all statistics are measured
+NEMO_STEPS = 16
+"""Of a run inside NeMo RL, which keeps every step: 100 of 2 million tokens would take 37 GB."""
+FOLDER = "mismatch"
+NEMO_FILES = "log/nemo/**/train_data_step*.jsonl"
+
+
+class MeasureError(ValueError):
+    """Nothing to measure; one line."""
+
+
+class Effect(NamedTuple):
+    """What a correction would do: shares of tokens, effective sample share, mean multiplier."""
+
+    clipped: float
+    rejected: float
+    ess: float
+    mean: float
+
+
+def save_pair(run_dir: Path, step: int, pair: LogprobPair) -> None:
+    """Keep a step's log ratios, whole sequences up to `KEPT_TOKENS`, in the run directory."""
+    from safetensors.torch import save
+
+    mask_BT = pair.mask_BT.bool().cpu()
+    length_B = mask_BT.sum(dim=1)
+    kept = int((length_B.cumsum(0) <= KEPT_TOKENS).sum())
+    log_ratio_N = pair.log_ratio_BT.cpu()[:kept][mask_BT[:kept]].float()
+    folder = run_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    tensors = {"log_ratio_N": log_ratio_N, "length_B": length_B[:kept].int()}
+    (folder / f"step-{step:06}.safetensors").write_bytes(save(tensors))
+
+
+def read_pairs(path: Path) -> dict[str, LogprobPair]:
+    """A run directory's kept steps, or a file of NeMo RL's, by where it stands.
+
+    Of NeMo RL's steps at most `NEMO_STEPS`, from the first to the last, and of each the last
+    attempt's; of each whole sequences up to `KEPT_TOKENS`.
+
+    Raises:
+        MeasureError: the path holds none.
+    """
+    files = [path] if path.is_file() else sorted((path / FOLDER).glob("step-*.safetensors"))
+    files = files or _nemo_files(path)
+    try:
+        found = {str(file): _read(file) for file in files}
+        if any(not pair.mask_BT.any() for pair in found.values()):
+            raise ValueError("a step without a token")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MeasureError(f"{path}: cannot be read as a mismatch, {error}") from None
+    if not found:
+        raise MeasureError(
+            f"{path}: no {FOLDER}/step-*.safetensors and no {NEMO_FILES}; a run keeps its "
+            "mismatch at every validation"
+        )
+    return found
+
+
+def _nemo_files(run_dir: Path) -> list[Path]:
+    of_step = {_step_of(file): file for file in sorted(run_dir.glob(NEMO_FILES))}  # exp_001 first
+    steps = sorted(of_step)
+    parts = min(len(steps), NEMO_STEPS) - 1
+    places = {part * (len(steps) - 1) // max(1, parts) for part in range(parts + 1)}
+    return [of_step[steps[place]] for place in sorted(places)]
+
+
+def measure(pairs: dict[str, LogprobPair]) -> Measurement:
+    """The distribution of every statistic over the tokens of all batches.
+
+    Args:
+        pairs: by where each came from.
+    """
+    share = torch.linspace(0, 1, POINTS + 1, dtype=torch.float64)
+    values = {
+        name: torch.cat([statistic(pair)[pair.mask_BT.bool()] for pair in pairs.values()])
+        for name, statistic in STATISTICS.items()
+    }
+    values[VETO] = torch.cat([_least_ratio(pair)[pair.mask_BT.bool()] for pair in pairs.values()])
+    log_ratio_N = torch.cat([pair.log_ratio_N for pair in pairs.values()])
+    return Measurement(
+        source=list(pairs),
+        tokens=log_ratio_N.numel(),
+        sequences=sum(int(pair.mask_BT.any(dim=1).sum()) for pair in pairs.values()),
+        kl=_spread(log_ratio_N)[0],
+        quantiles={name: _quantiles(x.double(), share) for name, x in values.items()},
+    )
+
+
+def effect(pairs: Iterable[LogprobPair], correction: Correction) -> Effect:
+    """Means over batches, weighted by their tokens: `normalize` is of one batch, as in a step."""
+    rows, weights = [], []
+    for pair in pairs:
+        found = correction_metrics(correct(pair, correction), pair, correction)
+        rows.append([found[f"correction/{key}"] for key in EFFECT_KEYS])
+        weights.append(float(pair.mask_BT.sum()))
+    total = math.fsum(weights)
+    columns = zip(*rows, strict=True)
+    return Effect(
+        *(
+            math.fsum(x * w for x, w in zip(column, weights, strict=True)) / total
+            for column in columns
+        )
+    )
+
+
+EFFECT_KEYS = ("clipped_fraction", "masked_fraction", "ess", "multiplier_mean")
+
+
+def by_position(
+    pairs: Iterable[LogprobPair], parts: int = 10
+) -> Iterator[tuple[str, float, float]]:
+    """KL and 99th percentile of `|log_ratio|` by where in its sequence a token stands.
+
+    Yields:
+        `("0-10%", kl, p99)`, the first of `parts` equal parts of every sequence first.
+    """
+    where, ratios = [], []
+    for pair in pairs:
+        mask_BT = pair.mask_BT.bool()
+        place_BT = mask_BT.cumsum(dim=1) - 1
+        length_B1 = mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        where.append((place_BT * parts // length_B1)[mask_BT])
+        ratios.append(pair.log_ratio_N)
+    where_N, x_N = torch.cat(where), torch.cat(ratios)
+    for part in range(parts):
+        if (x := x_N[where_N == part]).numel():
+            name = f"{100 * part // parts}-{100 * (part + 1) // parts}%"
+            yield name, *_spread(x)
+
+
+def by_length(pairs: Iterable[LogprobPair], parts: int = 4) -> Iterator[tuple[str, float, float]]:
+    """KL and 99th percentile of `|log_ratio|` by the length of a token's sequence.
+
+    Yields:
+        `("1-7", kl, p99)`: lengths in tokens, at most `parts` groups of about as many sequences,
+        those of one length together.
+    """
+    sequences = [
+        x_T[mask_T]
+        for pair in pairs
+        for x_T, mask_T in zip(pair.log_ratio_BT, pair.mask_BT.bool(), strict=True)
+        if mask_T.any()
+    ]
+    sequences.sort(key=len)
+    size = -(-len(sequences) // parts)
+    lasts = sorted({len(sequences[min(n, len(sequences)) - 1]) for n in _steps(size, parts)})
+    for shortest, longest in zip([1, *(last + 1 for last in lasts)], lasts, strict=False):
+        some = [each for each in sequences if shortest <= len(each) <= longest]
+        yield f"{len(some[0])}-{len(some[-1])}", *_spread(torch.cat(some))
+
+
+def _steps(size: int, count: int) -> range:
+    return range(size, size * count + 1, size)
+
+
+def _spread(x_N: Tensor) -> tuple[float, float]:
+    zeros = torch.zeros_like(x_N)[None]
+    found = mismatch_metrics(LogprobPair(x_N[None], zeros, torch.ones_like(zeros).bool()))
+    return found["mismatch/kl"], found["mismatch/abs_log_ratio_p99"]
+
+
+def _least_ratio(pair: LogprobPair) -> Tensor:
+    """Every token's sequence's smallest token ratio, `[B, T]`."""
+    ratio_BT = STATISTICS["token"](pair).masked_fill(~pair.mask_BT.bool(), torch.inf)
+    return ratio_BT.amin(dim=1, keepdim=True).expand_as(ratio_BT)
+
+
+def _quantiles(value_N: Tensor, share: Tensor) -> list[float]:
+    """By linear interpolation between order statistics; `torch.quantile` takes 2**24 values."""
+    ordered = value_N.sort().values
+    at = share * (len(ordered) - 1)
+    left = at.long().clamp(max=max(0, len(ordered) - 2))
+    right = (left + 1).clamp(max=len(ordered) - 1)
+    return torch.lerp(ordered[left], ordered[right], at - left).tolist()
+
+
+def _read(file: Path) -> LogprobPair:
+    if file.suffix == ".jsonl":
+        return _read_nemo(file)
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not whole ({error}); delete it") from None
+    lengths = tensors["length_B"].tolist()
+    return _padded(list(tensors["log_ratio_N"].double().split(lengths)))
+
+
+def _read_nemo(file: Path) -> LogprobPair:
+    """One step as NeMo RL logs it, a sequence a line (grpo.py:3645); prompts are left out."""
+    sequences, tokens = [], 0
+    with file.open() as lines:
+        for row in map(json.loads, lines):
+            if not _scalar(row["sample_loss_mask"]):
+                continue
+            keys = ("prev_logprobs", "generation_logprobs", "token_loss_mask")
+            train_T, rollout_T, mask_T = (torch.tensor(_flat(row[k])).double() for k in keys)
+            sequences.append((train_T - rollout_T)[mask_T.bool()])
+            tokens += len(sequences[-1])
+            if tokens > KEPT_TOKENS:
+                return _padded(sequences[:-1])
+    return _padded(sequences)
+
+
+def _flat(value: list) -> list:
+    """NeMo RL writes a batch of one: `[[...]]`."""
+    return value[0] if value and isinstance(value[0], list) else value
+
+
+def _scalar(value: float | list) -> float:
+    while isinstance(value, list):
+        value = value[0]
+    return value
+
+
+def _padded(sequences: list[Tensor]) -> LogprobPair:
+    if not sequences:
+        raise ValueError("no sequence")
+    log_ratio_BT = pad_sequence(sequences, batch_first=True)
+    length_B1 = torch.tensor([[len(each)] for each in sequences])
+    mask_BT = torch.arange(log_ratio_BT.shape[1]) < length_B1
+    return LogprobPair(log_ratio_BT, torch.zeros_like(log_ratio_BT), mask_BT)
+
+
+def _step_of(file: Path) -> int:
+    return int(file.stem.rpartition("step")[2])

@@ -1,0 +1,157 @@
+"""A measured mismatch, as far as bounds need it: what a correction would reject.
+
+`recipes.measure_mismatch` writes it, a plan whose correction names it (`correction.measurement`) is
+held against it, on a login node without torch. For every statistic of `correction.py` it holds
+quantiles over tokens, a sequence's number counted once for each of its tokens, since that is what
+leaves the loss.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction, Mistake
+
+POINTS = 1000  # quantiles 0, 1/1000, ..., 1: a share is known to a tenth of a point
+VETO = "min-token"
+"""The smallest token ratio of a sequence, which a veto looks at."""
+
+
+class MeasurementError(ValueError):
+    """A file that is no measurement; one line."""
+
+
+def token_share(text: str) -> float:
+    """A share of tokens as it is written on a command line.
+
+    Raises:
+        ArgumentTypeError: it is not above 0 and below 1.
+    """
+    if not 0 < (found := float(text)) < 1:
+        raise ArgumentTypeError(f"{text} must be above 0 and below 1")
+    return found
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured, and on what: `Measurement(["outputs/..."], 20480, 2048, 8e-4, {...})`."""
+
+    source: list[str]
+    """Run directories or files, with the steps that were read."""
+    tokens: int
+    sequences: int
+    kl: float
+    """Mean k3, nats per token."""
+    quantiles: dict[str, list[float]]
+    """Statistic to its `POINTS + 1` quantiles over tokens."""
+
+    def share_above(self, statistic: str, bound: float) -> float:
+        """Share of tokens whose statistic is above a bound."""
+        points = self.quantiles[statistic]
+        return 1 - _share(points, bisect.bisect_right(points, bound), bound)
+
+    def share_below(self, statistic: str, bound: float) -> float:
+        """Share of tokens whose statistic is below a bound."""
+        points = self.quantiles[statistic]
+        return _share(points, bisect.bisect_left(points, bound), bound)
+
+    def rejected(self, correction: Correction) -> float:
+        """Share of tokens that a correction would take out of the loss, mask and veto together.
+
+        Where both are set it is at most their sum, which is what is given.
+        """
+        share = 0.0
+        if correction.mask != "none" and correction.low is not None:
+            share += self.share_below(correction.mask, correction.low)
+        if correction.mask != "none" and correction.high is not None:
+            share += self.share_above(correction.mask, correction.high)
+        if correction.veto is not None:
+            share += self.share_below(VETO, correction.veto)
+        return min(1.0, share)
+
+    def bounds(self, statistic: str, reject: float) -> tuple[float | None, float]:
+        """`(low, high)` that reject a share of tokens: half below and half above, for a ratio.
+
+        Args:
+            statistic: a row of `correction.STATISTICS`.
+            reject: the wanted share, above 0 and below 1.
+        """
+        points = self.quantiles[statistic]
+        if statistic in DIVERGENCES:
+            return None, _quantile(points, 1 - reject)
+        return _quantile(points, reject / 2), _quantile(points, 1 - reject / 2)
+
+    def write(self, file: Path) -> None:
+        """As JSON."""
+        file.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_measurement(file: Path) -> Measurement:
+    """Read back what `Measurement.write` wrote.
+
+    Raises:
+        MeasurementError: there is no such file, or it holds something else.
+    """
+    try:
+        found = Measurement(**json.loads(file.read_text()))
+        if any(len(points) != POINTS + 1 for points in found.quantiles.values()):
+            raise ValueError("quantiles")
+    except OSError as error:
+        raise MeasurementError(f"{file}: {str(error.strerror).lower()}") from None
+    except (ValueError, TypeError, AttributeError):
+        raise MeasurementError(f"{file}: is no measurement of recipes.measure_mismatch") from None
+    if missing := {*RATIOS, *DIVERGENCES, VETO}.difference(found.quantiles):
+        lacks = f"{file}: is of another version, {', '.join(sorted(missing))} is missing"
+        raise MeasurementError(f"{lacks}; measure again")
+    return found
+
+
+def measurement_mistakes(correction: Correction) -> Iterator[Mistake]:
+    """What a correction's own measurement says against it."""
+    if correction.measurement is None:
+        return
+    try:
+        share = read_measurement(Path(correction.measurement)).rejected(correction)
+    except MeasurementError as error:
+        remedy = "write one with `python -m recipes.measure_mismatch RUN_DIR`"
+        yield Mistake("correction.measurement", correction.measurement, str(error), remedy)
+        return
+    if share > correction.max_reject:
+        yield Mistake(
+            "correction.name",
+            correction.name,
+            f"would reject {share:.1%} of the tokens measured in {correction.measurement}, and "
+            f"correction.max_reject={correction.max_reject}",
+            "take the bounds that recipes.measure_mismatch proposes, or raise max_reject",
+        )
+
+
+def measurement_notes(correction: Correction) -> Iterator[str]:
+    """What a plan was held against: another model's mismatch, or of other lengths, says little."""
+    if correction.measurement is not None:
+        found = read_measurement(Path(correction.measurement))
+        length, share = found.tokens / found.sequences, found.rejected(correction)
+        yield (
+            f"correction.measurement: {correction.name} rejects {share:.2%} of what was measured, "
+            f"{length:.0f} tokens a sequence, on {', '.join(found.source)}"
+        )
+
+
+def _share(points: list[float], below: int, bound: float) -> float:
+    """Share of values under a bound that stands behind the first `below` quantiles."""
+    if below in (0, len(points)):
+        return float(below > 0)
+    left, right = points[below - 1], points[below]
+    between = (bound - left) / (right - left) if right > left else 0.0
+    return (below - 1 + between) / (len(points) - 1)
+
+
+def _quantile(points: list[float], share: float) -> float:
+    at = share * (len(points) - 1)
+    left = min(int(at), len(points) - 2)
+    return points[left] + (at - left) * (points[left + 1] - points[left])

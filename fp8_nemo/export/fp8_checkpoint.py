@@ -1,0 +1,360 @@
+"""A Hugging Face checkpoint as a blockwise FP8 one, in the format that vLLM loads as it is.
+
+What it guarantees
+    The bytes and scales are those of a refit: the same `encode`, so that a policy which was trained
+    here is served as it was rolled out. Shards keep their names; one is held at a time.
+
+What it takes care of
+    The result cannot be loaded before it is whole: `config.json` is written last, and taken away
+    before a shard is made again. A conversion that was killed goes on after its last shard, if the
+    source and the settings are the same; its KV scales are not measured again. Of another source,
+    or of one that changed, it is refused: half of it, and its KV scales, would be the old one's.
+
+What it refuses
+    A checkpoint that is FP8 already, of another family than Llama, Qwen3 and Qwen3-MoE, or that
+    holds a weight which is not finite; and a folder with anything else in it.
+
+Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fp8_nemo.glue import wire as weights
+from fp8_nemo.glue.quantize import FP8, Fp8Weight, dequantize_blocks
+from fp8_nemo.glue.refit import encode, pieces_of
+from fp8_nemo.recipe.model_dir import damage
+from fp8_nemo.recipe.options import Precision
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe")
+DTYPES = ("BF16", "F32")
+INDEX = "model.safetensors.index.json"
+BOOK = "quantization.json"
+"""Beside the shards: source, settings, KV scales, and per shard every FP8 weight's error."""
+LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+LFS_POINTER = b"version https://git-lfs"
+
+Progress = Callable[[str, int, int], None]
+"""Told a shard's name, and how many of how many tensors are done."""
+
+
+class ConversionError(ValueError):
+    """A checkpoint that cannot be converted, or a folder that cannot take the result."""
+
+
+class WeightError(NamedTuple):
+    """What FP8 cost a weight or a slab: `WeightError("...q_proj.weight", 0.026, 0.0003)`."""
+
+    name: str
+    relative: float
+    """Frobenius norm of the difference, over that of the weight."""
+    zeroed: float
+    """Share of values that became 0."""
+
+
+class Calibration(NamedTuple):
+    """How the scales of an FP8 cache are found, once a conversion needs them."""
+
+    settings: dict[str, Any]
+    """What they follow from; a conversion goes on only with the same."""
+    scales: Callable[[], dict[str, float]]
+    """KV scales by vLLM's names."""
+
+
+def quantize_checkpoint(
+    source: Path,
+    target: Path,
+    precision: Precision,
+    *,
+    calibration: Calibration | None = None,
+    progress: Progress = lambda shard, done, total: None,
+) -> list[WeightError]:
+    """Convert; errors of every FP8 weight, in the order of the shards.
+
+    Args:
+        source: a folder in Hugging Face format, BF16 or FP32 safetensors; subfolders are left out.
+        target: a folder that does not exist, is empty, or holds a part of the same conversion.
+        precision: which layers stay in BF16, and the format of the scales.
+        calibration: of an FP8 cache, whose scales go into the first shard; None for BF16.
+        progress: told what is done.
+
+    Raises:
+        ConversionError: see the module.
+    """
+    config, shards = read_config(source), _shards(source)
+    for shard in shards:
+        _check_blocks(shard, precision, config["num_hidden_layers"])
+    settings = asdict(precision) | (calibration.settings if calibration else {})
+    book = _opened_book(source, target, shards, settings)
+    if calibration and book["kv_scales"] is None:
+        book["kv_scales"] = calibration.scales()
+        _write_json(target / BOOK, book)
+    for number, shard in enumerate(shards):
+        if shard.name in book["shards"] and _is_whole(target / shard.name):
+            continue
+        (target / "config.json").unlink(missing_ok=True)
+        scales = book["kv_scales"] if number == 0 else None
+        extra = {name: torch.tensor([scale]) for name, scale in (scales or {}).items()}
+        layers = config["num_hidden_layers"]
+        found = _convert(shard, target / shard.name, precision, layers, extra, progress)
+        book["shards"][shard.name] = found
+        _write_json(target / BOOK, book)
+    done = book["shards"]
+    tensors = {name: shard for shard in done for name in done[shard]["tensors"]}
+    _copy_rest(source, target)
+    if (source / INDEX).is_file():
+        total = sum(each["bytes"] for each in done.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(tensors.items()))}
+        _write_json(target / INDEX, index)
+    _write_json(target / "config.json", config | {"quantization_config": _quantization(tensors)})
+    return [WeightError(*each) for shard in shards for each in done[shard.name]["errors"]]
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """The configuration of a checkpoint that can be converted.
+
+    Raises:
+        ConversionError: there is none, it is quantized already, or of an unknown family.
+    """
+    file = source / "config.json"
+    config = _json(file)
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConversionError(f"{source}: is quantized already ({method})")
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        families = ", ".join(FAMILIES)
+        raise ConversionError(f"{file}: model_type={family}, must be one of {families}")
+    if not isinstance(config.get("num_hidden_layers"), int):
+        raise ConversionError(f"{file}: has no num_hidden_layers")
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def error_table(errors: list[WeightError]) -> Table:
+    """One row a layer: mean and largest relative error, and which weight has it."""
+    rows = Table(title="relative error of FP8 weights", title_justify="left")
+    for name in ("layer", "weights", "mean", "largest", "in", "became 0"):
+        rows.add_column(name, justify="left" if name == "in" else "right")
+    for layer, found in by_layer(errors).items():
+        worst = found[0]
+        rows.add_row(
+            str(layer), str(len(found)), f"{fmean(error.relative for error in found):.4f}",
+            f"{worst.relative:.4f}",
+            worst.name.partition(f".{layer}.")[2].removesuffix(".weight"),
+            f"{max(error.zeroed for error in found):.2%}",
+        )  # fmt: skip
+    return rows
+
+
+def serve_line(target: Path, *, fp8_cache: bool) -> str:
+    """The command that serves a converted checkpoint with the bytes that it has.
+
+    Without the variable vLLM 0.25.1 quantizes the weights again as it loads them on a GPU with
+    DeepGEMM, to scales that are powers of two (`deepgemm_post_process_fp8_weight_block`).
+    """
+    cache = " --kv-cache-dtype fp8" if fp8_cache else ""
+    return f"VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve {shlex.quote(str(target))}{cache}"
+
+
+def by_layer(errors: list[WeightError]) -> dict[int, list[WeightError]]:
+    """Errors of each layer, the largest first."""
+    found: dict[int, list[WeightError]] = {}
+    for error in errors:
+        found.setdefault(int(error.name.split(".")[2]), []).append(error)
+    return {n: sorted(found[n], key=lambda each: -each.relative) for n in sorted(found)}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConversionError(
+            f"{file}: {reason}; must be a checkpoint in Hugging Face format, or the directory of a "
+            "local run; of a run of NeMo RL its examples/converters/convert_megatron_to_hf.py "
+            "makes one"
+        ) from None
+    if not isinstance(found, dict):
+        raise ConversionError(f"{file}: is not an object")
+    return found
+
+
+def _shards(source: Path) -> list[Path]:
+    names = ["model.safetensors"]
+    if (source / INDEX).is_file():
+        weight_map = _json(source / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConversionError(f"{source / INDEX}: has no weight_map")
+        names = sorted(set(weight_map.values()))
+    for name in names:
+        _check_shard(source / name)
+    return [source / name for name in names]
+
+
+def _check_shard(file: Path) -> None:
+    """Whether it is whole, and of numbers that can be quantized; by its header alone."""
+    if not file.is_file():
+        raise ConversionError(f"{file.parent}: lacks {file.name}; its weights must be safetensors")
+    with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ConversionError(f"{file}: is a pointer of git-lfs, not weights; git lfs pull")
+    if found := damage(file):
+        raise ConversionError(f"{file}: {found}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ConversionError(f"{file}: is no safetensors file ({error})") from None
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES or name.endswith(weights.SCALE_SUFFIX):
+            raise ConversionError(f"{name}: is {dtype}, must be BF16 or F32 ({file})")
+
+
+def _check_blocks(file: Path, precision: Precision, layers: int) -> None:
+    """Whether vLLM will take every weight's blocks (`validate_fp8_block_shape`)."""
+    with safe_open(file, framework="pt") as opened:
+        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+    for name, shape in shapes.items():
+        if not weights.is_fp8_weight(name, tuple(shape), precision, layers):
+            continue
+        stacked = max(1, len(weights.slab_projections(name)))
+        if shape[-2] % (weights.BLOCK * stacked) or shape[-1] % weights.BLOCK:
+            raise ConversionError(
+                f"{name}: is {' x '.join(map(str, shape))}, and vLLM takes blockwise FP8 in "
+                f"multiples of {weights.BLOCK} alone; this model stays in BF16 ({file})"
+            )
+
+
+def _opened_book(
+    source: Path, target: Path, shards: list[Path], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """What a conversion into this folder has done so far; written at once, so that it goes on.
+
+    A source is its configuration, and size and time of each shard: the KV scales are of all of it,
+    so that a shard that is another now makes it another source.
+    """
+    config = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
+    identity = {"config.json": config, "shards": {each.name: _fingerprint(each) for each in shards}}
+    begun = {"source": identity, "settings": settings}
+    if (target / BOOK).is_file():
+        book = _json(target / BOOK)
+        for what, value in begun.items():
+            if book.get(what) != value:
+                other = {
+                    "source": "of another source, or of this one before it changed",
+                    "settings": "with other settings",
+                }[what]
+                raise ConversionError(
+                    f"{target}: holds a conversion {other}; delete it, or name another folder"
+                )
+        return book
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConversionError(f"{target}: is not empty, and holds no conversion of ours")
+    target.mkdir(parents=True, exist_ok=True)
+    book = begun | {"kv_scales": None, "shards": {}}
+    _write_json(target / BOOK, book)
+    return book
+
+
+def _is_whole(file: Path) -> bool:
+    return file.is_file() and not damage(file)
+
+
+def _fingerprint(file: Path) -> list[int]:
+    return [file.stat().st_size, file.stat().st_mtime_ns]
+
+
+def _convert(
+    source: Path,
+    target: Path,
+    precision: Precision,
+    layers: int,
+    extra: dict[str, Tensor],
+    progress: Progress,
+) -> dict[str, Any]:
+    """One shard; what the book keeps of it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors, errors = dict(extra), []  # in FP8 half a shard
+    with safe_open(source, framework="pt") as file:
+        names = list(file.keys())
+        for done, name in enumerate(names):
+            progress(source.name, done, len(names))
+            weight = file.get_tensor(name).to(device)
+            encoded = encode([(name, weight)], precision, num_layers=layers)
+            if encoded.nonfinite_N.any():
+                raise ConversionError(f"{name}: holds NaN or Inf ({source})")
+            made = dict(encoded.tensors)
+            if weights.is_fp8_weight(name, tuple(weight.shape), precision, layers):
+                errors.append(_error(name, weight, made))
+            tensors |= {each: tensor.cpu().contiguous() for each, tensor in made.items()}
+    whole = target.with_suffix(".part")
+    save_file(tensors, whole, metadata={"format": "pt"})
+    shutil.copymode(source, whole)
+    whole.rename(target)
+    progress(source.name, len(names), len(names))
+    return {
+        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "tensors": {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
+        "errors": errors,
+    }
+
+
+def _error(name: str, weight: Tensor, made: Mapping[str, Tensor]) -> WeightError:
+    difference = norm = zeroed = 0.0
+    fp8 = ((each, tensor) for each, tensor in made.items() if tensor.dtype == FP8)
+    for piece_OI, (each, fp8_OI) in zip(pieces_of(name, weight), fp8, strict=True):
+        real_OI = piece_OI.to(torch.bfloat16).float()
+        held_OI = dequantize_blocks(Fp8Weight(fp8_OI, made[weights.scale_name(each)])).float()
+        difference += (held_OI - real_OI).square().sum().item()
+        norm += real_OI.square().sum().item()
+        zeroed += ((held_OI == 0) & (real_OI != 0)).sum().item()
+    return WeightError(name, (difference / norm) ** 0.5 if norm else 0.0, zeroed / weight.numel())
+
+
+def _quantization(tensors: Mapping[str, str]) -> dict[str, Any]:
+    """The block of `config.json` by which vLLM knows the format."""
+    plain = (name for name in tensors if f"{name}{weights.SCALE_SUFFIX}" not in tensors)
+    modules = [name.removesuffix(".weight") for name in plain if name.endswith("proj.weight")]
+    routers = [name.removesuffix(".weight") for name in tensors if name.endswith(".gate.weight")]
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [weights.BLOCK, weights.BLOCK],
+        "modules_to_not_convert": sorted(["lm_head", *modules, *routers]),
+    }
+
+
+def _copy_rest(source: Path, target: Path) -> None:
+    for file in _rest(source):
+        (target / file.name).unlink(missing_ok=True)  # a copy of a file that nobody may write
+        shutil.copy(file, target / file.name)
+
+
+def _rest(source: Path) -> Iterator[Path]:
+    """Tokenizer, templates, generation settings: everything but weights and what names them."""
+    for file in sorted(source.iterdir()):
+        written = file.name in (BOOK, "config.json") or file.name.endswith(".index.json")
+        if file.is_file() and not written and file.suffix not in LEFT_OUT:
+            yield file
+
+
+def _write_json(file: Path, content: Any) -> None:
+    part = file.with_name(file.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.rename(file)

@@ -1,0 +1,1 @@
+"""The small module: quantize, recalibrate, refit, prove."""

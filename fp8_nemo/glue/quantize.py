@@ -1,0 +1,238 @@
+"""The FP8 contract: E4M3 with FP32 scales, 128x128 blocks for weights, 1x128 groups otherwise.
+
+What it guarantees
+    `scale = 448 / amax` and `scale_inv = 1 / scale`, each one correctly rounded FP32 division, then
+    `fp8 = cast(clamp(w * scale, -448, 448))`, round to nearest even. This is TransformerEngine's
+    rule (`common/recipe/recipe_common.cuh`), so a trainer in FP8 and an engine that is fed from
+    here hold the same bytes. Equality of FP8 is equality of bytes.
+
+What it takes care of
+    A weight is rounded to BF16 first, also when its master is FP32: xtuner #2044 saw a mismatch 25
+    times larger when the two sides quantized different numbers. `amax` is taken in FP32 over the
+    block's real elements; padding is zero and so never changes it. A block of zeros has
+    `scale_inv = 1`. Where `448 / amax` overflows, the scale is the input type's largest finite
+    value. Power-of-two scales are rounded before quantizing, never after (0.335 against 0.026
+    relative error).
+
+What it refuses
+    Weights that are not finite. With a `nonfinite` slot the verdict stays on the device, to be read
+    once per refit; without one it is read, and raised, at once.
+
+On a CUDA device the exact formula runs as a Triton kernel (`kernels.py`), one pass and one launch
+for a weight, a slab, a list or activations; on a CPU as torch operations, which are its reference.
+
+`formula="stock"` repeats NeMo RL's `cast_tensor_to_fp8_blockwise` (main 7ea279a) for comparisons:
+it multiplies by a rounded reciprocal (two roundings) and pads with the last element's value.
+
+Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), T tokens, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8_nemo.glue.wire import BLOCK
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+Formula = Literal["exact", "stock"]
+
+
+class Fp8Weight(NamedTuple):
+    """An FP8 weight: bytes `[..., O, I]` and FP32 block scales `[..., P, Q]`."""
+
+    fp8_OI: Tensor
+    scale_inv_PQ: Tensor
+
+
+class Fp8Groups(NamedTuple):
+    """FP8 activations or gradients: bytes `[..., T, I]` and FP32 group scales `[..., T, Q]`."""
+
+    fp8_TI: Tensor
+    scale_inv_TQ: Tensor
+
+
+def quantize_blocks(
+    weight_OI: Tensor,
+    *,
+    pow2: bool = False,
+    formula: Formula = "exact",
+    nonfinite: Tensor | None = None,
+) -> Fp8Weight:
+    """Quantize a weight `[O, I]`, or a slab of experts `[E, O, I]`, in 128x128 blocks.
+
+    Args:
+        weight_OI: BF16 or FP32; FP32 is rounded to BF16 first.
+        pow2: scales that are powers of two (UE8M0).
+        formula: `exact` (the contract) or `stock` (NeMo RL's, to compare with).
+        nonfinite: boolean slot, set without a host read if the weight is not finite, and else left
+            as it is.
+
+    Raises:
+        ValueError: the weight holds NaN or Inf and no slot was given; or a ragged slab with
+            `formula="stock"`, which NeMo RL does not define.
+    """
+    slot = nonfinite
+    if slot is None:
+        slot = torch.zeros((), dtype=torch.bool, device=weight_OI.device)
+    if weight_OI.is_cuda and formula == "exact":
+        from fp8_nemo.glue import kernels
+
+        quantized = Fp8Weight(*kernels.quantize(_bf16(weight_OI), pow2, slot))
+    else:
+        quantized = _quantize_in_torch(weight_OI, pow2, formula, slot)
+    if nonfinite is None and slot.item():
+        raise ValueError("weight holds NaN or Inf: refused, FP8 would hide it")
+    return quantized
+
+
+def quantize_list(
+    weights: Sequence[Tensor],
+    *,
+    pow2: bool = False,
+    formula: Formula = "exact",
+    nonfinite_N: Tensor,
+) -> list[Fp8Weight]:
+    """`quantize_blocks` of N weights or slabs, on a CUDA device in one launch.
+
+    Args:
+        weights: all on one device; each as `quantize_blocks` takes it.
+        pow2: scales that are powers of two.
+        formula: as `quantize_blocks`.
+        nonfinite_N: boolean slots, one a weight.
+    """
+    if weights and weights[0].is_cuda and formula == "exact":
+        from fp8_nemo.glue import kernels
+
+        found = kernels.quantize_list([_bf16(each) for each in weights], pow2, nonfinite_N)
+        return [Fp8Weight(*each) for each in found]
+    return [
+        quantize_blocks(weight, pow2=pow2, formula=formula, nonfinite=slot)
+        for weight, slot in zip(weights, nonfinite_N, strict=True)
+    ]
+
+
+def _bf16(weight_OI: Tensor) -> Tensor:
+    return weight_OI.to(torch.bfloat16).contiguous()
+
+
+def _quantize_in_torch(
+    weight_OI: Tensor, pow2: bool, formula: Formula, nonfinite: Tensor
+) -> Fp8Weight:
+    O, I = weight_OI.shape[-2:]
+    value_OI = weight_OI.to(torch.bfloat16).float()
+    padded_OI = _pad_to_blocks(value_OI, formula)
+    amax_PQ = _blocks(padded_OI).abs().amax(dim=(-3, -1))
+    nonfinite.logical_or_(~torch.isfinite(amax_PQ).all())
+    scale_PQ, scale_inv_PQ = (
+        exact_scales(amax_PQ, torch.bfloat16, pow2)
+        if formula == "exact"
+        else _stock_scales(amax_PQ, pow2)
+    )
+    scaled_OI = (_blocks(padded_OI) * scale_PQ[..., :, None, :, None]).reshape(padded_OI.shape)
+    fp8_OI = _saturating_cast(scaled_OI[..., :O, :I])
+    return Fp8Weight(fp8_OI.contiguous(), scale_inv_PQ)
+
+
+def dequantize_blocks(fp8_weight: Fp8Weight) -> Tensor:
+    """The FP32 values `[..., O, I]` that the bytes and scales stand for."""
+    fp8_OI, scale_inv_PQ = fp8_weight
+    O, I = fp8_OI.shape[-2:]
+    if O % BLOCK == 0 and I % BLOCK == 0:
+        blocks = _blocks(fp8_OI.float())
+        return (blocks * scale_inv_PQ[..., :, None, :, None]).reshape(fp8_OI.shape)
+    scale_inv_OI = scale_inv_PQ.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    return fp8_OI.float() * scale_inv_OI[..., :O, :I]
+
+
+def quantize_groups(x_TI: Tensor, *, pow2: bool = False) -> Fp8Groups:
+    """Quantize activations or gradients `[..., T, I]` in 1x128 groups along the last axis.
+
+    The last axis is the one that the product reduces. NaN and Inf pass through as NaN.
+    """
+    if x_TI.is_cuda and x_TI.dtype in (torch.bfloat16, torch.float32):
+        from fp8_nemo.glue import kernels
+
+        found = kernels.quantize_groups(x_TI.flatten(0, -2), pow2)
+        return Fp8Groups(*(each.unflatten(0, x_TI.shape[:-1]) for each in found))
+    I = x_TI.shape[-1]
+    groups = pad(x_TI.float(), (0, -I % BLOCK)).unflatten(-1, (-1, BLOCK))
+    amax_TQ = groups.abs().amax(dim=-1)
+    scale_TQ, scale_inv_TQ = exact_scales(amax_TQ, x_TI.dtype, pow2)
+    scaled_TI = (groups * scale_TQ[..., None]).flatten(-2)[..., :I]
+    return Fp8Groups(_saturating_cast(scaled_TI).contiguous(), scale_inv_TQ)
+
+
+def dequantize_groups(fp8_groups: Fp8Groups) -> Tensor:
+    """The FP32 values `[..., T, I]` that the bytes and scales stand for."""
+    fp8_TI, scale_inv_TQ = fp8_groups
+    I = fp8_TI.shape[-1]
+    groups = pad(fp8_TI.float(), (0, -I % BLOCK)).unflatten(-1, (-1, BLOCK))
+    return (groups * scale_inv_TQ[..., None]).flatten(-2)[..., :I]
+
+
+def quantize_tensor(x: Tensor, scale_inv: Tensor) -> Tensor:
+    """Quantize with one given scale, as Q, K and V are: `fp8 = cast(clamp(x / scale_inv))`.
+
+    Args:
+        x: any shape.
+        scale_inv: FP32 scalar; values beyond `448 * scale_inv` saturate.
+    """
+    return _saturating_cast(x.float() / scale_inv)
+
+
+def exact_scales(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """`(scale, scale_inv)` of FP32 maxima, of any shape, by the contract.
+
+    `tensor / tensor` is one correctly rounded division; `448.0 / tensor` is a reciprocal and a
+    product, rounded twice.
+
+    Args:
+        amax: FP32 maxima of absolute values.
+        dtype: type of the quantized values; bounds the scale where `448 / amax` overflows.
+        pow2: round `scale_inv` up to a power of two, by clearing the mantissa of `scale`.
+    """
+    scale = torch.full_like(amax, FP8_MAX) / amax
+    scale = torch.where(torch.isinf(scale), torch.finfo(dtype).max, scale)
+    if pow2:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    scale = torch.where(amax == 0, torch.ones_like(amax), scale)
+    return scale, torch.ones_like(scale) / scale
+
+
+def _stock_scales(amax: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
+    if pow2:
+        exponent = torch.ceil(torch.log2(amax / FP8_MAX)).clamp(-127, 127) + 127
+        scale = torch.where(exponent == 0, 1.0, torch.exp2(127 - exponent))
+    else:
+        scale = torch.where(amax == 0, 1.0, FP8_MAX / amax)
+    return scale, torch.reciprocal(scale)
+
+
+def _pad_to_blocks(value_OI: Tensor, formula: Formula) -> Tensor:
+    O, I = value_OI.shape[-2:]
+    margins = (0, -I % BLOCK, 0, -O % BLOCK)
+    if not any(margins):
+        return value_OI
+    if formula == "exact":
+        return pad(value_OI, margins)
+    if value_OI.ndim != 2:
+        raise ValueError(
+            f"formula=stock: slab of shape {tuple(value_OI.shape)} is not a multiple of {BLOCK} "
+            "in both features; NeMo RL refuses it too"
+        )
+    return pad(value_OI, margins, value=value_OI[-1, -1].item())
+
+
+def _blocks(padded_OI: Tensor) -> Tensor:
+    """View `[..., O, I]` as `[..., P, 128, Q, 128]`."""
+    return padded_OI.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+
+
+def _saturating_cast(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)

@@ -1,0 +1,163 @@
+"""Ranges of Q, K and V, observed where attention receives them, and the scales that follow.
+
+The trainer watches its own forwards (after QK-norm and RoPE, padding masked) and keeps the largest
+absolute value per layer on its device; the host reads once per step. `scale = margin * amax / 448`
+over the last S steps. With `source: logprob` the ranges come from the forward that the step runs
+anyway, so they are one update old: hence the margin and the history. A missing layer, a zero or a
+value that is not finite is an error; nothing falls back to 1.0, as NeMo RL's colocated path
+silently did for months (#3225).
+
+Shapes: B sequences, T tokens, R rows (tokens of all sequences), H heads, D head dimension, L
+layers, S history steps; the last axis of 3 is Q, K, V.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8_nemo.glue.quantize import FP8_MAX
+from fp8_nemo.glue.wire import kv_scale_names
+
+
+class RecalibrateError(ValueError):
+    """A range that no scale can be made of, named by layer."""
+
+
+class AmaxObserver:
+    """Running maxima `amax_SL3` of the last S steps; row 0 is the step under way.
+
+    Args:
+        num_layers: layers of the model, counted globally.
+        history: S, steps that are remembered, the one under way included.
+        device: where the maxima live; observing never leaves it.
+    """
+
+    def __init__(self, num_layers: int, history: int, device: torch.device | str = "cpu") -> None:
+        self.amax_SL3 = torch.zeros(history, num_layers, 3, device=device)
+
+    def observe(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask_BT: Tensor
+    ) -> None:
+        """Take one forward's Q, K and V, each `[B, H, T, D]`, into the step under way.
+
+        Args:
+            layer: global layer index.
+            query: as attention receives it, after norm and RoPE.
+            key: likewise.
+            value: likewise.
+            mask_BT: true at real tokens.
+        """
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+        self.observe_rows(layer, rows, mask_BT.flatten())
+
+    @torch.no_grad()
+    def observe_rows(self, layer: int, qkv_RHD: Sequence[Tensor], keep_R: Tensor) -> None:
+        """`observe`, of tokens that lie one after the other: Q, K and V, each `[R, H, D]`.
+
+        Args:
+            layer: global layer index.
+            qkv_RHD: Q, K and V, of any number of heads.
+            keep_R: true at real tokens.
+        """
+        amax_3 = self.amax_SL3[0, layer]
+        if all(x_RHD.is_cuda and x_RHD.dtype == torch.bfloat16 for x_RHD in qkv_RHD):
+            from fp8_nemo.glue import kernels
+
+            kernels.amax_rows([x_RHD.detach() for x_RHD in qkv_RHD], keep_R, amax_3)
+            return
+        kept_R11 = keep_R[:, None, None]
+        largest = [x_RHD.abs().masked_fill(~kept_R11, 0).amax() for x_RHD in qkv_RHD]
+        torch.maximum(amax_3, torch.stack(largest).to(amax_3.dtype), out=amax_3)
+
+    def next_step(self) -> None:
+        """Open a new step; the oldest is forgotten."""
+        self.amax_SL3 = self.amax_SL3.roll(1, dims=0)
+        self.amax_SL3[0] = 0
+
+    def read(self) -> Tensor:
+        """The maxima `amax_SL3` on the host: the step's one read."""
+        return self.amax_SL3.cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that a resumed run starts with the scales it stopped with."""
+        return {"amax_SL3": self.amax_SL3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises:
+            ValueError: it is of another model or another history.
+        """
+        amax_SL3 = state["amax_SL3"]
+        if amax_SL3.shape != self.amax_SL3.shape:
+            raise ValueError(
+                f"Q/K/V ranges {list(amax_SL3.shape)}, expected {list(self.amax_SL3.shape)}"
+            )
+        self.amax_SL3.copy_(amax_SL3)
+
+
+def real_rows(
+    starts_S: Tensor, lengths: Tensor, rows: int, *, cp_rank: int = 0, cp_size: int = 1
+) -> Tensor:
+    """Which rows of packed sequences are real tokens: `[rows]` booleans, without a host read.
+
+    Under context parallelism a rank holds, of every sequence, chunks `rank` and `2 * size - 1 -
+    rank` of `2 * size` equal ones (Megatron's load balancing).
+
+    Args:
+        starts_S: where each packed sequence starts, padding included, and after the last one the
+            end (`cu_seqlens_padded`), in tokens over all context-parallel ranks.
+        lengths: real tokens of each sequence, one fewer than `starts_S` has.
+        rows: rows that this rank holds.
+        cp_rank: this rank's place among those that share a sequence.
+        cp_size: how many share one.
+    """
+    row = torch.arange(rows, device=starts_S.device)
+    local_S = starts_S.long() // cp_size
+    sequence = (torch.searchsorted(local_S, row, right=True) - 1).clamp(max=len(lengths) - 1)
+    within = row - local_S[sequence]
+    if cp_size > 1:
+        chunk = (starts_S.diff().long() // (2 * cp_size))[sequence]
+        second = (2 * cp_size - 1 - cp_rank) * chunk + within - chunk
+        within = torch.where(within < chunk, cp_rank * chunk + within, second)
+    return within < lengths.to(row.device)[sequence]
+
+
+def kv_scales(amax_SL3: Tensor, margin: float) -> dict[str, float]:
+    """Scales by vLLM's names from maxima `[S, L, 3]`: `margin * amax / 448`.
+
+    Example: `{"model.layers.0.self_attn.attn.q_scale": 0.021, "model.layers.0.self_attn.k_scale":
+    0.018, ...}`.
+
+    Raises:
+        RecalibrateError: a layer was never seen, or its range is not finite.
+    """
+    scales: dict[str, float] = {}
+    for layer, maxima in enumerate(amax_SL3.amax(dim=0).tolist()):
+        for name, amax in zip(kv_scale_names(layer), maxima, strict=True):
+            if not (math.isfinite(amax) and amax > 0):
+                raise RecalibrateError(
+                    f"{name}: range {amax} cannot be a scale; it must be finite and above 0. "
+                    "Zero: no forward reached the layer; NaN or Inf: the policy diverged"
+                )
+            scales[name] = margin * amax / FP8_MAX
+    return scales
+
+
+def saturated_fraction(amax_L3: Tensor, scales: dict[str, float]) -> float:
+    """Share of the 3L ranges that exceeded `448 * scale` of the scale in force."""
+    names = [kv_scale_names(layer) for layer in range(len(amax_L3))]
+    scales_L3 = torch.tensor(
+        [[scales[name] for name in each] for each in names], dtype=torch.float64
+    )
+    return (amax_L3.double() / FP8_MAX > scales_L3).double().mean().item()
+
+
+def max_drift(before: dict[str, float], after: dict[str, float]) -> float:
+    """Largest relative change of a scale from one refit to the next."""
+    return max(abs(after[name] / before[name] - 1) for name in before)

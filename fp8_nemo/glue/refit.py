@@ -1,0 +1,218 @@
+"""Copying trainer weights into the engine, so that it lands whole or the run stops with a name.
+
+The stream, in a fixed order with fixed shapes: a sentinel, the trainer's weights in export order
+(each FP8 weight followed by its `scale_inv`), the KV scales, a manifest. The receiver keeps a book
+of it (`ledger.py`).
+
+Weights are quantized in groups, one launch each: a mixture of experts sends 18,000 of them. Those
+that are not finite are refused before the manifest is sent: every weight leaves its verdict on the
+device, and all are read at once.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# torch._foreach_* is documented and public, its underscore notwithstanding.
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8_nemo.glue import wire as weights
+from fp8_nemo.glue.ledger import (
+    MANIFEST,
+    SENTINEL,
+    Ledger,
+    RefitError,
+    RefitProof,
+    checksum,
+    manifest,
+)
+from fp8_nemo.glue.quantize import Formula, quantize_list
+from fp8_nemo.recipe.options import Precision
+
+__all__ = ["Ledger", "RefitError", "RefitProof", "encode", "in_groups", "refit_stream"]
+
+GROUP_BYTES = 2**28
+"""Trainer weights that wait for one launch: 256 MiB, 0.2% of a GPU, a layer of 8B or of experts."""
+
+
+SENTINEL_BYTES = 512
+"""NeMo RL's NCCL sender packs without padding: one byte would misalign all that follows it."""
+
+
+class Encoded(NamedTuple):
+    """A group of weights as it travels, and the verdict on each."""
+
+    tensors: list[tuple[str, Tensor]]
+    names: list[str]
+    nonfinite_N: Tensor
+
+
+def refit_stream(
+    named_weights: Iterable[tuple[str, Tensor]],
+    precision: Precision,
+    kv_scales: Mapping[str, float] | None,
+    *,
+    num_layers: int,
+    metadata_only: bool = False,
+    checksums: bool = False,
+    formula: Formula = "exact",
+) -> Iterator[tuple[str, Tensor]]:
+    """Everything that one refit sends, by name.
+
+    Args:
+        named_weights: the trainer's weights in export order; slabs of experts allowed.
+        precision: what travels: the recipe's, or BF16 linears where the receiver quantizes.
+        kv_scales: `recalibrate.kv_scales`; None where the cache is BF16.
+        num_layers: layers of the model.
+        metadata_only: NeMo RL runs the stream once at set-up for names, types and shapes, before
+            any KV scale exists: NaN stands in for them.
+        checksums: let the manifest carry one per tensor (`verify: full`).
+        formula: `exact`, or `stock` to compare with NeMo RL's.
+
+    Raises:
+        RefitError: a weight is not finite, or a KV scale is missing or not finite and positive.
+    """
+    names: list[str] = []
+    sums: list[Tensor] = []
+    verdicts: list[Encoded] = []
+    device: torch.device | None = None
+    for group in in_groups(named_weights):
+        if device is None:
+            device = group[0][1].device
+            yield SENTINEL, torch.zeros(SENTINEL_BYTES, dtype=torch.uint8, device=device)
+        encoded = encode(group, precision, num_layers=num_layers, formula=formula)
+        group.clear()  # one group lives at a time
+        verdicts.append(encoded._replace(tensors=[]))
+        names += [name for name, _ in encoded.tensors]
+        sums += [checksum(tensor) for _, tensor in encoded.tensors] if checksums else []
+        yield from _handed_over(encoded.tensors)
+        del encoded
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)  # the groups were made on their consumer's streams
+    if not metadata_only and (broken := list(_nonfinite(verdicts))):
+        raise RefitError(f"{name}: holds NaN or Inf in the trainer" for name in broken)
+    scales: dict[str, float] = {}
+    if precision.rollout_kv == "fp8":
+        scales = _checked_kv_scales(kv_scales or {}, num_layers, metadata_only)
+        together_N = torch.tensor([*scales.values()]).to(device)
+        for name, tensor in zip(scales, together_N.split(1), strict=True):
+            names.append(name)
+            sums += [checksum(tensor)] if checksums else []
+            yield name, tensor
+    yield MANIFEST, manifest(names, sums, scales).to(device)
+
+
+def encode(
+    group: Sequence[tuple[str, Tensor]],
+    precision: Precision,
+    *,
+    num_layers: int,
+    formula: Formula = "exact",
+) -> Encoded:
+    """Weights and slabs as they travel: by checkpoint name, each FP8 one with its scales.
+
+    Args:
+        group: at least one, all on one device.
+        precision: decides which are FP8.
+        num_layers: layers of the model.
+        formula: of `quantize_blocks`.
+    """
+    is_fp8 = {
+        name: weights.is_fp8_weight(name, tuple(weight.shape), precision, num_layers)
+        for name, weight in group
+    }
+    pieces = {name: pieces_of(name, weight) for name, weight in group}
+    chosen = [name for name in pieces if is_fp8[name]]
+    nonfinite_N = torch.zeros(len(chosen), dtype=torch.bool, device=group[0][1].device)
+    quantized = quantize_list(
+        [pieces[name] for name in chosen],
+        pow2=precision.scales == "pow2",
+        formula=formula,
+        nonfinite_N=nonfinite_N,
+    )
+    found = dict(zip(chosen, quantized, strict=True))
+    plain = {name: pieces[name].to(torch.bfloat16) for name in pieces if not is_fp8[name]}
+    tensors = []
+    for name, weight in group:
+        wires = weights.wire_names(name, tuple(weight.shape))
+        if name in found:
+            for wire, fp8_OI, scale_inv_PQ in zip(wires, *found[name], strict=True):
+                tensors += [(wire, fp8_OI), (weights.scale_name(wire), scale_inv_PQ)]
+        else:
+            tensors += zip(wires, plain[name], strict=True)
+    if plain:
+        # One launch and one pass over all of them, with nothing in between; it keeps NaN.
+        largest_N = torch.stack(torch._foreach_norm(list(plain.values()), math.inf))
+        nonfinite_N = torch.cat([nonfinite_N, ~torch.isfinite(largest_N)])
+    return Encoded(tensors, [*chosen, *plain], nonfinite_N)
+
+
+def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive weights until they are `GROUP_BYTES` together."""
+    group: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, weight in named_weights:
+        group.append((name, weight))
+        size += weight.nbytes
+        del weight
+        if size >= GROUP_BYTES:
+            yield group  # which its taker empties
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def pieces_of(name: str, weight: Tensor) -> Tensor:
+    """A weight or a slab as a stack of what travels: `[1, O, I]`, or one matrix per name.
+
+    A slab `[E, 2 O, I]` holds gate above up: taken apart, so that no block spans both.
+    """
+    projections = weights.slab_projections(name)
+    if not projections:
+        return weight[None]
+    return weight.unflatten(1, (len(projections), -1)).flatten(0, 1)
+
+
+def _handed_over(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors made on the current stream, safe on whichever stream each is taken.
+
+    NeMo RL's NCCL sender pulls from buffers' streams in turn (packed_tensor.py).
+    """
+    device = tensors[0][1].device
+    if device.type != "cuda":
+        yield from tensors
+        return
+    made_on = torch.cuda.current_stream(device)
+    done = made_on.record_event()
+    for name, tensor in tensors:
+        if (taken_on := torch.cuda.current_stream(device)) != made_on:
+            taken_on.wait_event(done)
+            tensor.record_stream(taken_on)
+        yield name, tensor
+
+
+def _nonfinite(verdicts: Sequence[Encoded]) -> Iterator[str]:
+    names = [name for each in verdicts for name in each.names]
+    if names:
+        found = torch.cat([each.nonfinite_N for each in verdicts]).tolist()
+        yield from (name for name, bad in zip(names, found, strict=True) if bad)
+
+
+def _checked_kv_scales(
+    kv_scales: Mapping[str, float], num_layers: int, metadata_only: bool
+) -> dict[str, float]:
+    """KV scales by name as they travel, rounded to FP32, in layer order."""
+    names = [name for layer in range(num_layers) for name in weights.kv_scale_names(layer)]
+    rounded = torch.tensor([kv_scales.get(name, math.nan) for name in names]).tolist()
+    wanted = dict(zip(names, rounded, strict=True))
+    broken = [name for name, scale in wanted.items() if not 0 < scale < math.inf]
+    if broken and not metadata_only:
+        raise RefitError(
+            f"{name}: KV scale {kv_scales.get(name)} must be finite and above 0 in FP32"
+            for name in broken
+        )
+    return wanted

@@ -1,0 +1,175 @@
+"""Which weight gets which format, and what it is called on the wire.
+
+Pure and free of torch: the trainer, the engine's ledger and the estimate all ask this module, so
+that no two of them can disagree about a name, a type or a shape.
+
+Names are those of the Hugging Face checkpoint. transformers holds the experts of a layer in two
+slabs (`experts.gate_up_proj`, `experts.down_proj`); the checkpoint and the wire hold them one by
+one. FP8 is decided by exact module name: as a substring, `mlp.gate` would take `mlp.gate_proj`
+with it (verl #7918, reference of the peers' pitfalls).
+
+Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from fp8_nemo.recipe.options import Precision, Shape
+
+BLOCK = 128
+NEVER_FP8 = frozenset({"mlp.gate", "mlp.shared_expert_gate"})
+SCALE_SUFFIX = "_scale_inv"
+
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_SLABS = {
+    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.experts.down_proj": ("down_proj",),
+}
+
+
+class WireSpec(NamedTuple):
+    """Type and shape that a tensor must have when it arrives: `WireSpec("float32", (2, 8))`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@lru_cache(maxsize=2**16)
+def _in_layer(name: str) -> tuple[int, str] | None:
+    """Layer and the rest of a name; remembered, since every refit asks for the same 18,000."""
+    found = _IN_LAYER.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
+
+
+def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_layers: int) -> bool:
+    """Whether the engine holds this weight in FP8.
+
+    Args:
+        name: Hugging Face name; a single weight (`...q_proj.weight`) or a slab of experts.
+        shape: `(O, I)`, or `(E, O, I)` for a slab.
+        precision: the recipe's precision.
+        num_layers: layers of the model, for `precision.last_layers_bf16`.
+    """
+    found = _in_layer(name)
+    if precision.rollout_linear != "fp8" or not found:
+        return False
+    layer, rest = found
+    if not precision.first_layers_bf16 <= layer < num_layers - precision.last_layers_bf16:
+        return False
+    if rest in _SLABS:
+        return len(shape) == 3
+    module, _, kind = rest.rpartition(".")
+    return kind == "weight" and len(shape) == 2 and module not in NEVER_FP8
+
+
+def slab_projections(name: str) -> tuple[str, ...]:
+    """The projections stacked in a slab of experts; empty if the name is a single weight."""
+    found = _in_layer(name)
+    return _SLABS.get(found[1], ()) if found else ()
+
+
+def wire_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Checkpoint names of a weight: itself, or one per expert and projection for a slab.
+
+    The order is that of the slab's rows: expert by expert, gate before up.
+
+    Args:
+        name: Hugging Face name of a weight or of a slab.
+        shape: its shape, `(E, O, I)` for a slab.
+    """
+    projections = slab_projections(name)
+    if not projections:
+        return (name,)
+    stem = name.rpartition(".")[0]
+    return tuple(
+        f"{stem}.{expert}.{projection}.weight"
+        for expert in range(shape[0])
+        for projection in projections
+    )
+
+
+def scale_name(name: str) -> str:
+    """Name of the block scales of an FP8 weight, as vLLM's loader takes it."""
+    return name + SCALE_SUFFIX
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`(..., P, Q)` for a weight `(..., O, I)`."""
+    return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
+
+
+def kv_scale_names(layer: int) -> tuple[str, str, str]:
+    """VLLM's names of a layer's Q, K and V scales (NeMo RL, `fp8_train_utils.py:22-50`)."""
+    attention = f"model.layers.{layer}.self_attn"
+    return f"{attention}.attn.q_scale", f"{attention}.k_scale", f"{attention}.v_scale"
+
+
+def wire_specs(
+    named_shapes: Mapping[str, tuple[int, ...]], precision: Precision, num_layers: int
+) -> dict[str, WireSpec]:
+    """Every tensor that a refit delivers, in the order of the stream.
+
+    Args:
+        named_shapes: the trainer's weights in export order, slabs allowed.
+        precision: the recipe's precision.
+        num_layers: layers of the model.
+    """
+    specs: dict[str, WireSpec] = {}
+    for name, shape in named_shapes.items():
+        specs.update(_weight_specs(name, shape, precision, num_layers))
+    if precision.rollout_kv == "fp8":
+        for layer in range(num_layers):
+            specs.update(dict.fromkeys(kv_scale_names(layer), WireSpec("float32", (1,))))
+    return specs
+
+
+def _weight_specs(
+    name: str, shape: tuple[int, ...], precision: Precision, num_layers: int
+) -> Iterator[tuple[str, WireSpec]]:
+    projections = slab_projections(name)
+    wire_shape = (shape[1] // len(projections), shape[2]) if projections else shape
+    fp8 = is_fp8_weight(name, shape, precision, num_layers)
+    for wire in wire_names(name, shape):
+        yield wire, WireSpec("float8_e4m3fn" if fp8 else "bfloat16", wire_shape)
+        if fp8:
+            yield scale_name(wire), WireSpec("float32", scale_shape(wire_shape))
+
+
+def named_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's weights, from the numbers of a model option.
+
+    Covers the three families of `conf/model`: Llama, Qwen3 and Qwen3-MoE.
+    """
+    query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}"
+        named[f"{at}.self_attn.q_proj.weight"] = (query, shape.hidden)
+        named[f"{at}.self_attn.k_proj.weight"] = (value, shape.hidden)
+        named[f"{at}.self_attn.v_proj.weight"] = (value, shape.hidden)
+        named[f"{at}.self_attn.o_proj.weight"] = (shape.hidden, query)
+        if shape.qk_norm:
+            named[f"{at}.self_attn.q_norm.weight"] = (shape.head_dim,)
+            named[f"{at}.self_attn.k_norm.weight"] = (shape.head_dim,)
+        named.update(_mlp_shapes(f"{at}.mlp", shape))
+        named[f"{at}.input_layernorm.weight"] = (shape.hidden,)
+        named[f"{at}.post_attention_layernorm.weight"] = (shape.hidden,)
+    named["model.norm.weight"] = (shape.hidden,)
+    if not shape.tied:
+        named["lm_head.weight"] = (shape.vocab, shape.hidden)
+    return named
+
+
+def _mlp_shapes(at: str, shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    stems = [at] if not shape.experts else [f"{at}.experts.{e}" for e in range(shape.experts)]
+    width = shape.expert_ffn if shape.experts else shape.ffn
+    if shape.experts:
+        yield f"{at}.gate.weight", (shape.experts, shape.hidden)
+    for stem in stems:
+        yield f"{stem}.gate_proj.weight", (width, shape.hidden)
+        yield f"{stem}.up_proj.weight", (width, shape.hidden)
+        yield f"{stem}.down_proj.weight", (shape.hidden, width)

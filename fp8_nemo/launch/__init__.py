@@ -1,0 +1,1 @@
+"""Start NeMo RL, and look at nodes."""

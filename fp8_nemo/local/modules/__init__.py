@@ -1,0 +1,1 @@
+"""Layers of transformers' models in the formats of a precision."""

@@ -1,0 +1,231 @@
+"""Where in vLLM's memory each tensor of the wire lies, and which part of it one worker holds.
+
+vLLM fuses projections (`qkv_proj`, `gate_up_proj`), stacks experts (`w13_weight`, `w2_weight`) and
+cuts both over tensor- and expert-parallel ranks. Written from its own layout (0.25: linear.py,
+routed_experts.py, vocab_parallel_embedding.py); a worker whose parameters lie otherwise is refused
+by the ledger, by name.
+
+Shapes: O out features, I in features, E experts; scales are of blocks of 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8_nemo.glue.ledger import Part
+from fp8_nemo.glue.wire import BLOCK, is_fp8_weight, named_shapes, scale_name
+from fp8_nemo.recipe.options import Precision, Shape
+
+OWN_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
+"""Parameters of vLLM's attention, which it reads into buffers of its own."""
+EXPERTS = (".mlp.experts.routed_experts", ".mlp.experts")
+"""What vLLM 0.25 and 0.20 call the module that holds a layer's experts."""
+
+
+class Rank(NamedTuple):
+    """One worker's place: `Rank(0, 2, {0: {0: 0, 1: 1}})`."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    experts: Mapping[int, Mapping[int, int]] | None = None
+    """Layer to the experts that are here, global number to local; None if all are, in parts."""
+
+    def holds(self, name: str) -> bool:
+        """Whether any part of a wire tensor is here: an expert may be elsewhere."""
+        found = _expert(name)
+        return found is None or self.experts is None or found[1] in self.experts[found[0]]
+
+
+class _Place(NamedTuple):
+    parameter: str
+    engine: tuple[int | slice, ...]
+    wire: tuple[slice, ...]
+
+
+class Slots:
+    """Where a model keeps its parameters, so that they are found again without walking it.
+
+    A parameter with other memory, or another in its place, is found; a model with another module,
+    or a parameter of another name, is to be walked again.
+    """
+
+    def __init__(self, model: Any) -> None:
+        named = [*model.named_modules()]
+        self.modules = [
+            (m._modules, key, each) for _, m in named for key, each in m._modules.items()
+        ]
+        self.held = [
+            (f"{at}.{key}" if at else key, m._parameters, key)
+            for at, m in named
+            for key in m._parameters
+        ]
+        tables = [table for _, m in named for table in (m._modules, m._parameters)]
+        self.names = [(table, tuple(table)) for table in tables]
+
+    def are_all(self) -> bool:
+        """Whether the model still has these modules, and parameters of these names."""
+        alike = all(of.get(key) is each for of, key, each in self.modules)
+        return alike and all(tuple(table) == names for table, names in self.names)
+
+    def places(self) -> list[tuple | None]:
+        """Where each parameter lies, by `place_of`; None where a module has none of that name."""
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's own kinds of parameter are slow
+            found = [of.get(key) for _, of, key in self.held]
+            return [each if each is None else place_of(each) for each in found]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Each by its name, a tied one by its first, as `named_parameters` has them."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, of, key in self.held:
+                parameter = of.get(key)
+                if parameter is not None:
+                    found.setdefault(id(parameter), (name, parameter.data))
+        return dict(found.values())
+
+
+def place_of(tensor: Tensor) -> tuple:
+    """Address, type, shape and strides: alike for two tensors of the same memory, read alike."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def engine_parts(
+    parameters: Mapping[str, Tensor], shape: Shape, precision: Precision, rank: Rank
+) -> dict[str, Part]:
+    """A worker's weights and block scales by wire name; without a KV scale.
+
+    What the engine lacks is left out, and what no wire tensor fills comes under its own name: the
+    ledger names both.
+
+    Args:
+        parameters: of vLLM's model.
+        shape: of the recipe's model.
+        precision: of the recipe.
+        rank: this worker's.
+    """
+    parts: dict[str, Part] = {}
+    used: set[str] = set()
+    for name, size in named_shapes(shape).items():
+        place = _place(name, size, parameters, shape, rank) if rank.holds(name) else None
+        if place is None or place.parameter not in parameters:
+            continue
+        used.add(place.parameter)
+        parts[name] = Part(parameters[place.parameter][place.engine], place.wire)
+        if is_fp8_weight(name, size, precision, shape.layers):
+            scales = place.parameter + "_scale_inv"
+            if scales in parameters:
+                used.add(scales)
+                engine = tuple(x if isinstance(x, int) else _blocks(x) for x in place.engine)
+                wire = tuple(map(_blocks, place.wire))
+                parts[scale_name(name)] = Part(parameters[scales][engine], wire)
+    unused = {n: Part(p) for n, p in parameters.items() if n not in used}
+    return parts | {
+        name: part
+        for name, part in unused.items()
+        if not name.endswith(OWN_SCALES) and not _is_alias(name, parameters)
+    }
+
+
+def _is_alias(name: str, parameters: Mapping[str, Tensor]) -> bool:
+    """Whether a `weight_scale` is a second name for the `weight_scale_inv` (v0.7.0, fp8.py:510)."""
+    other = parameters.get(f"{name}_inv")
+    return other is not None and other.data_ptr() == parameters[name].data_ptr()
+
+
+def layers_with_experts(names: Mapping[str, object]) -> Iterator[tuple[int, str]]:
+    """Layer and full name of each of the model's modules that hold experts."""
+    for name in names:
+        for suffix in EXPERTS:
+            if name.endswith(suffix) and f"{name}.routed_experts" not in names:
+                yield int(name.removesuffix(suffix).rpartition(".")[2]), name
+
+
+def _place(
+    name: str, size: tuple[int, ...], parameters: Mapping[str, Tensor], shape: Shape, rank: Rank
+) -> _Place | None:
+    stem, _, projection = name.removesuffix(".weight").rpartition(".")
+    if len(size) == 1 or projection == "gate":
+        return _Place(name, (slice(None),), tuple(slice(0, side) for side in size))
+    if found := _expert(name):
+        return _expert_place(found, size, parameters, rank)
+    if projection in ("embed_tokens", "lm_head"):
+        return _vocabulary_place(name, size, parameters, rank)
+    if projection in ("o_proj", "down_proj"):
+        return _Place(name, (slice(None),), (slice(0, size[0]), _share(size[1], rank)))
+    if projection in ("gate_proj", "up_proj"):
+        rows = _share(size[0], rank)
+        start = (projection == "up_proj") * (rows.stop - rows.start)
+        return _fused(f"{stem}.gate_up_proj.weight", start, rows, size)
+    query, head = shape.heads * shape.head_dim // rank.tensor_size, shape.head_dim
+    if projection == "q_proj":
+        return _fused(f"{stem}.qkv_proj.weight", 0, _share(size[0], rank), size)
+    copies = max(1, rank.tensor_size // shape.kv_heads)  # ranks that hold the same K/V head
+    held = max(1, shape.kv_heads // rank.tensor_size) * head
+    first = rank.tensor_rank // copies * held
+    start = query + (projection == "v_proj") * held
+    return _fused(f"{stem}.qkv_proj.weight", start, slice(first, first + held), size)
+
+
+def _fused(parameter: str, start: int, rows: slice, size: tuple[int, ...]) -> _Place:
+    here = slice(start, start + rows.stop - rows.start)
+    return _Place(parameter, (here,), (rows, slice(0, size[1])))
+
+
+def _vocabulary_place(
+    name: str, size: tuple[int, ...], parameters: Mapping[str, Tensor], rank: Rank
+) -> _Place | None:
+    """Rows are padded, then cut: the last rank may hold rows of padding."""
+    if name not in parameters:
+        return None
+    rows = parameters[name].shape[0]
+    start = min(rank.tensor_rank * rows, size[0])
+    stop = min(start + rows, size[0])
+    return _Place(name, (slice(0, stop - start),), (slice(start, stop), slice(0, size[1])))
+
+
+def _expert_place(
+    expert: tuple[int, int, str],
+    size: tuple[int, ...],
+    parameters: Mapping[str, Tensor],
+    rank: Rank,
+) -> _Place | None:
+    layer, number, projection = expert
+    local = number if rank.experts is None else rank.experts[layer][number]
+    cut = rank if rank.experts is None else Rank()
+    slab = "w2_weight" if projection == "down_proj" else "w13_weight"
+    modules = (f"model.layers.{layer}{suffix}.{slab}" for suffix in EXPERTS)
+    parameter = next((name for name in modules if name in parameters), None)
+    if parameter is None:
+        return None
+    if projection == "down_proj":
+        wire = (slice(0, size[0]), _share(size[1], cut))
+        return _Place(parameter, (local,), wire)
+    rows = _share(size[0], cut)
+    held = rows.stop - rows.start
+    start = (projection == "up_proj") * held
+    return _Place(parameter, (local, slice(start, start + held)), (rows, slice(0, size[1])))
+
+
+def _expert(name: str) -> tuple[int, int, str] | None:
+    """Layer, expert and projection of an expert's weight or scale; None for any other."""
+    stem, found, rest = name.partition(".mlp.experts.")
+    if not found:
+        return None
+    number, projection, *_ = rest.split(".")
+    return int(stem.rpartition(".")[2]), int(number), projection
+
+
+def _share(side: int, rank: Rank) -> slice:
+    share = side // rank.tensor_size
+    return slice(rank.tensor_rank * share, (rank.tensor_rank + 1) * share)
+
+
+def _blocks(part: slice) -> slice:
+    """The blocks that a range of rows or columns covers; it begins with one."""
+    if part.stop is None:
+        return part
+    return slice(part.start // BLOCK, -(-part.stop // BLOCK))

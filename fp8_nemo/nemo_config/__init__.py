@@ -1,0 +1,1 @@
+"""NeMo RL's configuration in our words; imports no NeMo RL."""

@@ -1,0 +1,386 @@
+"""Recipe -> NeMo RL's configuration: every key that a cell depends on, as one flat dictionary.
+
+The only place where our words become NeMo RL's. A cell writes all keys that an option of ours, a
+limit of the host or a known defect depends on, and inherits none of them: base files differ (one
+sets `force_on_policy_ratio`, and the logprob pass is gone; one has `async_save`).
+
+Folders are added last, when it is known where a run stands (`path_overrides`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fp8_nemo.nemo_config.host import Host, sequences_per_update
+from fp8_nemo.nemo_config.keys import (
+    ABSENT,
+    ADDED,
+    GENERATION,
+    MEGATRON,
+    ONLY_IF_KNOWN,
+    OURS,
+    PINNED,
+    VLLM,
+    leaves,
+    may_be_added,
+)
+from fp8_nemo.recipe.model_dir import model_path
+from fp8_nemo.recipe.options import Correction, Mistake, Model, Recipe
+
+GIB = 2**30
+ARCHITECTURES = {"h100": "9.0", "h200": "9.0", "b200": "10.0"}
+PROMPT_ROOM = 1024
+"""Tokens kept for the prompt when `grpo.max_new_tokens` is given, and not by `PROMPT`."""
+PROMPT = "data.max_input_seq_length"
+"""NeMo RL cuts a prompt of so many tokens to four, and learns nothing of it (processors.py:427)."""
+PROMPT_FILE = "data.default.prompt_file"
+VALIDATION_PROBLEMS = 256
+"""Held-out problems of one validation, the same on the local backend."""
+VALIDATED, VALIDATION_BATCH = "grpo.max_val_samples", "grpo.val_batch_size"
+AIME_ROWS = 960
+"""`dapo-math-17k` validates on AIME 2024, 30 problems 32 times over: 256 rows are no whole pass."""
+KEPT_CHECKPOINTS = 2
+"""The last one, and one to fall back to if it is damaged; the same on the local backend."""
+
+
+def native_correction(correction: Correction) -> dict[str, Any] | None:
+    """The keys of `loss_fn` that make NeMo RL's own loss apply a correction; None if none does.
+
+    `tis` is its `tis`, `mis` its `icepop`, a bare token ratio its correction without a type. Every
+    other one multiplies the advantages before the loss sees them (`nemo/policy.py`). Its
+    `seq-mask-tis` leaves the token ratio without a bound and is therefore not `geo-mis`.
+    """
+    plain = (
+        correction.level == "token"
+        and correction.veto is None
+        and correction.truncate_low is None
+        and not correction.normalize
+        and not correction.renormalize_denominator
+    )
+    if plain and correction.mask == "none":
+        return {
+            "type": None if correction.truncate is None else "tis",
+            "ratio": correction.truncate,
+            "ratio_min": None,
+        }
+    if plain and correction.mask == "token" and correction.high and correction.truncate is None:
+        return {"type": "icepop", "ratio": correction.high, "ratio_min": correction.low or 0.0}
+    return None
+
+
+def overrides(recipe: Recipe, host: Host) -> dict[str, Any]:
+    """Every key of NeMo RL that this cell sets, but folders; the user's own under `nemo` win.
+
+    Args:
+        recipe: with the numbers of `grpo` filled in, but `max_new_tokens`.
+        host: for keys that not every version has.
+    """
+    own, there = leaves(recipe.nemo), {} if host.bases is None else host.bases[_base(recipe)]
+    written = {
+        **_grpo(recipe),
+        **_loss(recipe),
+        **_rollout(recipe),
+        **_train(recipe),
+        **_parallel(recipe),
+        **_lengths(recipe, host),
+        **_data(recipe),
+        **_records(recipe),
+        **{key: value for key, (value, _) in PINNED.items()},
+        **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
+        **own,
+    }
+    # One size for both passes: NeMo RL asserts it for TP >= 4 (lm_policy.py:212).
+    if "policy.logprob_batch_size" not in own:
+        written["policy.logprob_batch_size"] = written["policy.train_micro_batch_size"]
+    if VALIDATION_BATCH not in own:  # one batch, of as many as a user's own number of them
+        written[VALIDATION_BATCH] = written[VALIDATED]
+    lacking = [key for key in ONLY_IF_KNOWN if not host.has(_base(recipe), key)]
+    return {key: value for key, value in written.items() if key not in lacking}
+
+
+def environment_variables(recipe: Recipe) -> dict[str, str]:
+    """What the driver's process needs; its workers inherit it. Never a secret."""
+    found = {
+        "TORCH_CUDA_ARCH_LIST": ARCHITECTURES[recipe.cluster.gpu],  # lm_policy.py:149 asks for it
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if recipe.cluster.interpreter == "system":
+        found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    if recipe.model.parallel.rollout_tensor > 1:
+        # Runner V2 of 0.25.1, a dense model's own, read foreign memory in its second step on two
+        # H200s, in two runs of four; why, by reading, docs/log.md.
+        found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if not (recipe.model.hub_id or recipe.data.is_on_hub):
+        found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # nothing is on the hub
+    return found
+
+
+def micro_batch_tokens(written: Mapping[str, Any]) -> int:
+    """Tokens of one micro-batch: packed sequences fill this many at most."""
+    return written["policy.max_total_sequence_length"] * written["policy.train_micro_batch_size"]
+
+
+def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str, Any]:
+    """The keys that hold folders, absolute: NeMo RL takes its own relative to where it is started.
+
+    Args:
+        recipe: of the plan.
+        run_dir: where the run keeps everything.
+        root: NeMo RL's checkout; None shows its name in the environment instead.
+    """
+    here = run_dir.absolute()
+    found: dict[str, Any] = {
+        "policy.model_name": _model_name(recipe.model),
+        "logger.log_dir": str(here / "log" / "nemo"),
+        "checkpointing.checkpoint_dir": str(here / "checkpoints"),
+    }
+    if recipe.data.name == "openmath-2" and PROMPT_FILE not in leaves(recipe.nemo):
+        prompt = (root or Path()) / "examples" / "prompts" / "cot.txt"
+        found[PROMPT_FILE] = str(prompt)
+    if not recipe.data.is_on_hub:
+        given = None if recipe.data.is_made else recipe.data.path
+        folder = Path(given).absolute() if given else here / "data"
+        found["data.train.data_path"] = str(folder / "train.jsonl")
+        found["data.validation.data_path"] = str(folder / "validation.jsonl")
+    return found
+
+
+def nemo_mistakes(recipe: Recipe, host: Host) -> Iterator[Mistake]:
+    """What is wrong with the keys that a user gave under `nemo`."""
+    base, refused = _base(recipe), PINNED | ABSENT
+    ours = overrides(dataclasses.replace(recipe, nemo={}), host)
+    there = ours if host.bases is None else {**ours, **host.bases[base]}
+    known = {*ADDED, *OURS, *refused, *there}
+    for key, value in leaves(recipe.nemo).items():
+        if key in OURS:
+            yield Mistake(f"nemo.{key}", value, f"is written by {OURS[key]}", "set that instead")
+        elif key in refused and value != refused[key][0]:
+            allowed, reason = refused[key]
+            yield Mistake(f"nemo.{key}", value, f"must be {json.dumps(allowed)}: {reason}")
+        elif key not in known and not may_be_added(key):
+            near = difflib.get_close_matches(key, known, n=1)
+            where = (
+                f"no such key in {base}"
+                if host.bases is not None
+                else "not one of the keys that are known without a checkout; set NEMO_RL_ROOT"
+            )
+            yield Mistake(
+                f"nemo.{key}", value, where, f"did you mean nemo.{near[0]}?" if near else ""
+            )
+        elif not _fits(value, there.get(key)):
+            kind = type(there[key]).__name__
+            yield Mistake(f"nemo.{key}", value, f"must be of type {kind}, as {there[key]!r} is")
+
+
+def _grpo(recipe: Recipe) -> dict[str, Any]:
+    grpo, on_aime = recipe.grpo, recipe.data.name == "dapo-math-17k"
+    return {
+        "grpo.max_num_steps": grpo.steps,
+        "grpo.max_num_epochs": 1_000_000,  # steps end a run, not the end of the data
+        "grpo.num_prompts_per_step": grpo.prompts_per_step,
+        "grpo.num_generations_per_prompt": grpo.generations_per_prompt,
+        "grpo.val_period": grpo.validate_every,
+        "grpo.val_at_start": grpo.validate_first and _has_first_scales(recipe),
+        "grpo.val_at_end": True,
+        VALIDATED: AIME_ROWS if on_aime else VALIDATION_PROBLEMS,
+        "grpo.seed": recipe.seed,
+        "grpo.skip_reference_policy_logprobs_calculation": grpo.kl_penalty == 0,
+        "policy.train_global_batch_size": sequences_per_update(recipe),
+    }
+
+
+def _has_first_scales(recipe: Recipe) -> bool:
+    """NeMo RL refits for its first validation without KV scales; our own measuring comes before."""
+    return recipe.precision.rollout_kv != "fp8" or recipe.glue.recalibrate.source == "logprob"
+
+
+def _loss(recipe: Recipe) -> dict[str, Any]:
+    native = native_correction(recipe.correction)
+    found = native or {"type": None, "ratio": None, "ratio_min": None}
+    at = "loss_fn.truncated_importance_sampling"
+    return {
+        # NeMo RL insists on it under FP8 (grpo.py:1321); without a native correction the driver
+        # takes it out of the loss again.
+        "loss_fn.use_importance_sampling_correction": native is not None
+        or recipe.precision.rollout_linear == "fp8",
+        f"{at}_type": found["type"],
+        f"{at}_ratio": found["ratio"],
+        f"{at}_ratio_min": found["ratio_min"],
+        "loss_fn.token_level_loss": True,
+        "loss_fn.reference_policy_kl_penalty": recipe.grpo.kl_penalty,
+    }
+
+
+def _rollout(recipe: Recipe) -> dict[str, Any]:
+    precision, memory = recipe.precision, recipe.model.memory
+    fp8 = precision.rollout_linear == "fp8"
+    found: dict[str, Any] = {
+        f"{VLLM}.precision": "fp8" if fp8 else "bfloat16",
+        f"{VLLM}.kv_cache_dtype": "fp8" if precision.rollout_kv == "fp8" else "auto",
+        f"{VLLM}.use_deep_gemm": fp8,
+        f"{VLLM}.num_first_layers_in_bf16": precision.first_layers_bf16 if fp8 else 0,
+        f"{VLLM}.num_last_layers_in_bf16": precision.last_layers_bf16 if fp8 else 0,
+        f"{VLLM}.gpu_memory_utilization": memory.rollout_share,
+        f"{VLLM}.enforce_eager": False,
+    }
+    if fp8 and precision.scales == "pow2":
+        found[f"{VLLM}.pow2_weight_scaling_factors"] = True
+        found[f"{VLLM}.pow2_activation_scaling_factors"] = True
+    if fp8 and recipe.model.shape.experts:
+        # A substring, which is why dense models must not have it: it would take mlp.gate_proj.
+        found[f"{VLLM}.quantization_ignored_layer_kws"] = ["mlp.gate"]
+    if recipe.model.shape.experts:
+        found[f"{GENERATION}.vllm_kwargs.moe_backend"] = "triton"  # others relayout at a refit
+    if memory.kv_cache_gib is not None:
+        kv_bytes = int(memory.kv_cache_gib * GIB)
+        found[f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"] = kv_bytes
+    if recipe.model.parallel.rollout_tensor > 1:
+        # NeMo RL patches vLLM's workers through Ray executor V1 only (quantization/fp8.py:95).
+        found[f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
+    return found
+
+
+def _train(recipe: Recipe) -> dict[str, Any]:
+    precision = recipe.precision
+    fp8 = precision.train_linear == "fp8"
+    found: dict[str, Any] = {
+        f"{MEGATRON}.fp8_cfg.enabled": fp8,
+        f"{MEGATRON}.fp8_cfg.fp8": "e4m3",
+        f"{MEGATRON}.fp8_cfg.fp8_recipe": "blockwise",
+        f"{MEGATRON}.optimizer.use_precision_aware_optimizer": not fp8,
+        f"{MEGATRON}.optimizer.lr": recipe.grpo.learning_rate,
+        f"{MEGATRON}.optimizer.min_lr": recipe.grpo.learning_rate,
+        f"{MEGATRON}.scheduler.lr_warmup_init": _tenth(recipe.grpo.learning_rate),
+        # A run that goes on with more steps has another schedule than its checkpoint.
+        f"{MEGATRON}.scheduler.override_opt_param_scheduler": True,
+        f"{MEGATRON}.activation_checkpointing": recipe.model.memory.recompute,
+        f"{MEGATRON}.checkpoint.async_save": False,
+    }
+    if recipe.model.shape.experts:
+        found[f"{MEGATRON}.moe_router_dtype"] = "fp32"  # as upstream's FP8 MoE recipes
+    if fp8:
+        scales = "1" if precision.scales == "fp32" else "0"
+        found[f"{MEGATRON}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = scales
+    if fp8 and (precision.first_layers_bf16 or precision.last_layers_bf16):
+        at = f"{MEGATRON}.model_overrides"
+        found[f"{at}.first_last_layers_bf16"] = True
+        found[f"{at}.num_layers_at_start_in_bf16"] = precision.first_layers_bf16
+        found[f"{at}.num_layers_at_end_in_bf16"] = precision.last_layers_bf16
+    return found
+
+
+def _parallel(recipe: Recipe) -> dict[str, Any]:
+    parallel = recipe.model.parallel
+    # Megatron wants it for experts under tensor parallelism.
+    by_sequence = bool(recipe.model.shape.experts) and parallel.tensor > 1
+    # Of tensor ranks too, as in the base files: `sequence_parallel` may be the user's.
+    multiple = (2 * parallel.context if parallel.context > 1 else 1) * parallel.tensor
+    return {
+        f"{MEGATRON}.tensor_model_parallel_size": parallel.tensor,
+        f"{MEGATRON}.pipeline_model_parallel_size": parallel.pipeline,
+        f"{MEGATRON}.context_parallel_size": parallel.context,
+        f"{MEGATRON}.expert_model_parallel_size": parallel.expert,
+        f"{MEGATRON}.expert_tensor_parallel_size": 1,
+        f"{MEGATRON}.sequence_parallel": by_sequence,
+        "policy.make_sequence_length_divisible_by": multiple,
+        f"{VLLM}.tensor_parallel_size": parallel.rollout_tensor,
+        f"{VLLM}.expert_parallel_size": parallel.rollout_expert,
+        "cluster.num_nodes": recipe.cluster.nodes,
+        "cluster.gpus_per_node": recipe.cluster.gpus_per_node,
+    }
+
+
+def _lengths(recipe: Recipe, host: Host) -> dict[str, Any]:
+    base = host.base(_base(recipe))
+    longest, prompt, response = base.sequence, base.sequence, recipe.grpo.max_new_tokens
+    if response is not None:
+        prompt = leaves(recipe.nemo).get(PROMPT, PROMPT_ROOM)
+        longest = 128 * math.ceil((response + prompt) / 128)
+    return {
+        "policy.max_total_sequence_length": longest,
+        f"{GENERATION}.max_new_tokens": response or longest,
+        f"{VLLM}.max_model_len": longest,
+        PROMPT: prompt,
+        "policy.train_micro_batch_size": base.micro_batch,
+        "policy.sequence_packing.enabled": True,
+        "policy.dynamic_batching.enabled": False,
+    }
+
+
+def _data(recipe: Recipe) -> dict[str, Any]:
+    usual = {
+        PROMPT_FILE: None,
+        "data.default.system_prompt_file": None,
+        "data.default.processor": "math_hf_data_processor",
+        "data.default.env_name": "math",
+        "env.math.math_verify_impl": "hf_math_verify",
+    }
+    match recipe.data.name:
+        case "openmath-2":
+            return usual | {"data.train.dataset_name": "OpenMathInstruct-2"}
+        case "dapo-math-17k":
+            return usual | {
+                "data.train.dataset_name": "DAPOMath17K",
+                "data.train.split_validation_size": 0,
+                "data.validation.dataset_name": "DAPOMathAIME2024",
+                "env.math.math_verify_impl": "dapo_math_verify",
+            }
+        case _:
+            files = {
+                f"data.{split}.{key}": value
+                for split in ("train", "validation")
+                for key, value in (
+                    ("dataset_name", "ResponseDataset"),
+                    ("input_key", "input"),
+                    ("output_key", "output"),
+                )
+            }
+            return usual | files | {"data.train.split_validation_size": 0}
+
+
+def _records(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "logger.tensorboard_enabled": recipe.logging.tensorboard,
+        "logger.wandb_enabled": recipe.logging.wandb,
+        "logger.wandb.project": "fp8-nemo",
+        "logger.wandb.name": "-".join(
+            (recipe.model.name, recipe.precision.name, recipe.correction.name, f"s{recipe.seed}")
+        ),
+        "logger.mlflow_enabled": False,
+        "logger.swanlab_enabled": False,
+        "logger.monitor_gpus": False,
+        "checkpointing.save_period": recipe.grpo.checkpoint_every,
+        "checkpointing.metric_name": None,  # the latest are kept, not the best
+        "checkpointing.keep_top_k": KEPT_CHECKPOINTS,
+        "checkpointing.checkpoint_must_save_by": None,
+    }
+
+
+def _model_name(model: Model) -> str:
+    """The folder if there is one, else the hub's name, else the model that ships here."""
+    return model.hub_id or str(model_path(model).absolute())
+
+
+def _fits(value: Any, usual: Any) -> bool:
+    """Whether a value is of the type that NeMo RL's YAML has there; a number is a number."""
+    if usual is None or (isinstance(usual, str) and isinstance(value, str | None)):
+        return True
+    if isinstance(usual, bool) or isinstance(value, bool):
+        return isinstance(usual, bool) and isinstance(value, bool)
+    if isinstance(usual, int | float):
+        return isinstance(value, int | float)
+    return isinstance(value, type(usual)) or value is None
+
+
+def _tenth(rate: float | None) -> float | None:
+    return rate and rate / 10
+
+
+def _base(recipe: Recipe) -> str:
+    return recipe.model.base_config or ""

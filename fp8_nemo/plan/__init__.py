@@ -1,0 +1,1 @@
+"""What one run will do, decided before anything starts."""

@@ -1,0 +1,212 @@
+"""A plan in words and numbers, for people: what it does, what it weighs, what was looked at.
+
+Counts are exact; memory and speed are estimates that say so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Column, Table
+
+from fp8_nemo.nemo_config.host import OPTIMIZER_ALWAYS_MOVED, Host, data_parallel, gpus
+from fp8_nemo.nemo_config.keys import command_line
+from fp8_nemo.nemo_config.overrides import micro_batch_tokens, path_overrides
+from fp8_nemo.plan.memory import (
+    FITTED,
+    GPU_GIB,
+    HEADROOM,
+    Decode,
+    decode_of_engine,
+    estimate,
+    keeps_optimizer,
+    kv_cache_tokens,
+    memory_per_gpu,
+    refit_seconds,
+)
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.options import Precision, Recipe, as_typed
+
+SHOWN_GPUS = ("h100", "h200")
+
+
+class Difference(NamedTuple):
+    """One key that a plan sets otherwise than its base: `Difference("grpo.seed", 42, 7)`."""
+
+    key: str
+    base: Any
+    """The base's value; `...` if the base is not known."""
+    plan: Any
+
+
+def table(plan: Plan, host: Host, run_dir: Path) -> Table:
+    """One plan as a table of words and numbers."""
+    columns = Column(), Column(overflow="fold")
+    rows = Table(*columns, title=plan.cell, title_justify="left", show_header=False, min_width=98)
+    for row in [("run directory", str(run_dir)), *describe(plan, host)]:
+        rows.add_row(*row)
+    return rows
+
+
+def changes(found: list[Difference]) -> Table:
+    """The keys of NeMo RL's that a plan changes, as a table."""
+    columns = [Column(name, overflow="fold") for name in Difference._fields]
+    rows = Table(*columns, title="changes to the base YAML", title_justify="left")
+    for each in found:
+        rows.add_row(*("" if value is ... else str(value) for value in each))
+    return rows
+
+
+def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
+    """What a plan says to people, line by line; notes and needs last."""
+    recipe = plan.recipe
+    counts = estimate(recipe.model.shape, recipe.precision)
+    precision = recipe.precision
+    fp8_on_wire = plan.backend == "local" or recipe.glue.transfer == "fp8"
+    sent = _size(counts.refit_bytes if fp8_on_wire else counts.refit_bytes_bf16)
+    how = f", in BF16 {_size(counts.refit_bytes_bf16)}" if fp8_on_wire else ", in BF16"
+    rows = {
+        "backend": f"{plan.backend}, cluster {recipe.cluster.name}",
+        "rollout": f"linear {precision.rollout_linear}, attention and KV {precision.rollout_kv}",
+        "train": f"linear {precision.train_linear}",
+        "weights": f"{counts.parameters:,} parameters in {counts.fp8_weights:,} FP8 and "
+        f"{counts.bf16_weights:,} BF16 tensors",
+        "refit": f"{sent}{how}; verify {recipe.glue.verify}",
+        "KV cache": f"{counts.kv_bytes_per_token:,} bytes per token",
+        "correction": _as_typed(recipe.correction),
+        "grpo": _as_typed(recipe.grpo),
+        "data": _as_typed(recipe.data),
+    }
+    rows |= _nemo_rows(plan, host) if plan.nemo else {}
+    return [*rows.items(), *(("note", note) for note in plan.notes)]
+
+
+def differences(plan: Plan, host: Host, run_dir: Path) -> list[Difference]:
+    """The keys that a plan changes in its base YAML, folders included; all if it is not known."""
+    if not plan.nemo:
+        return []
+    base = host.bases[plan.nemo.base_config] if host.bases is not None else None
+    found = [
+        Difference(key, ... if base is None else base.get(key), value)
+        for key, value in _written(plan, host, run_dir).items()
+    ]
+    return [each for each in found if each.base != each.plan]
+
+
+def stock_command(plan: Plan, host: Host, run_dir: Path) -> list[str]:
+    """The stock NeMo RL command with the same configuration, as an argument list.
+
+    It differs from our run in what no key can say: a correction that NeMo RL has not, our metrics.
+    """
+    assert plan.nemo
+    return command_line(plan.nemo.base_config, _written(plan, host, run_dir))
+
+
+def _written(plan: Plan, host: Host, run_dir: Path) -> dict[str, Any]:
+    assert plan.nemo
+    root = Path(host.root) if host.root else None
+    return plan.nemo.overrides | path_overrides(plan.recipe, run_dir, root)
+
+
+def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
+    assert plan.nemo
+    recipe, overrides = plan.recipe, plan.nemo.overrides
+    parallel, count, tokens = recipe.model.parallel, gpus(recipe), micro_batch_tokens(overrides)
+    environment = " ".join(f"{name}={value}" for name, value in plan.nemo.environment.items())
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    return {
+        "NeMo RL": f"{plan.nemo.host}; {plan.nemo.base_config}",
+        "layout": f"{count} GPUs. Train: TP {parallel.tensor}, PP {parallel.pipeline}, "
+        f"CP {parallel.context}, EP {parallel.expert}, DP {data_parallel(recipe)}. Rollout: "
+        f"{count // parallel.rollout_tensor} engines, TP {parallel.rollout_tensor}, "
+        f"EP {parallel.rollout_expert}",
+        "memory": "; ".join(_memory_texts(recipe, host, count, tokens)) + "; an estimate",
+        "speed": "; ".join(_speed_texts(recipe, count, tokens, overrides)),
+        "environment": f"{environment}; hub cache {home}",
+        "checked": _checked(plan, host),
+    }
+
+
+def _memory_texts(recipe: Recipe, host: Host, count: int, tokens: int) -> Iterator[str]:
+    """Headroom on the GPUs that people have, and the parts of the worst phase on the run's own."""
+    for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
+        there = replace(recipe, cluster=replace(recipe.cluster, gpu=gpu))
+        memory = memory_per_gpu(there, count, tokens)
+        free = ", ".join(f"{phase} {memory.headroom(phase):.0%}" for phase in memory.phases)
+        low = "" if memory.headroom(memory.worst) >= HEADROOM else " (TOO LITTLE)"
+        yield f"{gpu} {GPU_GIB[gpu]:.0f} GiB, free in {free}{low}"
+    memory = memory_per_gpu(recipe, count, tokens)
+    yield memory.text(memory.worst)
+    yield f"KV cache of an engine {kv_cache_tokens(recipe, memory):,} tokens"
+    if OPTIMIZER_ALWAYS_MOVED in host.defects or keeps_optimizer(recipe):
+        return
+    keeping = replace(recipe, nemo={"policy": {"offload_optimizer_for_refit": False}})
+    kept = memory_per_gpu(keeping, count, tokens)
+    if min(kept.headroom("refit"), kept.headroom("rollout")) >= HEADROOM:
+        yield (
+            "there is room for the optimizer, which NeMo RL moves to the host and back in every "
+            "step, unless +nemo.policy.offload_optimizer_for_refit=false (docs/speed.md)"
+        )
+
+
+def _speed_texts(
+    recipe: Recipe, count: int, tokens: int, overrides: Mapping[str, Any]
+) -> Iterator[str]:
+    """Decode and refit, where this model was measured; beside BF16 with the same cache."""
+    batch = overrides["grpo.num_prompts_per_step"] * overrides["grpo.num_generations_per_prompt"]
+    sequences = -(-batch // (count // recipe.model.parallel.rollout_tensor))
+    context = overrides["policy.max_total_sequence_length"] // 2
+
+    def decode(gpu: str, precision: Precision) -> Decode | None:
+        there = replace(recipe, cluster=replace(recipe.cluster, gpu=gpu), precision=precision)
+        return decode_of_engine(there, memory_per_gpu(there, count, tokens), sequences, context)
+
+    found = decode(recipe.cluster.gpu, recipe.precision)
+    plain = decode(recipe.cluster.gpu, Precision())
+    if found is None or plain is None:
+        yield "not measured for this model and layout (docs/speed.md)"
+        return
+    yield (
+        f"decode, {found.running} of an engine's {sequences} sequences of {context:,} tokens in "
+        "its cache"
+    )
+    for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
+        if there := decode(gpu, recipe.precision):
+            yield f"{gpu} {there.tokens_per_second:,.0f} tokens/s"
+    if recipe.precision.rollout_linear == "fp8":
+        ratio = found.tokens_per_second / plain.tokens_per_second
+        yield f"{ratio:.2f} times BF16 with {plain.running} in its cache"
+    shape = recipe.model.shape
+    wire = recipe.precision if recipe.glue.transfer == "fp8" else Precision()
+    if (fixed := FITTED[recipe.model.name, shape.layers].refit) is not None:
+        took = refit_seconds(shape, wire, recipe.cluster.gpu, fixed)
+        yield f"refit {took:.1f} s of transfer"
+    yield "estimates, fitted on an H200"
+
+
+def _checked(plan: Plan, host: Host) -> str:
+    if host.bases is None:
+        return (
+            "options and the host's limits; not the keys of NeMo RL's YAML, for which NEMO_RL_ROOT "
+            "must name a checkout; not the model's files"
+        )
+    return f"options, the host's limits, every key against the YAML in {host.root}"
+
+
+def _as_typed(group: Any) -> str:
+    """The fields of a group as one would type them; null inherits the base configuration."""
+    pairs = [f"{key}={as_typed(value)}" for key, value in vars(group).items() if key != "name"]
+    return f"{group.name}: " + " ".join(pairs)
+
+
+def _size(count: float) -> str:
+    """Bytes in a unit that people read: `9.1 GB`."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,393 @@
+"""Command line -> valid Recipes, all of them or none. The only file that knows Hydra.
+
+Hydra collects: groups, overrides, sweeps. It writes nothing and starts nothing; its files would
+hold secrets, and would exist before a mistake could be refused. Every cell is composed and
+validated here, before a directory, a job or a GPU is touched, because Hydra's own sweeper composes
+lazily: a file edited while job 0 runs would change job 1.
+
+The composed tree is merged again, leaf by leaf, into the structured Recipe, so that an unknown key
+is found wherever it came from: command line, `+key`, `++key`, experiment file. Only `nemo` is open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from fp8_nemo.correction.quantiles import measurement_mistakes, measurement_notes
+from fp8_nemo.nemo_config.host import MAIN, Host, HostError
+from fp8_nemo.nemo_config.keys import leaves
+from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
+from fp8_nemo.recipe.options import Mistake, Recipe, as_typed, escape_interpolation, mistakes
+
+CONFIG = "grpo"
+MULTIRUN = ("-m", "--multirun")
+HELP = ("-h", "--help")
+NAMES_A_CELL = ("experiment", "model", "precision", "correction")
+OPEN = "nemo"
+SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.qos")
+QUOTE = "quote a value that holds = , : or brackets: \"key='a=b'\", \"key=['a=b']\""
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    list: "a list: [a,b]",
+    dict: "keys of its own: +nemo.grpo.x=1",
+}
+
+
+class ComposeError(ValueError):
+    """A command line that no run may start from; one line per distinct mistake."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.lines = list(dict.fromkeys(lines))
+        super().__init__("\n".join(self.lines))
+
+
+def compose(arguments: Iterable[str]) -> list[Recipe]:
+    """Every recipe that a command line asks for: one, or with `-m` one per cell of the sweep.
+
+    Args:
+        arguments: Hydra overrides (`precision=fp8-linear`, `grpo.steps=50`, `+nemo.grpo.x=1`) and
+            `-m` for a sweep; `sweep=NAME` names a file of cells.
+
+    Raises:
+        ComposeError: with one line per distinct mistake in any cell.
+    """
+    return [recipe for _, recipe in _composed(arguments)]
+
+
+def compose_plans(
+    arguments: Iterable[str], host_of: Callable[[Recipe], Host] = lambda recipe: MAIN
+) -> list[Plan]:
+    """`compose`, and every recipe's plan; all of them or none. Asked for help, it ends with that.
+
+    Args:
+        arguments: as for `compose`.
+        host_of: the NeMo RL that a recipe would run in, as `nemo/checkout.py` finds it.
+
+    Raises:
+        ComposeError: with one line per distinct mistake in any cell, what a backend forbids
+            included, or because two cells are one and the same run.
+    """
+    arguments = list(arguments)
+    if set(HELP).intersection(arguments):
+        print(f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\n{choices()}")
+        raise SystemExit(0)
+    cells, plans, found = [], [], []
+    for cell, recipe in _composed(arguments):
+        cells.append(cell)
+        found.append([str(each) for each in measurement_mistakes(recipe.correction)])
+        try:
+            plans.append(plan_recipe(recipe, host_of(recipe)))
+        except (PlanError, HostError) as error:
+            found[-1] += str(error).splitlines()
+    _raise_if_any(cells, found)
+    _refuse_twins(cells, plans)
+    return [
+        dataclasses.replace(plan, notes=(*plan.notes, *measurement_notes(plan.recipe.correction)))
+        for plan in plans
+    ]
+
+
+def choices() -> str:
+    """What a command line may hold: every group with its options, keys, sweeps."""
+    folder = option_folder("")
+    groups = sorted(each.name for each in folder.iterdir() if any(each.glob("*.yaml")))
+    wide = max(map(len, groups)) + 2
+    options = (f"  {group:{wide}}{' '.join(option_names(group))}" for group in groups)
+    indent = " " * (wide + 2)
+    return "\n".join([
+        "GROUP=OPTION, of these:",
+        *(fill(each, 100, subsequent_indent=indent, break_on_hyphens=False) for each in options),
+        "KEY=VALUE, as grpo.steps=50; recipes.plan shows the values in force, and the files in",
+        f"{folder} every key;",
+        "+nemo.KEY=VALUE for NeMo RL's own keys.",
+        "-m with several values, as precision=bf16,fp8-linear: every combination, each a run.",
+    ])  # fmt: skip
+
+
+def option_folder(group: str) -> Path:
+    """Where the options of a group stand: `conf/GROUP` of the clone, or as it was installed."""
+    return Path(str(resources.files("fp8_nemo.conf"))) / group
+
+
+def option_names(group: str) -> list[str]:
+    """The options of a group, a site's own included."""
+    return sorted(path.stem for path in option_folder(group).glob("*.yaml"))
+
+
+def _composed(arguments: Iterable[str]) -> list[tuple[list[str], Recipe]]:
+    """Every cell of a command line, as its overrides and as its recipe."""
+    arguments = list(arguments)
+    flags = [each for each in arguments if each.startswith("-")]
+    if unknown := [flag for flag in flags if flag not in MULTIRUN]:
+        raise ComposeError(
+            f"{flag}: unknown flag; there are -m, for sweeps, and --help" for flag in unknown
+        )
+    texts = [each for each in arguments if each not in flags]
+    with initialize_config_module("fp8_nemo.conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        overrides = _parse(texts, loader)
+        if flags:
+            _refuse_repeated(overrides)
+        swept = _sweep_of(overrides, loader)
+        cells = _cells(overrides + swept, multirun=bool(flags or swept))
+        composed = [_recipe_of(cell) for cell in cells]
+    _raise_if_any(cells, [found for _, found in composed])
+    return [(cell, recipe) for cell, (recipe, _) in zip(cells, composed, strict=True) if recipe]
+
+
+def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
+    parser = OverridesParser.create(config_loader=loader)
+    overrides, lines = [], []
+    for text in texts:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            lines.append(f"{text}: cannot be read, {_first_line(error)}; {QUOTE}")
+            continue
+        override.config_loader = loader  # `glob` asks it for the options
+        overrides.append(override)
+        lines += [str(mistake) for mistake in _override_mistakes(override, loader)]
+    if lines:
+        raise ComposeError(lines)
+    return [each for each in overrides if not _chooses_nothing(each)]
+
+
+def _chooses_nothing(override: Override) -> bool:
+    """`experiment=null`, which is what it is without the word; Hydra takes no null for a group."""
+    chosen = override.key_or_group in ("experiment", "sweep") and not override.is_sweep_override()
+    return chosen and override.value() is None
+
+
+def _refuse_repeated(overrides: list[Override]) -> None:
+    """In a sweep, two precisions are meant as an axis, of which Hydra would take the last alone."""
+    by_key: dict[str, list[str]] = {}
+    for each in (each for each in overrides if each.key_or_group in NAMES_A_CELL):
+        by_key.setdefault(each.key_or_group, []).append(each.get_value_string())
+    lines = [
+        f"{key}={values[-1]}: is on the line {len(values)} times; write {key}={','.join(values)}"
+        for key, values in by_key.items()
+        if len(values) > 1
+    ]
+    if lines:
+        raise ComposeError(lines)
+
+
+def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
+    """What Hydra would say less clearly, or only of the first mistake, or not at all."""
+    key = override.key_or_group
+    typed = override.get_key_element()
+    groups = loader.list_groups("")
+    if override.is_delete():
+        yield Mistake(typed, "", "nothing can be deleted, every key has a value")
+    elif key in groups:
+        if override.is_add() or override.is_force_add():
+            yield Mistake(
+                typed, override.get_value_string(), f"{key} is always there", f"write {key}=..."
+            )
+        yield from _option_mistakes(override, loader)
+    elif key.split(".")[0] == "hydra":
+        yield Mistake(
+            typed, override.get_value_string(), "Hydra only composes here", "set outputs=FOLDER"
+        )
+    elif not _is_known(key):
+        yield _unknown_key(typed, override.get_value_string(), [*_all_keys(), *groups])
+    elif key.startswith(OPEN + ".") and not (override.is_add() or override.is_force_add()):
+        yield Mistake(key, override.get_value_string(), "nemo starts empty", f"write +{key}=...")
+
+
+def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
+    group = override.key_or_group
+    options = loader.get_group_options(group, ObjectType.CONFIG)
+    values = (
+        override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+    )
+    for value in values:
+        if value is None and group in ("experiment", "sweep"):
+            continue
+        if str(value) not in options:
+            near = difflib.get_close_matches(str(value).lower(), options, n=1)
+            site = f"describe yours in conf/cluster/{value}.yaml (docs/slurm.md, step 2)"
+            yield Mistake(
+                group,
+                as_typed(value),
+                "must be one of " + ", ".join(options),
+                f"did you mean {near[0]}?" if near else site if group == "cluster" else "",
+            )
+
+
+def _sweep_of(overrides: list[Override], loader: ConfigLoader) -> list[Override]:
+    """The axes of the chosen sweep file, less those that the command line sets itself."""
+    chosen = [str(each.input_line) for each in overrides if each.key_or_group == "sweep"]
+    if not chosen:
+        return []
+    if len(chosen) > 1 or "," in chosen[0]:
+        raise ComposeError([f"{', '.join(chosen)}: one sweep at a time"])
+    try:
+        found = hydra_compose(CONFIG, chosen, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ComposeError([f"{chosen[0]}: {_first_line(error)}"]) from error
+    params = found.hydra.sweeper.params or {}
+    typed = {each.key_or_group for each in overrides}
+    return _parse([f"{key}={value}" for key, value in params.items() if key not in typed], loader)
+
+
+def _cells(overrides: list[Override], multirun: bool) -> list[list[str]]:
+    axes: list[list[str]] = []
+    for override in overrides:
+        if not override.is_sweep_override():
+            axes.append([str(override.input_line)])
+        elif not override.is_discrete_sweep():
+            raise ComposeError(
+                [f"{override.input_line}: an interval has no list of values; name them"]
+            )
+        elif not multirun:
+            raise ComposeError(
+                [f"{override.input_line}: several values; add -m to sweep over them"]
+            )
+        else:
+            key = override.get_key_element()
+            axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    cells = [list(cell) for cell in itertools.product(*axes)]
+    if not cells:
+        empty = [each.input_line for each in overrides if each.is_sweep_override()]
+        raise ComposeError([f"{', '.join(map(str, empty))}: no cell matches"])
+    return cells
+
+
+def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
+    try:
+        composed = hydra_compose(CONFIG, cell)
+        tree: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        return None, [_first_line(error)]
+    except YAMLError as error:  # in a site's own file, which it names with line and column
+        return None, [" ".join(str(error).split())]
+    except ValueError as error:  # as one whose `defaults` is no list, or that is not UTF-8
+        return None, [f"{' '.join(cell)}: cannot be composed, {_first_line(error)}"]
+    config = OmegaConf.structured(Recipe)
+    values = leaves(tree | {OPEN: {}}) | {OPEN: tree[OPEN]}
+    found = [str(each) for key, value in values.items() if (each := _put(config, key, value))]
+    found += map(str, _unquoted(values, cell))
+    if found:
+        return None, found
+    recipe = OmegaConf.to_object(config)
+    assert isinstance(recipe, Recipe)
+    return recipe, [str(each) for each in mistakes(recipe)]
+
+
+def _unquoted(values: Mapping[str, Any], cell: list[str]) -> Iterator[Mistake]:
+    """Slurm's words that a file has without quotes: YAML reads 30:00 as 1800, and 0123 as 83."""
+    typed = {word.partition("=")[0].lstrip("+") for word in cell}
+    for key in SLURM_WORDS:
+        value = values.get(key)
+        if value is not None and not isinstance(value, str) and key not in typed:
+            text = "is what YAML makes of a text without quotes in the site's file"
+            yield Mistake(key, as_typed(value), text, f'write {key.partition(".")[2]}: "..." there')
+
+
+def _put(config: Any, key: str, value: Any) -> Mistake | None:
+    """Set one leaf of the structured Recipe, or say why it cannot be."""
+    try:
+        OmegaConf.update(config, key, escape_interpolation(value), force_add=key.startswith(OPEN))
+    except OmegaConfBaseException:
+        if key not in _all_keys():  # or of a map in a number's place
+            return _unknown_key(key, value, _all_keys())
+        return Mistake(key, as_typed(value), f"must be {_type_word(key)}")
+    return None
+
+
+def _raise_if_any(cells: list[list[str]], found: list[list[str]]) -> None:
+    """Name the cell of a mistake that not every cell makes."""
+    shared = set(found[0]).intersection(*found[1:])
+    lines = [
+        line if line in shared else f"{line} (cell {' '.join(cell)})"
+        for cell, each in zip(cells, found, strict=True)
+        for line in each
+    ]
+    if lines:
+        raise ComposeError(lines)
+
+
+def _refuse_twins(cells: list[list[str]], plans: list[Plan]) -> None:
+    """Two cells of one name would write into one directory."""
+    first: dict[str, list[str]] = {}
+    lines = []
+    for cell, plan in zip(cells, plans, strict=True):
+        twin = first.setdefault(plan.run_name, cell)
+        if twin is not cell:
+            lines.append(f"{' '.join(cell)}: the same run as {' '.join(twin)}; drop one of them")
+    if lines:
+        raise ComposeError(lines)
+
+
+def _unknown_key(key: str, value: Any, known: Iterable[str]) -> Mistake:
+    bare = key.lstrip("+")
+    known = list(known)
+    near = difflib.get_close_matches(bare, known, n=1) or [
+        each for each in known if each.rpartition(".")[2] == bare.rpartition(".")[2]
+    ]
+    return Mistake(
+        key,
+        as_typed(value),
+        "no such key",
+        f"did you mean {near[0]}?"
+        if near
+        else "conf/grpo.yaml and its groups' files have all keys; NeMo RL's own go under nemo",
+    )
+
+
+def _is_known(key: str) -> bool:
+    return key in _all_keys() or key.startswith(OPEN + ".")
+
+
+def _all_keys() -> list[str]:
+    return list(_fields())
+
+
+def _type_word(key: str) -> str:
+    hint = _fields()[key]
+    optional = type(None) in typing.get_args(hint)
+    kind = typing.get_args(hint)[0] if optional else hint
+    if dataclasses.is_dataclass(kind):
+        return "a group of keys"
+    return WORDS[typing.get_origin(kind) or kind] + (" or null" if optional else "")
+
+
+def _fields(group: type = Recipe, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of the Recipe with its type."""
+    known: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(group).items():
+        known[prefix + name] = hint
+        if dataclasses.is_dataclass(hint):
+            known |= _fields(typing.cast(type, hint), f"{prefix}{name}.")
+    return known
+
+
+def _first_line(error: Exception) -> str:
+    said = " ".join(" ".join(str(error).split("\n")[:2]).split())
+    remedy = "; for a shell's variable write $NAME, or \\${NAME}" * ("Interpolation" in said)
+    return said + remedy

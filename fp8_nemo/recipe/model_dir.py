@@ -1,0 +1,159 @@
+"""A model's folder in Hugging Face format, looked at without torch: there, whole, as planned?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fp8_nemo.recipe.options import TASKS, Data, Mistake, Model, Recipe
+
+SHIPPED = Path(__file__).parent / "models"
+NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
+SHAPE_KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+}
+
+
+def model_path(model: Model) -> Path:
+    """The folder that a model is read from: `model.path`, else the one that ships here."""
+    return Path(model.path) if model.path else SHIPPED / model.name
+
+
+def weights_digest(folder: Path) -> str:
+    """Of the files that hold a model's weights, names and bytes: runs that share it began alike."""
+    digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
+    with ThreadPoolExecutor() as pool:  # one thread hashes 1.2 GB a second
+        for path, found in zip(paths, pool.map(_file_digest, paths), strict=True):
+            digest.update(path.name.encode() + found)
+    return digest.hexdigest()[:12]
+
+
+def _file_digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
+    """What would stop a run that reads its model from its folder.
+
+    Args:
+        recipe: of the run.
+        pads: whether its tokenizer must have a token to pad with. NeMo RL pads with the end where
+            it has none (algorithms/utils.py:373), as Llama 3.1's has not.
+    """
+    model, folder = recipe.model, model_path(recipe.model)
+    if not folder.is_dir():
+        makes = f"python -m recipes.make_model {folder} {' '.join(_made_by(recipe))} makes it"
+        remedy = makes if recipe.data.is_made else "give the folder of a model"
+        yield Mistake("model.path", folder, "no such folder", remedy)
+        return
+    missing = [name for name in NEEDED if not (folder / name).is_file()]
+    for name in missing:
+        yield Mistake("model.path", folder, f"lacks {name}", "it must be in Hugging Face format")
+    if missing:
+        return
+    yield from _config_mistakes(folder, model, pads)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        yield Mistake("model.path", folder, "holds no *.safetensors")
+    for file in files:
+        if found := damage(file):
+            yield Mistake("model.path", file, found, "copy it again")
+
+
+def _made_by(recipe: Recipe) -> Iterator[str]:
+    """What a model is taught by, where the run's problems are made."""
+    yield f"model={recipe.model.name}"
+    data = recipe.data
+    if data.is_made and data.name != Data().name:
+        yield f"data={data.name}"
+    if data.is_made and data.difficulty not in (None, TASKS[data.name].usual):
+        yield f"data.difficulty={data.difficulty}"
+
+
+def _config_mistakes(folder: Path, model: Model, pads: bool) -> Iterator[Mistake]:
+    """The numbers that the plan counts with, and the tokens that sampling needs."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        tokens = json.loads((folder / "tokenizer_config.json").read_text())
+    except ValueError as error:
+        yield Mistake("model.path", folder, f"holds broken JSON ({error})", "copy it again")
+        return
+    if "quantization_config" in config:
+        yield Mistake(
+            "model.path", folder, "is quantized already", "training starts from BF16 weights"
+        )
+    yield from shape_mistakes(config, folder, model)
+    for name in ("eos_token", "pad_token") if pads else ("eos_token",):
+        if not tokens.get(name):
+            yield Mistake("model.path", folder, f"its tokenizer has no {name}")
+    if not (tokens.get("chat_template") or (folder / "chat_template.jinja").is_file()):
+        yield Mistake("model.path", folder, "its tokenizer has no chat template")
+
+
+def shape_mistakes(config: dict[str, Any], where: object, model: Model) -> Iterator[Mistake]:
+    """Numbers of a model option that its `config.json` has otherwise.
+
+    Args:
+        config: of Hugging Face's.
+        where: it is from, for the reader.
+        model: the option.
+    """
+    for key, name in SHAPE_KEYS.items():
+        typed, found = getattr(model.shape, key), config.get(name)
+        if typed != found:
+            yield Mistake(f"model.shape.{key}", typed, f"{where} has {name}={found}")
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    if experts != model.shape.experts:
+        yield Mistake("model.shape.experts", model.shape.experts, f"{where} has {experts}")
+    typed = model.shape.expert_ffn
+    width = config.get("moe_intermediate_size", typed)
+    if experts and experts == model.shape.experts and width != typed:
+        yield Mistake("model.shape.expert_ffn", typed, f"{where} has moe_intermediate_size={width}")
+
+
+def damage(file: Path) -> str:
+    """What is wrong with a safetensors file, `"is cut short by 10 bytes"`; empty if it is whole."""
+    try:
+        missing = missing_bytes(file)
+    except ValueError as error:
+        return f"has a broken header ({error})"
+    return f"is cut short by {missing} bytes" if missing else ""
+
+
+LONGEST_HEADER = 100_000_000
+"""Bytes that safetensors itself takes of a header."""
+
+
+def missing_bytes(file: Path) -> int:
+    """How many bytes a safetensors file lacks, by its own header; 0 if it is whole.
+
+    Raises:
+        ValueError: it has no such header.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            return 8 - len(prefix)
+        (header_size,) = struct.unpack("<Q", prefix)
+        if header_size > LONGEST_HEADER:
+            raise ValueError(f"a header of {header_size:,} bytes")
+        if 8 + header_size > size:
+            return 8 + header_size - size
+        header = json.loads(stream.read(header_size))
+    try:
+        ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError("it names no tensors and offsets") from error
+    return max(0, 8 + header_size + max(ends, default=0) - size)

@@ -1,0 +1,222 @@
+"""Each FP8 cell against its BF16 twin: accuracy, mismatch and speed, in words that a rule decides.
+
+The twin is the BF16 cell of the same model that differs in the fewest settings beside precision and
+correction. Settings that differ all the same are named, and no word is said: runs that are not
+matched must not look matched.
+
+Differences are taken seed by seed, over the seeds that both cells have, with a 95% interval, and
+over the steps that both runs have done.
+
+    accuracy  of the last validation. `higher`, `lower`: the interval leaves out zero. `equal`: it
+              lies within `EQUAL` points of zero. `open`: neither; more seeds would tell.
+    mismatch  mean KL of both, and the health of the cell: the worst state of any step.
+    speed     of the median step and of its rollout, the first `WARM_UP` left out. `faster`,
+              `slower`: the interval leaves out one. `open`: it does not. Only inside NeMo RL, on
+              the same nodes, GPUs and versions: the local backend emulates FP8, slowly.
+
+One seed has no interval and gets no word, nor does a cell of which a seed has not finished: what
+died may be what would have been worse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from fp8_nemo.correction.health import STATES
+from fp8_nemo.report.compare import (
+    Cell,
+    Comparison,
+    Estimate,
+    Run,
+    differing,
+    differing_problems,
+    given,
+    last_accuracy,
+    mean_of_seeds,
+)
+
+EQUAL = 2.0  # points of accuracy
+WARM_UP = 1  # steps: kernels are compiled in the first
+KL_FORMAT = ".1e"
+MACHINE = ("hardware.", "versions.", "python")
+CLUSTER = ("nodes", "gpus_per_node", "gpu")
+BF16 = dict.fromkeys(
+    ("precision.rollout_linear", "precision.rollout_kv", "precision.train_linear"), "bf16"
+)
+
+
+@dataclass(frozen=True)
+class AgainstTwin:
+    """A cell's differences from its twin.
+
+    Example: `AgainstTwin("fp8-kv-attn-tis", "bf16-none", (), 3, 3, accuracy=Estimate(-0.3, 1.1, 3),
+    kl=Estimate(5e-3, 4e-4, 3), twin_kl=Estimate(5e-5, 2e-6, 3), health="healthy", step=None,
+    rollout=None)`.
+    """
+
+    cell: str
+    twin: str
+    unmatched: tuple[str, ...]
+    """What differs beside precision and correction: `grpo.steps is 60, the twin's 40`."""
+    seeds: int
+    """That both have."""
+    finished: int
+    """Of these, how many have finished in both."""
+    accuracy: Estimate | None
+    """Points, the cell's less the twin's."""
+    kl: Estimate | None
+    """Nats per token."""
+    twin_kl: Estimate | None
+    health: str
+    step: Estimate | None
+    """Times as fast as the twin's."""
+    rollout: Estimate | None
+
+    @property
+    def accuracy_word(self) -> str:
+        """`higher`, `lower`, `equal`, `open`, or why there is none."""
+        if self.accuracy and self.finished < self.seeds and not self.unmatched:
+            return f"{self.finished} of {self.seeds} finished"
+        return self._word(self.accuracy, 0.0, "higher", "lower", EQUAL)
+
+    @property
+    def speed_word(self) -> str:
+        """`faster`, `slower`, `open`, or why there is none."""
+        return self._word(self.step, 1.0, "faster", "slower", 0.0)
+
+    def _word(
+        self, found: Estimate | None, none: float, above: str, below: str, equal: float
+    ) -> str:
+        if self.unmatched:
+            return "not matched"
+        if found is None:
+            return "-"
+        if not math.isfinite(found.mean):
+            return "diverged"
+        if found.half is None:
+            return "one seed"
+        if found.mean - found.half > none:
+            return above
+        if found.mean + found.half < none:
+            return below
+        return "equal" if abs(found.mean - none) + found.half <= equal else "open"
+
+    def _beside_twin(self) -> str:
+        return f", the twin's {self.twin_kl.mean:{KL_FORMAT}}" if self.twin_kl else ""
+
+    def __str__(self) -> str:
+        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        said = [f"{self.cell} against {self.twin}, {seeds} of both"]
+        if self.accuracy:
+            said.append(f"accuracy {self.accuracy.text('+.1f')} points ({self.accuracy_word})")
+        elif self.finished < self.seeds:
+            said.append("no accuracy before both have finished")
+        if self.kl:
+            said.append(f"KL {self.kl.text(KL_FORMAT)}{self._beside_twin()} ({self.health})")
+        if self.step:
+            said.append(f"step {self.step.text('.2f')} times as fast ({self.speed_word})")
+        if self.rollout:
+            said.append(f"rollout {self.rollout.text('.2f')}")
+        return "; ".join([*said, *(f"NOT MATCHED: {each}" for each in self.unmatched)])
+
+
+def against_twins(comparison: Comparison) -> list[AgainstTwin]:
+    """Every cell that is not BF16, where its model has a BF16 cell."""
+    found = []
+    for cell in comparison.cells:
+        twin = twin_of(cell, comparison.cells)
+        if twin is not None and not _is_bf16(cell):
+            found.append(_against(cell, twin))
+    return found
+
+
+def twin_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
+    """The BF16 cell of the same model that differs least; of equals that without correction."""
+    model = cell.runs[0].recipe.model.name
+    bf16 = [each for each in cells if _is_bf16(each) and each.runs[0].recipe.model.name == model]
+
+    def distance(other: Cell) -> tuple[int, bool]:
+        corrected = other.runs[0].recipe.correction.name != "none"
+        return len(list(_unmatched(cell, other))), corrected
+
+    return min(bf16, key=distance, default=None)
+
+
+def _is_bf16(cell: Cell) -> bool:
+    settings = cell.runs[0].settings
+    return all(settings[key] == value for key, value in BF16.items())
+
+
+def _against(cell: Cell, twin: Cell) -> AgainstTwin:
+    ours, theirs = _by_seed(cell), _by_seed(twin)
+    pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    timed = pairs if all(_same_machine(*pair) for pair in pairs) else []
+    states = [state for run in cell.runs for state in run.series("health/state").values()]
+    points = [
+        100 * (mine - its)
+        for mine, its in ((last_accuracy(mine), last_accuracy(its)) for mine, its in pairs)
+        if mine is not None and its is not None
+    ]
+    kl = [_shared(*pair, "mismatch/kl") for pair in pairs]
+    return AgainstTwin(
+        cell.label,
+        twin.label,
+        tuple(_unmatched(cell, twin)),
+        len(pairs),
+        len(points),
+        accuracy=mean_of_seeds(points),
+        kl=mean_of_seeds([fmean(mine) for mine, _ in kl if mine]),
+        twin_kl=mean_of_seeds([fmean(its) for _, its in kl if its]),
+        health=STATES[int(max(states, default=0))],
+        step=mean_of_seeds([*_speeds(timed, "time/step")]),
+        rollout=mean_of_seeds([*_speeds(timed, "time/rollout")]),
+    )
+
+
+def _by_seed(cell: Cell) -> dict[int, Run]:
+    return {run.recipe.seed: run for run in cell.runs}
+
+
+def _speeds(pairs: Iterable[tuple[Run, Run]], key: str) -> Iterator[float]:
+    """How many times as fast each run is as its twin, by their median steps."""
+    for pair in pairs:
+        mine, its = _shared(*pair, key, after=WARM_UP)
+        if mine and median(mine) > 0:
+            yield median(its) / median(mine)
+
+
+def _shared(mine: Run, its: Run, key: str, after: int = 0) -> tuple[list[float], list[float]]:
+    """A metric of both at the steps that both have: one run may be further than the other."""
+    series = mine.series(key), its.series(key)
+    steps = [step for step in series[0] if step in series[1] and step > after]
+    return [series[0][step] for step in steps], [series[1][step] for step in steps]
+
+
+def _unmatched(cell: Cell, twin: Cell) -> Iterator[str]:
+    """Also a correction of the twin's that is neither none nor the cell's own."""
+    sides = {"": cell, "t": twin}
+    named = [(side, run.matched) for side, each in sides.items() for run in each.begun]
+    runs = [(side, run) for side, each in sides.items() for run in each.runs]
+    for key, holders in (differing(named) | differing_problems(runs)).items():
+        mine, its = (
+            " or ".join(value for value, names in holders.items() if side in names)
+            for side in sides
+        )
+        yield f"{key} is {mine}, the twin's {its}"
+    corrections = [each.runs[0].recipe.correction for each in (cell, twin)]
+    if corrections[1].name != "none" and corrections[0] != corrections[1]:
+        yield f"the twin's correction is {corrections[1].name}: {given(corrections[1])}"
+
+
+def _same_machine(mine: Run, its: Run) -> bool:
+    """Whether seconds of the two can be compared: both inside NeMo RL, on the same machines."""
+    both = [
+        {key: text for key, text in run.environment.items() if key.startswith(MACHINE)}
+        for run in (mine, its)
+    ]
+    nodes = [[getattr(run.recipe.cluster, key) for key in CLUSTER] for run in (mine, its)]
+    inside = mine.plan.backend == its.plan.backend == "nemo"
+    return inside and nodes[0] == nodes[1] and both[0] == both[1] != {}

@@ -1,0 +1,459 @@
+"""Run directories -> one comparison: numbers per cell; `twin` compares, `health` alone judges.
+
+A cell is the runs that differ in nothing but seed, outputs, logging and cluster; its seeds are
+averaged. Runs whose other settings differ never are, also where MODEL/PRECISION-CORRECTION is the
+same: the label then says what differs, and the notes say what is not matched between cells.
+
+A number that a run lacks (a BF16 cell recalibrates nothing, an unfinished run has no last
+validation) is a dash, never a zero. A damaged run directory is named, the others are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from fp8_nemo.nemo_config.keys import leaves
+from fp8_nemo.plan.plan import HELD_AGAINST, Plan
+from fp8_nemo.recipe.options import Correction, Precision, Recipe, as_typed
+from fp8_nemo.runs.run_dir import (
+    ENVIRONMENT,
+    METRICS,
+    PLAN,
+    RunDirError,
+    State,
+    read_metrics,
+    read_plan,
+    state_of,
+    steps_done,
+)
+
+BESIDE_THE_CELL = ("seed", "outputs", "logging", "cluster")
+OF_THE_CELL = ("precision.", "correction.")
+BEGUN_WITH = ("weights", "problems")
+"""Keys of environment.json that are digests of what a run began with, not of where it ran."""
+LAST_STEPS = 5
+HUGE = 1e4
+"""Where a number that is a ratio or a mean is written by its power of ten; bytes are not."""
+STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
+"""97.5% quantiles of Student's t, from 1 degree of freedom (2 seeds) to 20; those beyond take the
+last, which is at most 7% too wide."""
+EMULATION = "Local runs are an emulation: they show learning and mismatch, not speed."
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory, read.
+
+    Example: `Run(Path("outputs/tiny-llama/bf16-none/s42-1a2b3c"), plan, rows=[{"step": 0,
+    "val/accuracy": 0.4}, {"step": 1, "reward/mean": 0.38}], environment={"python": "3.11.7"})`.
+    """
+
+    path: Path
+    plan: Plan
+    rows: list[dict[str, Any]]
+    """metrics.jsonl, one object a step; step 0 is before training."""
+    environment: dict[str, str]
+    """environment.json as `{dotted key: text}`; empty if it was not written."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The plan's recipe."""
+        return self.plan.recipe
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return steps_done(self.rows)
+
+    @property
+    def state(self) -> State:
+        """Whether the plan's last step is done."""
+        return state_of(self.plan, self.steps)
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """What makes its cell, as `{dotted key: text}`, with the backend that was chosen."""
+        recipe = dataclasses.asdict(self.recipe) | {"backend": self.plan.backend}
+        kept = _as_typed({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
+        held_against = {f"correction.{key}" for key in HELD_AGAINST}
+        return {key: text for key, text in kept.items() if key not in held_against}
+
+    @property
+    def matched(self) -> dict[str, str]:
+        """What runs share if only their precision and correction are to be compared."""
+        kept = {k: text for k, text in self.settings.items() if not k.startswith(OF_THE_CELL)}
+        return kept | {"starting weights": self.environment.get("weights", "not recorded")}
+
+    def series(self, key: str) -> dict[int, float]:
+        """Step -> value of a metric, at the steps that have one."""
+        return {row["step"]: row[key] for row in self.rows if row.get(key) is not None}
+
+
+class Estimate(NamedTuple):
+    """A number over the seeds that have it: `Estimate(mean=31.6, half=5.2, seeds=3)`."""
+
+    mean: float
+    half: float | None
+    """Half of the 95% interval (Student's t over seeds); None for one seed, NaN if one diverged."""
+    seeds: int
+
+    def text(self, style: str, joint: str = " ") -> str:
+        """`-0.3 ±1.1`; one seed has no interval, and one that rounds to zero is left out."""
+        half, none = (format(value, style.lstrip("+")) for value in (self.half or 0.0, 0.0))
+        return format(self.mean, style) + ("" if half == none else f"{joint}±{half}")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs that differ in their seed alone, and their numbers by `Column.name`; None is a dash.
+
+    Example: `Cell("fp8-kv-attn-tis", (run_of_seed_42, run_of_seed_43), {"KL": Estimate(0.006,
+    0.001, 2), "gain": None, ...})`.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+    numbers: dict[str, Estimate | None]
+
+    @property
+    def begun(self) -> tuple[Run, ...]:
+        """Those that recorded what they began with, or the first: it stands for settings alone."""
+        return tuple(run for run in self.runs if run.environment) or self.runs[:1]
+
+    @property
+    def seeds(self) -> str:
+        """`42, 43, 44`."""
+        return ", ".join(map(str, sorted(run.recipe.seed for run in self.runs)))
+
+    @property
+    def steps(self) -> str:
+        """Steps done of steps planned, `30/30`, or `12-30/30` where seeds differ."""
+        done = sorted({run.steps for run in self.runs})
+        return "-".join(map(str, done[:1] + done[1:][-1:])) + f"/{self.runs[0].recipe.grpo.steps}"
+
+    def show(self, column: Column, joint: str = " ") -> str:
+        """A number as text: `39.8% ±1.2%`, with `(2/3)` if not every seed has it, or a dash.
+
+        One of a run that fell apart can have eighty digits: beyond `HUGE` it is a power of ten.
+        """
+        number = self.numbers[column.name]
+        if number is None:
+            return "-"
+        huge = max(abs(number.mean), number.half or 0.0) >= HUGE
+        style = ".1e" if huge and column.format.lstrip("+") in (".1f", ".3f") else column.format
+        of = f"{joint}({number.seeds}/{len(self.runs)})" if number.seeds < len(self.runs) else ""
+        return number.text(style, joint) + of
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Cells side by side: `Comparison(cells=(bf16, fp8), notes=("not matched: ...",))`."""
+
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...]
+    """What a reader must know: damaged directories, emulation, what is not matched."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs, cell by cell."""
+        return [run for cell in self.cells for run in cell.runs]
+
+    @property
+    def title(self) -> str:
+        """`tiny-llama, local backend`."""
+        models = dict.fromkeys(run.recipe.model.name for run in self.runs)
+        backends = dict.fromkeys(run.plan.backend for run in self.runs)
+        return f"{', '.join(models)}, {' and '.join(backends)} backend"
+
+
+Measure = Callable[[Run], float | None]
+
+
+def _mean(key: str, fold: Callable[[Collection[float]], float] = fmean) -> Measure:
+    def over_steps(run: Run) -> float | None:
+        values = run.series(key).values()
+        return fold(values) if values else None
+
+    return over_steps
+
+
+def _first_accuracy(run: Run) -> float | None:
+    return run.series("val/accuracy").get(0)
+
+
+def last_accuracy(run: Run) -> float | None:
+    """The last validation of a run that is finished."""
+    validated = [value for step, value in run.series("val/accuracy").items() if step > 0]
+    return validated[-1] if validated and run.state == "finished" else None
+
+
+def _gain(run: Run) -> float | None:
+    first, last = _first_accuracy(run), last_accuracy(run)
+    return None if first is None or last is None else 100 * (last - first)
+
+
+def _last_reward(run: Run) -> float | None:
+    rewards = list(run.series("reward/mean").values())
+    return fmean(rewards[-LAST_STEPS:]) if rewards else None
+
+
+def _max_drift(run: Run) -> float | None:
+    drifts = run.series("recalibrate/max_drift").items()
+    return max((drift for step, drift in drifts if step > 1), default=None)
+
+
+class Column(NamedTuple):
+    """One number of every cell: how to write it, take it from a run, and explain it."""
+
+    name: str
+    format: str
+    measure: Measure
+    meaning: str
+    terminal: bool = True
+    """Whether the terminal's 100 columns have room for it."""
+    relative: bool = False
+    """Divided by its mean over the BF16 rollouts of the same model in the same comparison."""
+
+
+SECTIONS: dict[str, tuple[Column, ...]] = {
+    "Learning": (
+        Column("first acc.", ".1%", _first_accuracy, "validation accuracy at step 0"),
+        Column("last acc.", ".1%", last_accuracy, "last validation of a finished run"),
+        Column("gain", "+.1f", _gain, "last less first accuracy, in points"),
+        Column("reward", ".3f", _last_reward, f"mean over the last {LAST_STEPS} steps done"),
+    ),
+    "Mismatch and correction": (
+        Column("KL", ".1e", _mean("mismatch/kl"),
+               "k3 estimate of KL(rollout || train), nats per token"),
+        Column("p99", ".3f", _mean("mismatch/abs_log_ratio_p99"),
+               "99th percentile over tokens of the absolute log ratio", terminal=False),
+        Column("prob. error", ".3f", _mean("mismatch/token_mult_prob_error"),
+               "token_mult_prob_error, `mean exp(abs(log ratio))`: 1 is none"),
+        Column("mult. mean", ".3f", _mean("correction/multiplier_mean"),
+               "mean of what multiplies a token's loss"),
+        Column("mult. ESS", ".3f", _mean("correction/ess"),
+               "effective sample share of the multipliers: 1 if all are equal"),
+        Column("clip", ".2%", _mean("correction/clipped_fraction"),
+               "share of tokens whose ratio was truncated"),
+        Column("mask", ".2%", _mean("correction/masked_fraction"),
+               "share of tokens that were rejected"),
+    ),
+    "Refit and recalibration": (
+        Column("refit bytes", ",.0f", _mean("refit/bytes"), "sent by one refit", terminal=False),
+        Column("of BF16", ".2f", _mean("refit/bytes"),
+               "refit bytes, divided by those of the same model's BF16 rollout", relative=True),
+        Column("verified", ",.0f", _mean("refit/verified_weights", min),
+               "FP8 weights proven to have arrived, the fewest in any refit; 0 in a BF16 rollout "
+               "and with glue.verify=off", terminal=False),
+        Column("satur.", ".2%", _mean("recalibrate/saturated_fraction"),
+               "share of Q/K/V ranges that exceeded the scale in force"),
+        Column("drift", ".1%", _max_drift,
+               "largest change of a Q/K/V scale in one step, after step 1", terminal=False),
+    ),
+}  # fmt: skip
+COLUMNS = [column for columns in SECTIONS.values() for column in columns]
+
+
+def find_runs(path: Path) -> list[Path]:
+    """The run directory itself, or all below a folder, sorted; never hidden (staging) ones."""
+    found = []
+    for folder, below, files in os.walk(path):
+        if {PLAN, METRICS} & set(files):
+            found.append(Path(folder))
+            below.clear()
+        below[:] = [name for name in below if not name.startswith(".")]
+    return sorted(found)
+
+
+def read_run(run_dir: Path) -> Run:
+    """Read one run directory, finished or not.
+
+    Raises:
+        RunDirError: it is damaged.
+    """
+    plan, path = read_plan(run_dir), run_dir / ENVIRONMENT
+    rows = read_metrics(run_dir)
+    try:
+        environment = _as_typed(json.loads(path.read_text())) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise RunDirError(f"{run_dir}: cannot be read ({error})") from error
+    return Run(run_dir, plan, rows, environment)
+
+
+def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """All runs that can be read, and one line for each directory that cannot."""
+    runs, damaged = [], []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except RunDirError as error:
+            damaged.append(str(error))
+    return runs, damaged
+
+
+def compare(runs: Iterable[Run], damaged: Iterable[str] = ()) -> Comparison:
+    """Group runs by cell, in the order of their first run, and average their seeds.
+
+    Args:
+        runs: what `read_run` returned.
+        damaged: lines on directories that could not be read; they head the notes.
+    """
+    runs, groups = list(runs), defaultdict(list)
+    for run in runs:
+        groups[json.dumps(run.settings, sort_keys=True)].append(run)
+    repeated = [line for group in groups.values() for line in _drop_repeated(group)]
+    runs = [run for group in groups.values() for run in group]
+    labels = _labels([group[0] for group in groups.values()])
+    cells = tuple(
+        Cell(label, tuple(group), _numbers(group, runs))
+        for label, group in zip(labels, groups.values(), strict=True)
+    )
+    emulation = [EMULATION] if any(run.plan.backend == "local" for run in runs) else []
+    return Comparison(
+        cells, (*damaged, *repeated, *emulation, *_unmatched(cells), *_environments(cells))
+    )
+
+
+def _drop_repeated(group: list[Run]) -> list[str]:
+    """Keep the longest run of each seed: twice the same is not two seeds. Says what it dropped."""
+    kept = {run.recipe.seed: run for run in sorted(group, key=lambda run: run.steps)}
+    dropped = [run for run in group if kept[run.recipe.seed] is not run]
+    group[:] = [run for run in group if kept[run.recipe.seed] is run]
+    return [
+        f"{run.path}: left out, has the seed and the settings of {kept[run.recipe.seed].path}"
+        for run in dropped
+    ]
+
+
+def _numbers(group: Sequence[Run], runs: Sequence[Run]) -> dict[str, Estimate | None]:
+    same_model = [run for run in runs if run.recipe.model == group[0].recipe.model]
+    bf16 = [run for run in same_model if run.recipe.precision.rollout_linear == "bf16"]
+    numbers = {}
+    for column in COLUMNS:
+        values = _measured(column, group)
+        if column.relative:
+            base = _measured(column, bf16)
+            values = [value / fmean(base) for value in values if base]
+        numbers[column.name] = mean_of_seeds(values)
+    return numbers
+
+
+def _measured(column: Column, runs: Iterable[Run]) -> list[float]:
+    return [value for run in runs if (value := column.measure(run)) is not None]
+
+
+def mean_of_seeds(values: Sequence[float]) -> Estimate | None:
+    """Mean and 95% interval of a number that each seed has; None of nothing."""
+    if len(values) < 2:
+        return Estimate(values[0], None, 1) if values else None
+    if not all(map(math.isfinite, values)):
+        return Estimate(fmean(values), math.nan, len(values))
+    quantile = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
+    return Estimate(fmean(values), quantile * stdev(values) / math.sqrt(len(values)), len(values))
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """PRECISION-CORRECTION; the model where there are several; what namesakes differ in."""
+    one_model = len({run.recipe.model.name for run in runs}) == 1
+    labels = []
+    for run in runs:
+        namesakes = [("", other.settings) for other in runs if other.plan.cell == run.plan.cell]
+        name = run.plan.cell.rpartition("/")[2] if one_model else run.plan.cell
+        own = [f"{key}={run.settings.get(key, 'not set')}" for key in differing(namesakes)]
+        labels.append(" ".join([name, *own]))
+    return labels
+
+
+def _unmatched(cells: Iterable[Cell]) -> Iterator[str]:
+    """What differs between cells of one model beside precision and correction, seeds included."""
+    cells, models = list(cells), defaultdict(list)
+    for cell in cells:
+        matched = [run.matched | {"seed": cell.seeds} for run in cell.begun]
+        models[matched[0]["model.name"]] += [(cell.label, each) for each in matched]
+    for named in models.values():
+        yield from _sentences("not matched", differing(named))
+    runs = [(cell.label, run) for cell in cells for run in cell.runs]
+    yield from _sentences("not matched", differing_problems(runs))
+
+
+def _environments(cells: Iterable[Cell]) -> Iterator[str]:
+    named = [(cell.label, run) for cell in cells for run in cell.runs]
+    if missing := [str(run.path) for _, run in named if not run.environment]:
+        yield f"no {ENVIRONMENT} in {', '.join(missing)}"
+    recorded = [
+        (label, {key: text for key, text in run.environment.items() if key not in BEGUN_WITH})
+        for label, run in named
+        if run.environment
+    ]
+    yield from _sentences("environments differ", differing(recorded))
+
+
+def _sentences(start: str, found: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[str]:
+    for key, holders in found.items():
+        parts = [f"{text} in {', '.join(dict.fromkeys(names))}" for text, names in holders.items()]
+        yield f"{start}: {key} is {'; '.join(parts)}"
+
+
+def differing(named: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
+    """Key -> value -> names that have it, for the keys whose value is not the same everywhere."""
+    found = {}
+    for key in dict.fromkeys(key for _, values in named for key in values):
+        holders = defaultdict(list)
+        for name, values in named:
+            holders[values.get(key, "not set")].append(name)
+        if len(holders) > 1:
+            found[key] = holders
+    return found
+
+
+def differing_problems(named: Iterable[tuple[str, Run]]) -> dict[str, dict[str, list[str]]]:
+    """As `differing`, of the problems of one `data`, where recorded; seed by seed."""
+    alike = defaultdict(list)
+    for name, run in named:
+        if digest := run.environment.get("problems"):
+            data = tuple(each for each in run.settings.items() if each[0].startswith("data."))
+            seed = run.recipe.seed
+            alike[data, seed].append((name, {f"problem set of seed {seed}": digest}))
+    found = defaultdict(dict)
+    for each in alike.values():
+        for key, holders in differing(each).items():
+            found[key] |= holders
+    return found
+
+
+def given(option: Precision | Correction) -> str:
+    """What an option sets, in the end, beside its name: `level=token truncate=2.0`; empty if none.
+
+    A name is the file's that a line began with, and every key of it can be set on the line.
+    """
+    plain = vars(type(option)())
+    return " ".join(
+        f"{key}={as_typed(value)}"
+        for key, value in vars(option).items()
+        if value != plain[key] and key not in ("name", *HELD_AGAINST)
+    )
+
+
+def _as_typed(tree: Mapping[str, Any]) -> dict[str, str]:
+    """`{"a": {"b": None}}` -> `{"a.b": "null"}`; a group without a key is left out."""
+    return {key: as_typed(value) for key, value in leaves(tree).items() if value != {}}
+
+
+def markdown_table(rows: Sequence[Sequence[Any]]) -> str:
+    """Rows, the first of which is the heading; a pipe in a text does not break it."""
+    texts = [[str(text).replace("|", "\\|") for text in row] for row in rows]
+    lines = [" | ".join(row) for row in (texts[0], ["---"] * len(rows[0]), *texts[1:])]
+    return "\n".join(f"| {line} |" for line in lines)

@@ -1,0 +1,127 @@
+"""What a measurement says to a reader: tables, and a correction whose bounds come from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from rich.table import Table
+
+from fp8_nemo.correction.measure import MeasureError, by_length, by_position, effect
+from fp8_nemo.correction.mismatch import LogprobPair
+from fp8_nemo.correction.quantiles import Measurement
+from fp8_nemo.recipe.compose import ComposeError, compose, option_folder, option_names
+from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
+
+OWN = re.compile(r"my[\w.-]*")
+"""Names that git ignores in conf/correction, as a site's own in conf/cluster."""
+
+
+def tables(
+    pairs: Collection[LogprobPair], measurement: Measurement, reject: float
+) -> Iterator[Table]:
+    """The mismatch, what every option would do to it, and bounds for every statistic.
+
+    Args:
+        pairs: every batch.
+        measurement: of them.
+        reject: the wanted share of tokens, above 0 and below 1.
+    """
+    yield _distribution(pairs, measurement)
+    yield _effects(pairs)
+    yield _proposals(measurement, reject)
+
+
+def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> Table:
+    """KL and 99th percentile of `|log_ratio|`, over all tokens, by position and by length."""
+    title = f"mismatch of {measurement.tokens:,} tokens in {measurement.sequences:,} sequences"
+    table = _table(title, "tokens", "KL (k3)", "p99 |log ratio|")
+    parts = {
+        "all at": by_position(pairs, parts=1),
+        "position": by_position(pairs),
+        "length": by_length(pairs),
+    }
+    for what, rows in parts.items():
+        for name, kl, p99 in rows:
+            table.add_row(f"{what} {name}", f"{kl:.2e}", f"{p99:.3f}")
+    return table
+
+
+def _effects(pairs: Collection[LogprobPair]) -> Table:
+    """What every option of conf/correction would do to these batches."""
+    table = _table(
+        "what each correction would do", "correction", "clips", "rejects", "ESS", "mean multiplier"
+    )
+    for name in option_names("correction"):
+        try:
+            [recipe] = compose([f"correction={name}", "correction.measurement=null"])
+        except ComposeError as error:  # a site's own file
+            table.add_row(name, error.lines[0])
+            continue
+        found = effect(pairs, recipe.correction)
+        table.add_row(
+            name,
+            f"{found.clipped:.2%}",
+            f"{found.rejected:.2%}",
+            f"{found.ess:.4f}",
+            f"{found.mean:.4f}",
+        )
+    return table
+
+
+def _proposals(measurement: Measurement, reject: float) -> Table:
+    """For every statistic the bounds that reject the wanted share."""
+    title = f"bounds that reject {reject:.2%} of these tokens"
+    table = _table(title, "correction.mask", "low", "high", "rejects")
+    for name in (*RATIOS, *DIVERGENCES):
+        low, high = measurement.bounds(name, reject)
+        share = measurement.rejected(Correction(mask=name, low=low, high=high))
+        table.add_row(name, "" if low is None else f"{low:.6g}", f"{high:.6g}", f"{share:.2%}")
+    return table
+
+
+def write_option(name: str, mask: str, reject: float, measurement: Measurement, file: Path) -> Path:
+    """Write `conf/correction/NAME.yaml`: min(r_t, 2) where a statistic is in measured bounds.
+
+    Args:
+        name: beginning with `my`, which git ignores.
+        mask: a row of `correction.STATISTICS`.
+        reject: the wanted share of tokens.
+        measurement: what the bounds are taken from.
+        file: where it stands.
+
+    Raises:
+        MeasureError: the name is not one that git ignores, or is taken; nothing differs from
+            nothing in what was measured.
+    """
+    path = option_folder("correction") / f"{name}.yaml"
+    if not OWN.fullmatch(name):
+        raise MeasureError(f"--write {name}: must begin with my, as git ignores such options")
+    if path.exists():
+        raise MeasureError(f"--write {name}: {path} is there; take another name, or delete it")
+    low, high = measurement.bounds(mask, reject)
+    if high == low or high == 0:
+        raise MeasureError(
+            f"--write {name}: {mask} is {high:g} wherever it was measured, and bounds from there "
+            "would reject all that differs; measure a run whose rollouts are in FP8"
+        )
+    share = measurement.rejected(Correction(mask=mask, low=low, high=high))
+    bounds = {"mask": mask, "low": low, "high": high, "measurement": str(file.absolute())}
+    lines = [
+        f"# min(r_t, 2) where {mask} is in bounds that rejected {share:.2%} of "
+        f"{measurement.tokens:,} measured tokens",
+        "defaults: [tis, _self_]",
+        "",
+        f"name: {name}",
+        *(f"{key}: {value}" for key, value in bounds.items() if value is not None),
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table

@@ -1,0 +1,246 @@
+"""A comparison for people: a table in the terminal, a Markdown page, a notebook, an HTML page.
+
+The notebook is `notebooks/04-compare-your-runs.ipynb`, executed for the runs; the HTML page is that
+notebook with all figures inside, so that one file can be sent and opened anywhere.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fp8_nemo.correction.health import worst
+from fp8_nemo.report import against_bf16 as twin
+from fp8_nemo.report.against_bf16 import AgainstTwin, against_twins
+from fp8_nemo.report.compare import COLUMNS, SECTIONS, Comparison, Run, given, markdown_table
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04-compare-your-runs.ipynb"
+ABOUT_NUMBERS = (
+    "Means over steps, then over seeds; ± is half of the 95% interval over seeds (Student's t), "
+    "left out where it rounds to zero. A dash: the run has no such number (yet)."
+)
+ABOUT_TWINS = (
+    "Differences seed by seed, over the seeds that both cells have and the steps that both runs "
+    "have done, with 95% intervals. `equal`: "
+    f"the interval of accuracy lies within {twin.EQUAL:g} points of zero. `open`: neither equal "
+    "nor different, more seeds would tell. Speed is that of the median step inside NeMo RL, on the "
+    "same nodes, hardware and versions. One seed has no interval and gets no word, nor does a cell "
+    "of which a seed has not finished."
+)
+
+
+class PageError(RuntimeError):
+    """A page that could not be made; one line."""
+
+
+def table(comparison: Comparison) -> Table:
+    """The comparison for a terminal of 100 columns; the Markdown page has all columns."""
+    columns = [column for column in COLUMNS if column.terminal]
+    grid = Table(
+        title=comparison.title, title_justify="left", caption=Text("\n".join(comparison.notes)),
+        caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
+    )  # fmt: skip
+    grid.add_column("cell\nsteps", no_wrap=True)
+    for column in columns:
+        grid.add_column(column.name.replace(" ", "\n"), justify="right", no_wrap=True)
+    for cell in comparison.cells:
+        own, *keys = cell.label.split(" ")  # those that differ where the names do not
+        parts = [*re.split(r"(?<=/)", own), *keys]
+        name = "\n".join([*(textwrap.fill(part, 16) for part in parts), cell.steps])
+        grid.add_row(Text(name), *(Text(cell.show(each, joint="\n")) for each in columns))
+    return grid
+
+
+def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], command: str) -> str:
+    """The whole comparison as one page.
+
+    Args:
+        comparison: what `compare` returned.
+        figures: section -> what `figures.save_figures` wrote for it, beside the page.
+        command: the line that makes this page again.
+    """
+    blocks = [f"# {comparison.title}", f"Made by `{command}`."]
+    blocks += [notes(comparison), "## Cells", cells(comparison)]
+    blocks += ["## Against BF16", verdicts(comparison)]
+    for section in SECTIONS:
+        blocks += [f"## {section}", numbers(comparison, section)]
+        blocks += [f"![{path.stem}]({path.name})" for path in figures.get(section, ())]
+        blocks.append(meanings(section))
+    blocks += [ABOUT_NUMBERS, "## Runs", run_table(comparison), "## Health", health(comparison)]
+    blocks += ["## Environment", common_environment(comparison)]
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def write_markdown(comparison: Comparison, folder: Path, command: str) -> Path:
+    """`report.md` and its figures; returns the page.
+
+    Raises:
+        ModuleNotFoundError: matplotlib, an extra that the table does not need.
+    """
+    from fp8_nemo.report.figures import save_figures
+
+    page = folder / "report.md"
+    page.write_text(to_markdown(comparison, save_figures(comparison, folder), command))
+    return page
+
+
+def write_html(comparison: Comparison, folder: Path, paths: Iterable[Path]) -> Path:
+    """`report.ipynb`, executed for these runs, and `report.html` of it; returns the latter.
+
+    Args:
+        comparison: what `compare` returned for the runs.
+        folder: where both go.
+        paths: of run directories, or folders of them.
+
+    Raises:
+        FileNotFoundError: this is no clone, so the notebook to execute is not here.
+        ModuleNotFoundError: papermill or nbconvert, which are extras.
+        PageError: a cell of the notebook failed.
+    """
+    notebook, page = folder / "report.ipynb", folder / "report.html"
+    _execute(paths, notebook)
+    page.write_text(to_html(notebook, comparison.title), encoding="utf-8")
+    return page
+
+
+def _execute(paths: Iterable[Path], target: Path) -> None:
+    import papermill
+
+    if not NOTEBOOK.is_file():
+        raise FileNotFoundError(f"{NOTEBOOK}: is in a clone of the repository, not in a package")
+    try:
+        papermill.execute_notebook(
+            NOTEBOOK, target, {"runs": [str(path) for path in paths]},
+            kernel_name="python3", progress_bar=False, log_output=False,
+            extra_arguments=["--IPKernelApp.log_level=ERROR"],  # its sockets are of no use here
+        )  # fmt: skip
+    except papermill.PapermillExecutionError as error:
+        cell = f"cell {error.exec_count} failed, {error.ename}: {error.evalue}"
+        raise PageError(f"{target}: {cell}; the notebook holds the rest") from error
+
+
+def to_html(notebook: Path, title: str) -> str:
+    """An executed notebook as one page without its code, and without a link to anything outside."""
+    import nbformat
+    from nbconvert import HTMLExporter
+
+    content = nbformat.read(notebook, as_version=4)
+    content.metadata["title"] = title
+    exporter = HTMLExporter(
+        template_name="html", extra_template_basedirs=[str(Path(__file__).parent)],
+        exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True,
+    )  # fmt: skip
+    return exporter.from_notebook_node(content)[0]
+
+
+def notes(comparison: Comparison) -> str:
+    """What a reader must know first, as quotes in Markdown."""
+    return "\n\n".join(f"> {escape_markdown(note)}" for note in comparison.notes)
+
+
+def escape_markdown(text: object) -> str:
+    """A label, setting or path as text in Markdown, and in the HTML that is made of it.
+
+    A page is made to be sent to others: a tag in somebody's `data.path` must not run there.
+    """
+    marked = re.sub(r"([*`$\[\]~]|(?<!\w)_|_(?!\w))", r"\\\1", str(text))
+    return html.escape(marked, quote=False)
+
+
+def verdicts(comparison: Comparison) -> str:
+    """Every cell against its BF16 twin, the rule, and what is not matched."""
+    found = against_twins(comparison)
+    if not found:
+        return "No FP8 cell here has a BF16 run of the same model beside it."
+    heading = ("cell", "twin", "seeds", "accuracy, points", "accuracy is", "KL", "twin's KL",
+               "health", "step, times as fast", "rollout", "speed is")  # fmt: skip
+    blocks = [markdown_table([heading, *map(_against_row, found)]), ABOUT_TWINS]
+    blocks += [
+        f"- **{escape_markdown(each.cell)}** is not matched: {escape_markdown(key)}"
+        for each in found
+        for key in each.unmatched
+    ]
+    return "\n\n".join(blocks)
+
+
+def _against_row(found: AgainstTwin) -> tuple[Any, ...]:
+    styles = {
+        "accuracy": "+.1f",
+        "kl": twin.KL_FORMAT,
+        "twin_kl": twin.KL_FORMAT,
+        "step": ".2f",
+        "rollout": ".2f",
+    }
+    texts = {
+        name: "-" if getattr(found, name) is None else getattr(found, name).text(style)
+        for name, style in styles.items()
+    }
+    return (
+        escape_markdown(found.cell), escape_markdown(found.twin), found.seeds, texts["accuracy"],
+        found.accuracy_word, texts["kl"], texts["twin_kl"], found.health, texts["step"],
+        texts["rollout"], found.speed_word,
+    )  # fmt: skip
+
+
+def cells(comparison: Comparison) -> str:
+    """Each cell's precision and correction: its name does not say what a line has changed."""
+    lines = []
+    for cell in comparison.cells:
+        recipe = cell.runs[0].recipe
+        parts = given(recipe.precision) or "BF16", given(recipe.correction) or "no correction"
+        lines.append(f"- **{escape_markdown(cell.label)}**: {escape_markdown('; '.join(parts))}")
+    return "\n".join(lines)
+
+
+def numbers(comparison: Comparison, section: str) -> str:
+    """A section's columns of every cell, as a table in Markdown."""
+    columns = SECTIONS[section]
+    heading = ("cell", "seeds", "steps", *(column.name for column in columns))
+    rows = [
+        (escape_markdown(cell.label), cell.seeds, cell.steps, *map(cell.show, columns))
+        for cell in comparison.cells
+    ]
+    return markdown_table([heading, *rows])
+
+
+def meanings(section: str) -> str:
+    """What a section's columns are."""
+    return "\n".join(f"- **{column.name}**: {column.meaning}" for column in SECTIONS[section])
+
+
+def run_table(comparison: Comparison) -> str:
+    """Every run and how far it came."""
+    runs = [
+        (escape_markdown(run.path), run.steps, run.recipe.grpo.steps, run.state)
+        for run in comparison.runs
+    ]
+    return markdown_table([("run", "steps", "of", "state"), *runs])
+
+
+def health(comparison: Comparison) -> str:
+    """The first of the worst steps of each run that was not always healthy, and why."""
+    return "\n".join(_health(comparison.runs)) or "No step was other than healthy."
+
+
+def _health(runs: Iterable[Run]) -> Iterator[str]:
+    for run in runs:
+        if found := worst(run.rows):
+            step, verdict = found
+            why = escape_markdown("; ".join(verdict.reasons))
+            yield f"- {escape_markdown(run.path)}, step {step}: {verdict.state}: {why}"
+
+
+def common_environment(comparison: Comparison) -> str:
+    """What all runs ran on that recorded it; what differs is in the notes."""
+    recorded = [run.environment.items() for run in comparison.runs if run.environment]
+    common = [pair for pair in (recorded or [()])[0] if all(pair in other for other in recorded)]
+    lines = [f"- {key}: {escape_markdown(value)}" for key, value in common]
+    return "\n".join(lines) or "Not recorded."

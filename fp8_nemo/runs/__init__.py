@@ -1,0 +1,1 @@
+"""One run's directory, code, provenance and queue."""

@@ -1,0 +1,112 @@
+"""The code that a queued job runs: this package as it was when the job was submitted.
+
+    outputs/.code/HASH/fp8_nemo/...
+
+A job may wait for days while its clone is edited. The package is copied once per state of its
+files, laid out as an installation has it (`pyproject.toml` says which folder becomes which
+package), with the metadata that shows its entry points to vLLM. A copy needs neither pip nor a
+registry on a login node; a test holds it against `pip install --target`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from fp8_nemo.runs.provenance import COMMIT, commit
+from fp8_nemo.runs.run_dir import RunDirError, code_parent
+
+ROOT = Path(__file__).resolve().parents[2]
+IGNORED = ("__pycache__", "*.pyc", ".*")
+
+
+def code_dir(outputs: Path) -> Path:
+    """Where the present state of the code is, or would be, kept for jobs.
+
+    Raises:
+        RunDirError: this package does not run from a clone.
+    """
+    digest = hashlib.sha256()
+    for package, folder in _packages().items():
+        for file in _files(folder):
+            digest.update(f"{package}/{file.relative_to(folder)}\0".encode())
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return outputs.absolute() / ".code" / digest.hexdigest()[:12]
+
+
+def freeze_code(outputs: Path) -> Path:
+    """Copy the code there, whole or not at all, unless it is there; the folder.
+
+    Raises:
+        RunDirError: this package does not run from a clone.
+    """
+    target = code_dir(outputs)
+    if target.exists():
+        return target
+    try:
+        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=code_parent(outputs)))
+    except OSError as error:
+        raise RunDirError(
+            f"{target.parent}: a job's copy of the code cannot be written ({error.strerror}); give "
+            "this run outputs=FOLDER of your own"
+        ) from error
+    for package, folder in _packages().items():
+        into = staging.joinpath(*package.split("."))
+        into.mkdir(parents=True, exist_ok=True)
+        for file in _files(folder):
+            copy = into / file.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
+    _copy_metadata(staging)
+    (staging / COMMIT).write_text(f"{commit() or ''}\n")
+    staging.chmod(0o755)
+    try:
+        staging.rename(target)
+    except OSError:
+        shutil.rmtree(staging)
+        if not target.exists():  # else another submission was first
+            raise
+    return target
+
+
+def _packages() -> dict[str, Path]:
+    """The packages that lie in folders of their own, and these folders in the clone."""
+    project = ROOT / "pyproject.toml"
+    if not project.is_file():
+        raise RunDirError(
+            f"{ROOT}: no clone of fp8-nemo, whose code a job could keep; submit from a clone with "
+            "`pip install -e .`"
+        )
+    folders = tomllib.loads(project.read_text())["tool"]["setuptools"]["package-dir"]
+    return {name: ROOT / folder for name, folder in sorted(folders.items()) if "/" not in folder}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files of one package, its subpackages included, in a fixed order."""
+    for file in sorted(folder.rglob("*")):
+        inner = file.relative_to(folder)
+        if file.is_file() and not any(
+            Path(part).match(each) for part in inner.parts for each in IGNORED
+        ):
+            yield file
+
+
+def _copy_metadata(target: Path) -> None:
+    """What `importlib.metadata` reads: version and entry points."""
+    installed = metadata.distribution("fp8-nemo")
+    folder = target / f"fp8_nemo-{installed.version}.dist-info"
+    folder.mkdir()
+    # A clone's own egg-info calls it PKG-INFO, and is what is found when started in the clone.
+    said = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
+    (folder / "METADATA").write_text(said)
+    # From the clone itself: an installation is as old as its last `pip install`.
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = []
+    for group, points in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items()), ""]
+    (folder / "entry_points.txt").write_text("\n".join(lines))

@@ -1,0 +1,442 @@
+"""The directory of one run: freeze a plan into it, find it again, resume it, damage nothing.
+
+    outputs/MODEL/PRECISION-CORRECTION/sSEED-HASH6/
+        recipe.yaml plan.json environment.json metrics.jsonl log/ checkpoints/ data/ job/
+        mismatch/ report/
+
+Run directories are made here alone. Freezing is all-or-nothing over the cells of a sweep:
+everything is written into one staging directory and renamed into place, so a mistake in the last
+cell leaves no trace of the first. Checkpoints appear by one rename as well; a run that is killed
+while saving leaves only a folder that the next save removes. No secret ever comes here: of the
+environment only versions and hardware are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fp8_nemo.nemo_config.overrides import KEPT_CHECKPOINTS
+from fp8_nemo.plan.plan import Plan, plan_from_json
+from fp8_nemo.recipe.options import escape_interpolation
+from fp8_nemo.runs.provenance import environment
+
+PLAN, RECIPE, ENVIRONMENT, METRICS = "plan.json", "recipe.yaml", "environment.json", "metrics.jsonl"
+LOCK = ".lock"
+INTERRUPTED = 130  # exit code, as a shell reports SIGINT
+
+State = Literal["new", "unfinished", "finished"]
+
+
+class RunDirError(ValueError):
+    """A run directory that cannot be made, read or resumed; one line."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A run directory that is ready: `Frozen(Path("outputs/.../s42-1a2b3c"), "new", 0)`."""
+
+    path: Path
+    state: State
+    steps: int
+    """Steps that are behind it, with metrics and a checkpoint."""
+
+
+def freeze(plans: Iterable[Plan]) -> list[Frozen]:
+    """Make the run directories of all plans, or find those that exist; all or none.
+
+    An unfinished directory gets the new plan (more steps, another cluster); its results stay. A
+    finished one is left as it is.
+
+    Raises:
+        RunDirError: outputs cannot be written.
+    """
+    plans = list(plans)
+    found = [_existing(plan) for plan in plans]
+    unwritten = [not (each.path / PLAN).exists() for each in found]
+    _write_all(
+        [
+            plan
+            for plan, each, lost in zip(plans, found, unwritten, strict=True)
+            if lost or each.state != "finished"
+        ]
+    )
+    return found
+
+
+def run_path(plan: Plan) -> Path:
+    """Where a plan runs."""
+    return Path(plan.recipe.outputs) / plan.run_name
+
+
+def read_plan(run_dir: Path) -> Plan:
+    """The frozen plan of a run directory.
+
+    Raises:
+        RunDirError: there is none, or it was cut short or changed by hand.
+    """
+    try:
+        return plan_from_json(json.loads((run_dir / PLAN).read_text()))
+    except OSError as error:
+        raise RunDirError(
+            f"{run_dir}: no run directory, {PLAN} cannot be read ({error.strerror})"
+        ) from error
+    except (ValueError, KeyError, TypeError, OmegaConfBaseException) as error:
+        raise RunDirError(
+            f"{run_dir / PLAN}: not a plan ({str(error).splitlines()[0]}); "
+            "delete the file, and the same line again writes it"
+        ) from error
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """One object per step. A last line that was cut short by a kill is left out.
+
+    Raises:
+        RunDirError: a line other than the last cannot be read.
+    """
+    path = run_dir / METRICS
+    try:
+        lines = path.read_text().split("\n") if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise RunDirError(f"{path}: cannot be read ({error})") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines):  # text after the last newline: empty, or cut short
+            break
+        try:
+            rows.append(json.loads(line))
+            int(rows[-1]["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunDirError(
+                f"{path}:{number}: not a step's JSON object; delete the line or the directory"
+            ) from error
+    return rows
+
+
+def steps_done(rows: list[dict[str, Any]]) -> int:
+    """Steps that a run has behind it, by its metrics."""
+    return rows[-1]["step"] if rows else 0
+
+
+def state_of(plan: Plan, steps: int) -> State:
+    """Whether a directory that exists has done what its plan asks for."""
+    return "finished" if steps >= plan.recipe.grpo.steps else "unfinished"
+
+
+def rewind_metrics(run_dir: Path, step: int) -> None:
+    """Drop the metrics of steps after `step`: they are about to be computed again."""
+    kept = [row for row in read_metrics(run_dir) if row["step"] <= step]
+    _write_whole(run_dir / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def append_metrics(run_dir: Path, row: dict[str, Any]) -> None:
+    """Add one step; the line is on disk when this returns."""
+    with (run_dir / METRICS).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold a run directory alone for as long as the block, or the process, lives.
+
+    Raises:
+        RunDirError: another process runs it, or it is somebody else's.
+    """
+    try:
+        lock = (run_dir / LOCK).open("w")
+    except OSError as error:
+        raise RunDirError(f"{run_dir}: cannot be written ({error.strerror})") from error
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunDirError(f"{run_dir}: another process is running it; wait for it") from error
+        except OSError as error:
+            raise RunDirError(
+                f"{run_dir}: cannot be locked ({error.strerror}); set outputs=FOLDER on a file "
+                "system with locks, or have this one mounted with them (Lustre: flock)"
+            ) from error
+        yield
+
+
+def attempt_log(run_dir: Path) -> Path:
+    """A new log file of this attempt: log/attempt-1.log, log/attempt-2.log, ..."""
+    folder = run_dir / "log"
+    folder.mkdir(exist_ok=True)
+    earlier = len(list(folder.glob("attempt-*.log")))
+    path = folder / f"attempt-{earlier + 1}.log"
+    path.touch()
+    return path
+
+
+def data_dir(run_dir: Path) -> Path:
+    """Where a run keeps the problems that it made."""
+    folder = run_dir / "data"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def job_dir(run_dir: Path) -> Path:
+    """Where a run keeps what its Slurm job reads, and its number."""
+    folder = run_dir / "job"
+    folder.mkdir(exist_ok=True)
+    (run_dir / "log").mkdir(exist_ok=True)  # Slurm opens the job's output there, or fails
+    return folder
+
+
+def code_parent(outputs: Path) -> Path:
+    """Where the code of queued jobs is kept."""
+    folder = outputs.absolute() / ".code"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def conversion_dir(
+    parent: Path, model: str, source: Path | None, changed: Mapping[str, Any]
+) -> Path:
+    """Where a model in Megatron's format is kept for the runs that start from it.
+
+    A folder's name holds a hash over its files' sizes and times: NeMo RL goes by the name alone,
+    and would start from the weights of a model that has been made again since.
+
+    Args:
+        parent: where all conversions are.
+        model: its name, or the hub's.
+        source: the folder it is read from; None on the hub.
+        changed: what a run changes of the model's own configuration.
+    """
+    files = sorted(source.iterdir()) if source else []
+    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    digest = hashlib.sha256(json.dumps([model, state, changed]).encode()).hexdigest()[:8]
+    folder = parent.absolute() / f"{model.replace('/', '--')}-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def report_dir(parent: Path) -> Path:
+    """The report folder of a run directory, or of the folder above several."""
+    folder = parent / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def new_folder(path: Path) -> Path:
+    """A folder for a result, made if it is missing.
+
+    Raises:
+        FileExistsError: something lies in it, or another folder cannot take its place.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()) or path.is_mount() or path.resolve() == Path.cwd():
+        raise FileExistsError(f"{path}: is not a folder that is new, or empty; name another one")
+    return path
+
+
+def short_path(path: Path) -> Path:
+    """One spelling for a path: relative where the user stands above it."""
+    path, here = path.resolve(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Whole checkpoints, oldest first: checkpoints/step-000010, ..., or NeMo RL's step_10, ...
+
+    Raises:
+        RunDirError: they cannot be read, which `glob` takes for none.
+    """
+    folder = run_dir / "checkpoints"
+    if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+        raise RunDirError(f"{folder}: cannot be read (Permission denied)")
+    return sorted(folder.glob("step[-_]*[0-9]"), key=checkpoint_step)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step that a checkpoint was saved after."""
+    return int(checkpoint.name.removeprefix("step")[1:])
+
+
+@contextmanager
+def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
+    """A folder to save into; it becomes step-NNNNNN whole, or not at all. Older ones are pruned."""
+    folder = run_dir / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    for leftover in folder.glob("saving-*"):
+        shutil.rmtree(leftover)
+    saving = folder / f"saving-{step:06d}"
+    saving.mkdir()
+    yield saving
+    for file in saving.iterdir():
+        _sync(file)
+    target = folder / f"step-{step:06d}"
+    shutil.rmtree(target, ignore_errors=True)
+    saving.rename(target)
+    _sync(folder)
+    for old in checkpoints(run_dir)[:-KEPT_CHECKPOINTS]:
+        shutil.rmtree(old)
+
+
+def changed_versions(run_dir: Path) -> list[str]:
+    """One line for each package that is not the one that the run's checkpoints were made with."""
+    before, now = began_with(run_dir).get("versions", {}), environment()["versions"]
+    return [
+        f"{run_dir}: began with {name} {before[name]}, here is {now.get(name, 'none')}; install "
+        "that again, or set cluster.other_versions=allow"
+        for name in before
+        if now.get(name) != before[name]
+    ]
+
+
+def began_with(run_dir: Path) -> dict[str, Any]:
+    """The environment that a run with checkpoints began in; empty for one without."""
+    path = run_dir / ENVIRONMENT
+    return json.loads(path.read_text()) if checkpoints(run_dir) and path.exists() else {}
+
+
+def write_environment(run_dir: Path, **more: str) -> None:
+    """Record what this attempt runs on; each attempt's log keeps its own."""
+    _write_whole(run_dir / ENVIRONMENT, json.dumps(environment() | more, indent=1) + "\n")
+
+
+def call_verb(verb: str, *arguments: str) -> int:
+    """Run one of the recipes in a fresh process of this interpreter; its exit code.
+
+    A child that a signal killed could not say so: it is said here, and the code is a shell's.
+    Ctrl-C reaches the child too, SIGTERM is passed on; the child stops and says so, this waits for
+    it, and gives INTERRUPTED however the child ended.
+    """
+    asked = list[int]()
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as in a script's background, where the child ignores it too
+        # An exception could fall between the child's end and the reading of its code, then 0.
+        signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    child = subprocess.Popen([sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments])
+
+    def pass_on(number: int, _: object) -> None:
+        """SIGTERM, which reaches this process alone."""
+        asked.append(number)
+        child.terminate()
+
+    before_term = signal.signal(signal.SIGTERM, pass_on)
+    code = child.wait()
+    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGTERM, before_term)
+    if asked:
+        return INTERRUPTED
+    if code < 0:
+        often = ", often for lack of memory" if -code == signal.SIGKILL else ""
+        why = f"killed by signal {-code} ({signal.strsignal(-code)}){often}"
+        goes_on = "the same line goes on from its last checkpoint, or begins again"
+        print(f"{' '.join(arguments)}: {why}; {goes_on}", file=sys.stderr)
+        return 128 - code
+    return code
+
+
+def _existing(plan: Plan) -> Frozen:
+    path = run_path(plan)
+    if not path.exists():
+        return Frozen(path, "new", 0)
+    with locked(path):
+        steps, saved = steps_done(read_metrics(path)), checkpoints(path)
+    if saved:  # a kill may fall between the last row and its checkpoint
+        steps = min(steps, checkpoint_step(saved[-1]))
+    elif steps < plan.recipe.grpo.steps:
+        if steps > plan.recipe.grpo.checkpoint_every or _was_finished(path, steps):
+            raise RunDirError(
+                f"{path}: its checkpoints are gone, so it cannot go on; delete it to start again"
+            )
+        steps = 0
+    return Frozen(path, state_of(plan, steps), steps)
+
+
+def _was_finished(path: Path, steps: int) -> bool:
+    """By the plan that lies there: then its last step was saved, and its curve is whole."""
+    return (path / PLAN).exists() and steps >= read_plan(path).recipe.grpo.steps
+
+
+def _write_all(plans: list[Plan]) -> None:
+    if not plans:
+        return
+    made: list[Path] = []
+    try:
+        for outputs in {Path(plan.recipe.outputs) for plan in plans}:
+            made += _make(outputs)
+        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=Path(plans[0].recipe.outputs)))
+        made.append(staging)
+        for plan in plans:
+            _write(plan, staging / plan.run_name)
+        for plan in plans:
+            made += _make(run_path(plan).parent)
+        for plan in sorted(plans, key=lambda plan: run_path(plan).exists()):  # the new ones first
+            made += _move(staging / plan.run_name, run_path(plan))
+        shutil.rmtree(staging)
+    except OSError as error:
+        for path in reversed(made):
+            _unmake(path)
+        raise RunDirError(
+            f"outputs={plans[0].recipe.outputs}: cannot be written ({error.strerror}); "
+            "set outputs=FOLDER to a folder of yours"
+        ) from error
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder and its parents; those that did not exist, outermost first."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+def _unmake(folder: Path) -> None:
+    """Remove what a failed freeze made, and nothing that another process has put there since."""
+    for name in (PLAN, RECIPE):
+        (folder / name).unlink(missing_ok=True)
+    if folder.name.startswith(".staging-"):
+        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _write(plan: Plan, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PLAN).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+    recipe = escape_interpolation(dataclasses.asdict(plan.recipe))
+    (folder / RECIPE).write_text(OmegaConf.to_yaml(OmegaConf.create(recipe)))
+
+
+def _move(staged: Path, path: Path) -> list[Path]:
+    """Put a staged directory in place, or its files into the one that is there; what is new."""
+    if not path.exists():
+        staged.rename(path)
+        return [path]
+    for file in staged.iterdir():
+        file.replace(path / file.name)
+    return []
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

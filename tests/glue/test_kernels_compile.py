@@ -1,0 +1,70 @@
+"""Every Triton kernel compiles for Hopper, which takes Triton and no GPU.
+
+Triton makes a constant of every number that is 1, and trusts aligned addresses; so do some cases.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton comes with a CUDA build of torch")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fp8_nemo.glue import kernels  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+ADDRESSES = {
+    "values": ["weight", "x", "q", "k", "v", "result", "query", "key", "value"],
+    "fp8e4nv": ["fp8", "a", "b"],
+    "fp32": ["scale_inv", "a_scale", "b_scale", "exponent", "v_scale", "output"],
+    "i64": ["table", "total"],
+    "i32": ["amax"],
+    "i1": ["nonfinite", "keep", "mask"],
+    "u8": ["bytes_"],
+}
+NUMBERS = {"largest": "fp32", "tiny": "fp32", "block": "i64"}
+CASES = [
+    ("_quantize_one", "bf16", {"POW2": False, "EVEN": True}),
+    ("_quantize_one", "bf16", {"POW2": True, "EVEN": False}),
+    ("_quantize_listed", "bf16", {"POW2": False, "EVEN": True}),
+    ("_quantize_listed", "bf16", {"POW2": True, "EVEN": False}),
+    ("_quantize_groups", "bf16", {"ROWS": kernels.GROUPS_AT_ONCE, "POW2": False}),
+    ("_quantize_groups", "fp32", {"ROWS": kernels.GROUPS_AT_ONCE, "POW2": True}),
+    ("_product", "bf16", {"PER_SCALE": 1, "SIDE": kernels.SIDE, "a_column": 1, "b_column": 1}),
+    ("_product", "bf16", {"PER_SCALE": 128, "SIDE": kernels.SIDE, "a_column": 1, "b_row": 1}),
+    ("_product", "bf16", {"PER_SCALE": 1, "SIDE": kernels.SIDE, "T": 1, "O": 1, "K": 1}),
+    ("_product", "fp32", {"PER_SCALE": 128, "SIDE": kernels.SIDE}),
+    ("_attend", "bf16", {"D": 64, "TILE": 128, "HELD": 128}),
+    ("_attend", "fp8e4nv", {"D": 128, "TILE": 96, "HELD": 128}),
+    ("_attend", "fp8e4nv", {"D": 64, "TILE": 128, "HELD": 128, "G": 1, "S": 1, "mask_place": 1}),
+    ("_checksum", "bf16", {"SIZE": kernels.BYTES_AT_ONCE}),
+    ("_amax_rows", "bf16", {"ROWS": kernels.ROWS_AT_ONCE}),
+]
+
+
+def type_of(name: str, values: str) -> str:
+    """Triton's type of an argument by its name, values being BF16, FP32 or FP8."""
+    for kind, names in ADDRESSES.items():
+        if name in names:
+            return "*" + (values if kind == "values" else kind)
+    return NUMBERS.get(name, "i32")
+
+
+@pytest.mark.parametrize(("name", "values", "constants"), CASES)
+def test_a_kernel_compiles_for_hopper(name, values, constants):
+    kernel = getattr(kernels, name)
+    named = list(enumerate(kernel.arg_names))
+    signature = {n: "constexpr" if n in constants else type_of(n, values) for _, n in named}
+    constexprs = {(number,): constants[n] for number, n in named if n in constants}
+    aligned = {(number,): [["tt.divisibility", 16]] for number, n in named if "*" in signature[n]}
+    source = ASTSource(kernel, signature, constexprs=constexprs, attrs=aligned)
+    found = triton.compile(source, target=HOPPER, options={"num_warps": kernels.WARPS})
+    assert ".target sm_90" in found.asm["ptx"] and found.asm["cubin"]
+
+
+def test_every_kernel_that_is_launched_is_compiled_here():
+    launched = re.findall(r"(\w+)\[\(", Path(kernels.__file__).read_text())
+    assert set(launched) == {name for name, *_ in CASES}

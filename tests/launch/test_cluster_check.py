@@ -1,0 +1,149 @@
+"""What check_cluster says of a node, and a real Ray on this machine."""
+
+import os
+import socket
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fp8_nemo.launch import cluster_check
+from fp8_nemo.launch.cluster_check import findings, needed_versions
+from fp8_nemo.launch.driver import job_end, save_within
+from fp8_nemo.plan.plan import plan_recipe
+from fp8_nemo.recipe.compose import compose
+from fp8_nemo.runs.run_dir import freeze
+from recipes import check_cluster
+from tests.conftest import small_plan
+
+ROOT = Path(__file__).parent.parent.parent
+H100 = {"name": "NVIDIA H100 80GB", "driver_version": "580", "memory.total": "81559"}
+
+
+@pytest.fixture(autouse=True)
+def without_a_checkout(monkeypatch):
+    monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
+
+
+def nemo_plan(*words):
+    cell = ["backend=nemo", "glue=stock", "cluster.interpreter=system", "cluster.gpus_per_node=2"]
+    return plan_recipe(compose([*cell, *words])[0])
+
+
+def seen(**changes):
+    versions = {"torch": "2.11.0+cu130", "vllm": "0.25.1", "ray": "2.55.1", "fp8-nemo": "0.1.0"}
+    environment = {"python": "3.12.3", "versions": versions, "plugins": []}
+    return {
+        "gpus": [H100 | {"memory.used": "500"}] * 2,
+        "environments": {"job": environment},
+        "folder": "", "model": [], "data": [], "nemo_rl": True,
+        "memory_gib": 900.0, "shm_gib": 400.0,
+    } | changes  # fmt: skip
+
+
+def problems(plan, **changes):
+    return [each.problem for each in findings(plan, "node1", seen(**changes)) if each.problem]
+
+
+def test_a_node_as_it_should_be_has_no_problem():
+    assert problems(nemo_plan()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpus": [H100 | {"memory.used": "1"}]}, "cluster.gpus_per_node=2"),
+        ({"gpus": [H100 | {"name": "NVIDIA H200", "memory.used": "1"}] * 2}, "cluster.gpu=h100"),
+        ({"gpus": [H100 | {"memory.used": n} for n in ("1", "9000")]}, "GPU 1: another process"),
+        ({"folder": "missing"}, "set outputs to a folder that all nodes share"),
+        ({"model": ["model.path=/m: is not there"]}, "model.path=/m: is not there"),
+        ({"data": ["/d/train.jsonl: no such file"]}, "/d/train.jsonl: no such file"),
+        ({"nemo_rl": False}, "no nemo_rl in it"),
+        ({"shm_gib": 0.06}, "/dev/shm needs 2 GiB"),
+        ({"environments": {"job": {"error": "python3: no such file"}}}, "no such file"),
+    ],
+)
+def test_what_is_wrong_on_a_node_is_one_problem_with_its_remedy(changes, said):
+    [problem] = problems(nemo_plan(), **changes)
+    assert said in problem
+
+
+def test_versions_are_held_against_what_the_plan_needs():
+    environment = seen()["environments"]["job"]
+    old = {"job": environment | {"versions": environment["versions"] | {"fp8-nemo": "0.0.1"}}}
+    [problem] = problems(nemo_plan(), environments=old)
+    assert problem == "fp8-nemo 0.1.0 needed, 0.0.1 found"
+    end_to_end = nemo_plan("precision=fp8-e2e")
+    [problem] = problems(end_to_end)
+    assert problem == "transformer-engine any needed, none found"
+    assert needed_versions(end_to_end, "vLLM") == {"vllm": None, "torch": None}
+    assert list(needed_versions(end_to_end, "policy")) == ["torch", "transformer-engine"]
+
+
+def test_a_workers_environment_that_is_not_made_yet_is_no_problem():
+    environments = seen()["environments"] | {"vLLM": {"error": "no such file"}}
+    assert problems(nemo_plan(), environments=environments) == []
+
+
+def test_a_workers_interpreter_sees_this_package_without_a_path_of_the_shells(
+    tmp_path, monkeypatch
+):
+    """As under `ray.sub`, which starts Ray before it sets what our run is started with."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path / "bare")
+    found = cluster_check._probe(str(tmp_path / "bare" / "bin" / "python"))
+    assert found["versions"]["fp8-nemo"] == "0.1.0" and found["plugins"] == ["fp8_nemo"]
+
+
+def test_each_worker_of_nemo_rls_container_has_its_interpreter(monkeypatch):
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", "/opt/ray_venvs")
+    cell = ["backend=nemo", "glue=stock", "cluster.nemo_root=/opt/nemo-rl"]
+    found = cluster_check.interpreters(plan_recipe(compose(cell)[0]))
+    assert found["job"] == sys.executable
+    assert found["vLLM"].startswith("/opt/ray_venvs/nemo_rl.models.generation.vllm.vllm_worker.")
+    assert found["policy"].endswith("MegatronPolicyWorker/bin/python")
+
+
+def test_a_real_ray_on_this_machine_is_checked_and_a_wrong_plan_is_refused(tmp_path):
+    [frozen] = freeze([small_plan(tmp_path / "o")])
+    call = [sys.executable, "-m", "recipes.check_cluster"]
+    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 32}
+    done = subprocess.run(
+        [*call, str(frozen.path)], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for check in ("a task", "GPUs", "packages, job", "outputs", "model", "memory", "all-reduce"):
+        assert f"│ {check}" in done.stdout
+    assert socket.gethostname() in done.stdout and not (frozen.path / ".canary").exists()
+
+    none = subprocess.run([*call, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert none.returncode == 2 and "no run directory" in none.stderr
+
+
+def test_nemo_rl_is_told_how_long_it_has_from_the_end_of_its_set_up(monkeypatch):
+    assert save_within(None, 600, 0.0) is None
+    assert save_within(100_000.0, 600, 0.0) == "01:03:36:40"
+    assert save_within(1000.0, 600, 900.0) == "00:00:00:00"
+    for name in ("FP8_NEMO_JOB_END", "NRL_JOB_START_EPOCH"):
+        monkeypatch.delenv(name, raising=False)
+    assert job_end("04:00:00") is None
+    monkeypatch.setenv("NRL_JOB_START_EPOCH", "1000.5")
+    assert job_end("00:10:00") == 1600.5
+    monkeypatch.setenv("FP8_NEMO_JOB_END", "1234")
+    assert job_end("00:10:00") == 1234.0
+
+
+def test_where_only_the_watching_is_ours_its_plugin_is_asked_for_too():
+    words = ["precision=fp8-kv-attn", "glue.recalibrate.source=logprob"]
+    assert cluster_check.needed_plugins(nemo_plan(*words), "job") == {"fp8_nemo"}
+    assert cluster_check.needed_plugins(nemo_plan(*words[:1]), "job") == set()
+
+
+def test_a_problem_is_shown_as_it_is_brackets_included(capsys):
+    said = "[/pytorch/gloo/pair.cc:547] Connection closed [rank0]: gone"
+    found = [cluster_check.Finding("node1", "all-reduce", "2 nodes", said)]
+    Console(width=200, markup=False).print(check_cluster.table(found))
+    assert said in capsys.readouterr().out

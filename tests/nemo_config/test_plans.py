@@ -1,0 +1,734 @@
+"""Ring 1, without NeMo RL: every cell's overrides against the keys of both versions.
+
+`../shared/contract` holds the leaves of NeMo RL's base files as data; these tests skip without it.
+"""
+
+import dataclasses
+import json
+import re
+import shlex
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from fp8_nemo.nemo_config.host import (
+    BASE_KEYS,
+    KNOWN_BASES,
+    MAIN,
+    MAIN_DEFECTS,
+    V0_7_0_DEFECTS,
+    Base,
+    Host,
+    gpus,
+    host_limits,
+)
+from fp8_nemo.nemo_config.keys import command_line, may_be_added
+from fp8_nemo.nemo_config.overrides import micro_batch_tokens, path_overrides
+from fp8_nemo.plan.describe import describe, differences, stock_command
+from fp8_nemo.plan.memory import GIB, GPU_GIB, HEADROOM, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
+from fp8_nemo.recipe.compose import ComposeError, compose, compose_plans
+
+CONTRACT = Path(__file__).parents[3] / "shared" / "contract"
+FILES = {"main": "nemo_rl-main-7ea279a.json", "v0.7.0": "nemo_rl-v0.7.0.json"}
+DEFECTS = {"main": MAIN_DEFECTS, "v0.7.0": V0_7_0_DEFECTS}
+LATER = Host("later")
+
+MODELS = ("tiny-llama", "tiny-qwen3-moe", "small-llama", "small-qwen3-moe")
+REAL = ("llama31-8b", "qwen3-8b", "qwen3-30b-a3b")
+PRECISIONS = ("bf16", "fp8-linear", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn")
+CORRECTIONS = ("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mis")
+CELLS = list(product(MODELS + REAL, PRECISIONS, CORRECTIONS))
+NEMO = ("backend=nemo", "glue=stock", "model.path=null")
+
+VLLM = "policy.generation.vllm_cfg"
+MEGATRON = "policy.megatron_cfg"
+
+
+def cell(model, precision, correction, *more):
+    return [*NEMO, f"model={model}", f"precision={precision}", f"correction={correction}", *more]
+
+
+def plan(*arguments, host=MAIN):
+    [recipe] = compose([*NEMO, *arguments])
+    return plan_recipe(recipe, host)
+
+
+def overrides(*arguments, host=MAIN):
+    return plan(*arguments, host=host).nemo.overrides
+
+
+def host(version):
+    file = CONTRACT / FILES[version]
+    if not file.exists():
+        pytest.skip(f"{file} is not here")
+    return Host(version, bases=json.loads(file.read_text())["configs"], defects=DEFECTS[version])
+
+
+@pytest.mark.parametrize("version", FILES)
+def test_every_key_of_all_210_cells_is_the_bases_own_or_on_the_allow_list(version):
+    there = host(version)
+    forbidden = 0
+    for each in CELLS:
+        [recipe] = compose(cell(*each))
+        try:
+            found = plan_recipe(recipe, there).nemo
+        except PlanError:
+            forbidden += 1
+            continue
+        base = there.bases[found.base_config]
+        for key in found.overrides:
+            assert key in base or may_be_added(key), (each, key)
+    expected = {"main": 0, "v0.7.0": len(MODELS + REAL) * 2 * len(CORRECTIONS)}  # FP8 KV
+    assert forbidden == expected[version]
+
+
+@pytest.mark.parametrize("version", FILES)
+@pytest.mark.parametrize("path", KNOWN_BASES)
+def test_what_the_package_knows_of_a_base_is_what_the_base_says(version, path):
+    there = host(version)
+    assert there.base(path) == KNOWN_BASES[path]
+    assert set(BASE_KEYS) == set(Base._fields)
+
+
+@pytest.mark.parametrize("each", list(product(REAL, PRECISIONS, ("none", "tis", "mis"))))
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_cells_of_real_models_plan_on_8_and_32_gpus_with_headroom_or_a_reason(each, nodes):
+    found = plan(*cell(*each, f"cluster.nodes={nodes}"))
+    tokens = micro_batch_tokens(found.nemo.overrides)
+    memory = memory_per_gpu(found.recipe, gpus(found.recipe), tokens)
+    reasons = [note for note in found.notes if note.startswith("memory: train leaves")]
+    assert bool(reasons) == (memory.headroom(memory.worst) < HEADROOM)
+    assert bool(reasons) == (each[0] == "qwen3-30b-a3b" and "e2e" in each[1] and nodes == 1)
+
+
+def test_the_plan_sets_what_its_features_depend_on_and_inherits_none_of_it():
+    found = overrides("model=qwen3-30b-a3b", "precision=fp8-e2e-kv-attn", "cluster.gpu=h200")
+    assert {
+        "loss_fn.force_on_policy_ratio": False,
+        f"{MEGATRON}.optimizer.use_precision_aware_optimizer": False,
+        "checkpointing.enabled": True,
+        "logger.wandb_enabled": False,
+        f"{VLLM}.logprobs_mode": "processed_logprobs",
+        f"{MEGATRON}.moe_router_dtype": "fp32",
+        f"{MEGATRON}.fp8_cfg.fp8_recipe": "blockwise",
+        f"{MEGATRON}.fp8_cfg.fp8_param": False,
+        "policy.generation.vllm_kwargs.kv_cache_memory_bytes": 20 * GIB,
+        f"{MEGATRON}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
+        f"{VLLM}.use_deep_gemm": True,
+        f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0",
+        f"{VLLM}.quantization_ignored_layer_kws": ["mlp.gate"],
+        f"{VLLM}.precision": "fp8",
+        f"{VLLM}.kv_cache_dtype": "fp8",
+        f"{MEGATRON}.pipeline_model_parallel_size": 1,
+        "grpo.val_at_start": False,
+        "grpo.async_grpo.enabled": False,
+        "policy.train_global_batch_size": 2048,
+    }.items() <= found.items()
+
+
+def test_a_dense_model_never_ignores_mlp_gate_and_one_engine_gpu_needs_no_ray_executor():
+    found = overrides("model=llama31-8b", "precision=fp8-linear")
+    assert f"{VLLM}.quantization_ignored_layer_kws" not in found
+    assert f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND" not in found
+    assert found[f"{MEGATRON}.optimizer.use_precision_aware_optimizer"] is True
+    assert not any("NVTE" in key for key in found)
+
+
+@pytest.mark.parametrize("version", FILES)
+def test_a_base_that_asks_for_what_is_not_driven_is_overruled(version):
+    there = host(version)
+    asked = {f"{VLLM}.is_mx": True, "policy.generation.refit_transport": "nixl"}
+    bases = {path: {**keys, **asked} for path, keys in there.bases.items()}
+    cell = "model=qwen3-30b-a3b", "precision=fp8-linear"
+    found = overrides(*cell, host=dataclasses.replace(there, bases=bases))
+    assert {key: found[key] for key in asked} == {
+        f"{VLLM}.is_mx": False, "policy.generation.refit_transport": None,
+    }  # fmt: skip
+    assert not asked.keys() & overrides(*cell, host=there).keys()
+
+
+def test_more_engine_ranks_than_key_heads_hold_copies_of_whole_heads():
+    layout = ("model.parallel.rollout_tensor=8", "model.parallel.rollout_expert=8")
+    found = overrides("model=qwen3-30b-a3b", "precision=fp8-linear", "cluster.nodes=2", *layout)
+    assert found[f"{VLLM}.tensor_parallel_size"] == 8  # of 4 key heads
+
+
+def test_a_bf16_cell_asks_for_nothing_of_fp8():
+    found = overrides("model=llama31-8b", "precision=bf16", "correction=none")
+    assert found[f"{VLLM}.precision"] == "bfloat16"
+    assert found[f"{VLLM}.kv_cache_dtype"] == "auto"
+    assert not found[f"{VLLM}.use_deep_gemm"] and not found[f"{MEGATRON}.fp8_cfg.enabled"]
+    assert found["loss_fn.use_importance_sampling_correction"] is False
+    assert found["grpo.val_at_start"] is True
+
+
+def test_pow2_scales_and_bf16_layers_reach_both_sides():
+    found = overrides(
+        *("model=llama31-8b", "precision=fp8-e2e", "precision.scales=pow2"),
+        *("precision.first_layers_bf16=2", "precision.last_layers_bf16=1"),
+        host=LATER,
+    )
+    assert {
+        f"{VLLM}.pow2_weight_scaling_factors": True,
+        f"{VLLM}.pow2_activation_scaling_factors": True,
+        f"{VLLM}.num_first_layers_in_bf16": 2,
+        f"{VLLM}.num_last_layers_in_bf16": 1,
+        f"{MEGATRON}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0",
+        f"{MEGATRON}.model_overrides.first_last_layers_bf16": True,
+        f"{MEGATRON}.model_overrides.num_layers_at_start_in_bf16": 2,
+        f"{MEGATRON}.model_overrides.num_layers_at_end_in_bf16": 1,
+    }.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    ("correction", "loss"),
+    [
+        ("tis", (True, "tis", 2.0, None)),
+        ("mis", (True, "icepop", 2.0, 0.5)),
+        ("none", (True, None, None, None)),
+        ("geo-mis", (True, None, None, None)),
+        ("seq-tis", (True, None, None, None)),
+        ("tis correction.truncate=null", (True, None, None, None)),
+        ("mis correction.low=null", (True, "icepop", 2.0, 0.0)),
+        ("mis correction.high=null", (True, None, None, None)),
+        ("tis correction.veto=1.0e-4", (True, None, None, None)),
+    ],
+)
+def test_a_correction_is_nemo_rls_own_where_it_has_the_same(correction, loss):
+    found = overrides("model=llama31-8b", *f"correction={correction}".split())
+    at = "loss_fn.truncated_importance_sampling"
+    keys = ("loss_fn.use_importance_sampling_correction", f"{at}_type", f"{at}_ratio")
+    assert tuple(found[key] for key in (*keys, f"{at}_ratio_min")) == loss
+
+
+def test_batches_follow_the_base_and_what_is_given_of_them():
+    assert overrides("model=llama31-8b")["policy.train_global_batch_size"] == 512
+    fewer = overrides("model=llama31-8b", "grpo.prompts_per_step=32")
+    assert fewer["policy.train_global_batch_size"] == 256
+    assert fewer["policy.logprob_batch_size"] == fewer["policy.train_micro_batch_size"] == 1
+
+
+def test_a_length_that_is_given_leaves_room_for_the_prompt():
+    found = overrides("model=llama31-8b", "grpo.max_new_tokens=1000")
+    assert found["policy.generation.max_new_tokens"] == 1000
+    assert found["policy.max_total_sequence_length"] == 2048
+    inherited = overrides("model=llama31-8b")
+    assert inherited["policy.max_total_sequence_length"] == 4096
+
+
+FORBIDDEN = [
+    (
+        ["model=llama31-8b", "precision=fp8-linear", "model.shape.hidden=4032"],
+        "model.shape.hidden=4032: must be a multiple of 128 with FP8 linears",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.pipeline=2", "precision=fp8-kv-attn"],
+        "model.parallel.pipeline=2: precision.rollout_kv=fp8 allows 1",
+    ),
+    (
+        ["model=llama31-8b", "cluster.gpus_per_node=5"],
+        "cluster.nodes x cluster.gpus_per_node=5: must be a multiple of tensor x pipeline",
+    ),
+    (
+        ["model=llama31-8b", "model.parallel.rollout_tensor=3"],
+        "model.parallel.rollout_tensor=3: must divide the GPUs, 8",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.rollout_expert=3"],
+        "model.parallel.rollout_expert=3: must be 1, or a multiple of rollout_tensor=2",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.expert=16"],
+        "model.parallel.expert=16: must divide the experts, 128, and the GPUs",
+    ),
+    (
+        ["model=llama31-8b", "model.parallel.expert=2"],
+        "model.parallel.expert=2: must divide the experts, none here",
+    ),
+    (
+        [
+            *("model=llama31-8b", "model.parallel.pipeline=8", "precision=fp8-linear"),
+            *("model.parallel.tensor=1", "model.shape.layers=36"),
+        ],
+        "model.parallel.pipeline=8: must divide the layers, 36",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.tensor=8"],
+        "model.parallel.tensor=8: must divide the K/V heads, 4",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.rollout_tensor=4"],
+        "model.parallel.rollout_tensor=4: cuts model.layers.0.mlp.experts.0.gate_proj.weight",
+    ),
+    (
+        [
+            *("model=llama31-8b", "grpo.prompts_per_step=2"),
+            *("grpo.generations_per_prompt=3", "grpo.updates_per_step=1"),
+        ],
+        "grpo.updates_per_step=1: gives updates of 6 sequences, which 4 data-parallel",
+    ),
+    (
+        ["model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=b200"],
+        "precision.scales=fp32: cluster.gpu=b200 trains blockwise FP8 with powers of two",
+    ),
+    (
+        ["model=llama31-8b", "precision=fp8-kv-attn", "cluster.gpu=b200"],
+        "precision.rollout_kv=fp8: on cluster.gpu=b200 vLLM 0.25.1 takes FlashInfer",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "precision=fp8-linear", "precision.first_layers_bf16=1"],
+        "precision.first_layers_bf16 + precision.last_layers_bf16=1: must be 0 for a mixture",
+    ),
+    (
+        ["model=llama31-8b", "grpo.updates_per_step=3"],
+        "grpo.updates_per_step=3: must divide the step's 2048 sequences",
+    ),
+    (
+        ["model=llama31-8b", "model.base_config=examples/configs/mine.yaml"],
+        "model.base_config=examples/configs/mine.yaml: not known without a checkout",
+    ),
+    (["model=llama31-8b", "model.base_config=null"], "model.base_config=null: backend=nemo"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), FORBIDDEN)
+def test_what_the_host_forbids_is_refused_at_compose_time(arguments, line):
+    with pytest.raises(ComposeError) as caught:
+        compose_plans([*NEMO, *arguments])
+    assert any(each.startswith(line) for each in caught.value.lines), caught.value.lines
+
+
+def test_expert_parallel_engines_keep_experts_whole():
+    found = overrides(
+        "model=qwen3-30b-a3b", "model.parallel.rollout_tensor=4", "model.parallel.rollout_expert=4"
+    )
+    assert found[f"{VLLM}.expert_parallel_size"] == 4
+
+
+DEFECTIVE = [
+    (["precision=fp8-kv-attn"], "precision.rollout_kv=fp8: this NeMo RL drops the KV scales"),
+    (
+        ["precision=fp8-linear", "precision.first_layers_bf16=1"],
+        "precision.first_layers_bf16 + precision.last_layers_bf16=1: this NeMo RL quantizes",
+    ),
+    (
+        ["precision=fp8-linear", "precision.scales=pow2"],
+        "precision.scales=pow2: this NeMo RL's rollout stops",
+    ),
+    (
+        ["precision=bf16", "+nemo.policy.offload_optimizer_for_refit=false"],
+        "nemo.policy.offload_optimizer_for_refit=false: this NeMo RL always moves",
+    ),
+    (
+        ["precision=fp8-linear", "+nemo.policy.hf_config_overrides.rope_theta=1e6"],
+        "nemo.policy.hf_config_overrides={'rope_theta': 1000000.0}: this NeMo RL's FP8 rollout",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), DEFECTIVE)
+def test_known_defects_of_v0_7_0_are_refused_there_and_nowhere_else(arguments, line):
+    there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
+    with pytest.raises(PlanError) as caught:
+        plan("model=llama31-8b", *arguments, host=there)
+    assert str(caught.value).startswith(line)
+    assert plan("model=llama31-8b", *arguments, host=LATER)
+
+
+def test_a_bf16_rollout_has_the_overrides_of_a_models_config_on_v0_7_0_too():
+    there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
+    given = "+nemo.policy.hf_config_overrides.rope_theta=1e6"
+    assert plan("model=llama31-8b", "precision=bf16", given, host=there)
+
+
+def test_a_prompt_of_the_users_own_is_not_replaced(tmp_path):
+    line = ["model=llama31-8b", "data=openmath-2"]
+    own = f"+nemo.data.default.prompt_file={tmp_path}/prompt.txt"
+    usual = path_overrides(plan(*line).recipe, tmp_path, Path("/rl"))
+    assert usual["data.default.prompt_file"] == "/rl/examples/prompts/cot.txt"
+    found = plan(*line, own)
+    written = found.nemo.overrides | path_overrides(found.recipe, tmp_path, Path("/rl"))
+    assert written["data.default.prompt_file"] == f"{tmp_path}/prompt.txt"
+
+
+def test_aime_is_validated_in_whole_passes():
+    for data, count in (("dapo-math-17k", 960), ("openmath-2", 256)):
+        found = overrides("model=llama31-8b", f"data={data}")
+        assert found["grpo.max_val_samples"] == found["grpo.val_batch_size"] == count
+
+
+def test_fewer_problems_are_validated_in_fewer_never_in_none():
+    few = ["model=llama31-8b", "data=dapo-math-17k", "+nemo.grpo.max_val_samples=90"]
+    assert overrides(*few)["grpo.val_batch_size"] == 90
+    assert overrides(*few, "+nemo.grpo.val_batch_size=30")["grpo.val_batch_size"] == 30
+    for batch in (0, 91):
+        with pytest.raises(PlanError, match=f"val_batch_size={batch}: must be from 1 to .*=90"):
+            overrides(*few, f"+nemo.grpo.val_batch_size={batch}")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.path=elsewhere",
+        "data.difficulty=3",
+        "precision.first_layers_bf16=1",
+        "correction.renormalize_denominator=true",
+    ],
+)
+def test_what_does_nothing_inside_nemo_rl_is_noted(word):
+    line = ["model=llama31-8b", "precision=bf16", "correction=none", "data=openmath-2"]
+    key = word.partition("=")[0]
+    assert any(note.startswith(f"{key}: no effect") for note in plan(*line, word).notes)
+    assert not any(note.startswith(f"{key}: no effect") for note in plan(*line).notes)
+
+
+def test_powers_of_two_are_refused_on_main_too_whose_patch_calls_itself():
+    with pytest.raises(PlanError, match="RecursionError"):
+        plan("model=llama31-8b", "precision=fp8-linear", "precision.scales=pow2")
+
+
+def test_a_cache_that_holds_less_than_one_sequence_is_refused():
+    words = ("model=llama31-8b", "precision=fp8-kv-attn", "grpo.max_new_tokens=30000")
+    bytes_of_a_token = 2 * 32 * 8 * 128  # K and V of all layers and heads, a byte each
+    longest = overrides(*words)["policy.generation.vllm_cfg.max_model_len"]
+    enough = longest * bytes_of_a_token / 2**30
+    assert plan(*words, f"model.memory.kv_cache_gib={enough}")
+    with pytest.raises(PlanError, match=f"a sequence may have {longest:,}: no engine starts"):
+        plan(*words, f"model.memory.kv_cache_gib={enough * 0.999}")
+    assert plan(
+        *words, f"model.memory.kv_cache_gib={enough / 2}", "model.parallel.rollout_tensor=2"
+    )
+    assert plan(*words, "model.memory.kv_cache_gib=null")
+
+
+def test_the_remedy_for_too_little_memory_is_one():
+    def remedy(*words):
+        [note] = [note for note in plan(*words).notes if note.startswith("memory: ")]
+        return note.partition("GiB free")[2]
+
+    too_few = ("model=qwen3-30b-a3b", "precision=fp8-e2e", "cluster.nodes=1")
+    assert "sequences of one token would not fit either" in remedy(*too_few)
+    too_long = ("model=llama31-8b", "precision=fp8-e2e", "grpo.max_new_tokens=100000")
+    assert "or lower grpo.max_new_tokens" in remedy(*too_long, "model.memory.kv_cache_gib=null")
+    share = ("model.memory.kv_cache_gib=null", "model.memory.rollout_share=0.9")
+    assert "; lower model.memory.rollout_share, or" in remedy("model=llama31-8b", *share)
+    assert not [
+        note for note in plan("model=llama31-8b", share[0], "model.memory.rollout_share=0.6").notes
+        if note.startswith("memory: rollout")
+    ]  # fmt: skip
+
+
+def test_a_prompt_may_be_given_more_room_and_the_cut_is_told():
+    words = ("model=llama31-8b", "data=openmath-2", "grpo.max_new_tokens=2048")
+    found = plan(*words)
+    assert found.nemo.overrides["policy.max_total_sequence_length"] == 3072
+    assert any("cuts prompts of 1024 tokens" in note for note in found.notes)
+    wider = plan(*words, "+nemo.data.max_input_seq_length=4000")
+    assert wider.nemo.overrides["data.max_input_seq_length"] == 4000
+    assert wider.nemo.overrides["policy.max_total_sequence_length"] == 6144 >= 4000 + 2048
+    assert any("cuts prompts of 4000 tokens" in note for note in wider.notes)
+
+
+def test_packed_sequences_fit_a_sequence_parallel_of_the_users():
+    words = ("model=llama31-8b", "model.parallel.tensor=2", "+nemo.policy.megatron_cfg")
+    found = overrides(*words[:2], f"{words[2]}.sequence_parallel=true")
+    assert found["policy.make_sequence_length_divisible_by"] == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "told"),
+    [
+        ("llama31-8b", [], False),
+        ("llama31-8b", ["model.parallel.rollout_tensor=2"], True),
+        ("qwen3-30b-a3b", [], True),
+        ("qwen3-30b-a3b", ["glue.recalibrate.source=logprob"], False),
+        ("qwen3-30b-a3b", ["glue=ours"], False),
+    ],
+)
+def test_it_is_told_where_vllm_forgets_the_scales_of_a_cache(model, more, told):
+    notes = plan(f"model={model}", "precision=fp8-kv-attn", *more).notes
+    assert any("to 1.0 when its cache wakes up" in note for note in notes) == told
+
+
+def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it():
+    there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
+    cases = [case for case, _ in FORBIDDEN] + [["model=llama31-8b", *case] for case, _ in DEFECTIVE]
+    lines = []
+    for arguments in cases:
+        with pytest.raises(ComposeError) as caught:
+            compose_plans([*NEMO, *arguments], lambda recipe: there)
+        lines += caught.value.lines
+    limits = list(host_limits(plan("model=llama31-8b").recipe, there))
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 19
+    for limit in limits:
+        assert limit.mirrors
+        broken = [line for line in lines if line.startswith(f"{limit.key}=")]
+        assert any(f"({limit.mirrors})" in line for line in broken), limit
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        (
+            "+nemo.grpo.max_num_steps=7",
+            "nemo.grpo.max_num_steps=7: is written by grpo.steps; set that instead",
+        ),
+        (
+            "+nemo.grpo.async_grpo.enabled=true",
+            "nemo.grpo.async_grpo.enabled=true: must be false: not supported yet",
+        ),
+        (
+            "+nemo.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather=true",
+            "nemo.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather=true: "
+            "must be false: a refit would send shards of before the last update",
+        ),
+        (
+            "+nemo.policy.router_replay.enabled=true",
+            "nemo.policy.router_replay.enabled=true: must be false: not supported yet",
+        ),
+        (
+            "+nemo.policy.generation.vllm_cfg.is_mx=true",
+            "nemo.policy.generation.vllm_cfg.is_mx=true: must be false: blockwise FP8 is what is",
+        ),
+        (
+            "+nemo.policy.generation.vllm_cfg.gpu_memory_utilisation=0.6",
+            "nemo.policy.generation.vllm_cfg.gpu_memory_utilisation=0.6: not one of the keys that "
+            "are known without a checkout; set NEMO_RL_ROOT; did you mean "
+            "nemo.policy.generation.vllm_cfg.gpu_memory_utilization?",
+        ),
+        (
+            "+nemo.policy.train_micro_batch_size=abc",
+            "nemo.policy.train_micro_batch_size=abc: must be of type int, as 1 is",
+        ),
+        (
+            "+nemo.policy.max_total_sequence_length=2048",
+            "nemo.policy.max_total_sequence_length=2048: is written by grpo.max_new_tokens",
+        ),
+        ("+nemo.grpo.batch_multiplier=2", "nemo.grpo.batch_multiplier=2: not one of the keys"),
+    ],
+)
+def test_keys_under_nemo_are_held_against_what_is_known(argument, line):
+    with pytest.raises(ComposeError) as caught:
+        compose_plans([*NEMO, "model=llama31-8b", argument])
+    assert caught.value.lines[0].startswith(line)
+
+
+@pytest.mark.parametrize("version", FILES)
+def test_a_typo_anywhere_under_nemo_is_refused_and_the_right_key_is_not(version):
+    there = host(version)
+    base = there.bases["examples/configs/grpo_math_8B_megatron.yaml"]
+    free = ["grpo.batch_multiplier", "logger.num_val_samples_to_print", "policy.max_grad_norm"]
+    assert set(free) <= set(base)
+    for key in free:
+        value = base[key]
+        arguments = ["model=llama31-8b", "precision=fp8-linear"]
+        assert plan(*arguments, f"+nemo.{key}={value}", host=there).nemo.overrides[key] == value
+        with pytest.raises(PlanError, match=r"no such key in .*did you mean nemo\."):
+            plan(*arguments, f"+nemo.{key}s={value}", host=there)
+
+
+def test_a_ragged_width_is_for_bf16():
+    assert plan("model=llama31-8b", "model.shape.hidden=4032", "precision=bf16")
+
+
+def test_a_users_own_key_wins_over_the_plans():
+    found = plan("model=llama31-8b", f"+nemo.{VLLM}.gpu_memory_utilization=0.6")
+    assert found.nemo.overrides[f"{VLLM}.gpu_memory_utilization"] == 0.6
+    assert found.recipe.model.memory.rollout_share == 0.6
+    assert any("no effect while model.memory.kv_cache_gib" in note for note in found.notes)
+    micro = overrides("model=llama31-8b", "+nemo.policy.train_micro_batch_size=4")
+    assert micro["policy.logprob_batch_size"] == 4
+    opened = overrides("model=llama31-8b", "+nemo.policy.generation.vllm_kwargs.max_num_seqs=64")
+    assert opened["policy.generation.vllm_kwargs.max_num_seqs"] == 64
+
+
+def test_first_validation_is_dropped_where_nemo_rl_would_have_no_kv_scales_for_it():
+    cell = ("model=llama31-8b", "precision=fp8-kv-attn")
+    stock = plan(*cell, "glue=stock")
+    assert any("KV scales of 1.0" in note for note in stock.notes)
+    assert stock.nemo.overrides["grpo.val_at_start"] is False
+    ours = plan(*cell, "glue=ours")
+    assert not any("KV scales of 1.0" in note for note in ours.notes)
+    assert ours.nemo.overrides["grpo.val_at_start"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (["precision=bf16", "glue.recalibrate.history=5"], "glue.recalibrate: no effect"),
+        (
+            ["precision=fp8-kv-attn", "glue=stock", "glue.recalibrate.history=5"],
+            "glue.recalibrate.history, first_margin: no effect with source=forward",
+        ),
+    ],
+)
+def test_recalibration_keys_without_effect_are_noted(arguments, note):
+    assert any(each.startswith(note) for each in plan("model=llama31-8b", *arguments).notes)
+    for quiet in ("glue=ours", "glue=stock"):
+        notes = plan("model=llama31-8b", arguments[0], quiet).notes
+        assert not any("glue.recalibrate" in each and "validate" not in each for each in notes)
+    assert not any("1.0" in note for note in plan("model=llama31-8b", "precision=bf16").notes)
+
+
+def test_a_nemo_plan_survives_json():
+    before = plan("model=qwen3-30b-a3b", "correction=geo-mis")
+    assert plan_from_json(json.loads(json.dumps(before.to_json()))) == before
+
+
+def test_no_secret_of_the_environment_reaches_a_plan(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
+    assert "secret" not in json.dumps(plan("model=llama31-8b").to_json())
+
+
+def test_a_folder_with_local_problems_runs_offline_and_a_hub_model_does_not():
+    assert plan("model=tiny-llama").nemo.environment["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in plan("model=llama31-8b").nemo.environment
+    system = plan("model=tiny-llama", "cluster.interpreter=system").nemo.environment
+    assert system["NEMO_RL_PY_EXECUTABLES_SYSTEM"] == "1"
+
+
+def test_an_engine_of_two_gpus_gets_the_model_runner_that_survives_there():
+    name = "VLLM_USE_V2_MODEL_RUNNER"
+    assert name not in plan("model=llama31-8b").nemo.environment
+    assert plan("model=llama31-8b", "model.parallel.rollout_tensor=2").nemo.environment[name] == "0"
+
+
+def test_the_changes_and_the_stock_command_name_absolute_folders(tmp_path):
+    found = plan("model=llama31-8b", "precision=fp8-linear")
+    changed = {each.key: each for each in differences(found, MAIN, tmp_path)}
+    assert changed["checkpointing.checkpoint_dir"].plan == str(tmp_path / "checkpoints")
+    words = stock_command(found, MAIN, tmp_path)
+    assert words[:2] == ["python", "examples/run_grpo.py"]
+    assert f"logger.log_dir='{tmp_path}/log/nemo'" in words
+    assert shlex.split(shlex.join(words)) == words
+
+
+@pytest.mark.parametrize("version", FILES)
+def test_changes_are_what_differs_from_the_base(version, tmp_path):
+    there = host(version)
+    found = plan("model=llama31-8b", "precision=bf16", "correction=none", host=there)
+    changed = {each.key: each for each in differences(found, there, tmp_path)}
+    assert changed[f"{MEGATRON}.pipeline_model_parallel_size"][1:] == (2, 1)
+    assert "policy.max_total_sequence_length" not in changed
+
+
+def test_memory_counts_weights_and_optimizer_exactly():
+    found = plan("model=llama31-8b", "precision=bf16").recipe
+    memory = memory_per_gpu(found, 8, 4096)
+    train = memory.phases["train"]
+    assert train["weights"] == train["gradients"] == 8_030_261_248
+    assert train["optimizer"] == 10 * 8_030_261_248 / 8
+    assert kv_cache_tokens(found, memory) == 20 * GIB // 131_072
+    half = memory_per_gpu(found, 16, 4096).phases["train"]
+    assert half["optimizer"] == train["optimizer"] / 2
+    assert memory.headroom("train") == 1 - sum(train.values()) / (GPU_GIB["h100"] * GIB)
+
+
+def test_a_ranks_part_of_a_sequence_is_what_its_logits_and_activations_are_of():
+    line = ["model=llama31-8b", "grpo.max_new_tokens=31744", "cluster.nodes=4"]
+    one, four = (
+        memory_per_gpu(plan(*line, f"model.parallel.context={n}").recipe, 32, 32768).phases["train"]
+        for n in (1, 4)
+    )
+    assert one["logits"] == 4 * four["logits"] and one["activations"] == 4 * four["activations"]
+
+
+KEEPING = "+nemo.policy.offload_optimizer_for_refit=false"
+
+
+def test_an_optimizer_that_is_kept_is_counted_beside_the_engine_and_set_upstream():
+    cell = ["model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=h200"]
+    moved, kept = plan(*cell), plan(*cell, KEEPING)
+    assert kept.nemo.overrides["policy.offload_optimizer_for_refit"] is False
+    assert "policy.offload_optimizer_for_refit" not in moved.nemo.overrides
+    here, there = (memory_per_gpu(each.recipe, 8, 4096) for each in (moved, kept))
+    assert here.phases["train"] == there.phases["train"]
+    for phase in ("refit", "rollout"):
+        more = sum(there.phases[phase].values()) - sum(here.phases[phase].values())
+        assert more == 8 * 8_030_261_248 / 8  # its masters were there before
+    plain = [each.replace("e2e", "linear") for each in cell]
+    here, there = (
+        memory_per_gpu(plan(*each).recipe, 8, 4096) for each in (plain, [*plain, KEEPING])
+    )
+    assert sum(here.phases["rollout"][name] for name in ("masters", "FP8 copies", "moments")) == 0
+    assert there.phases["rollout"]["moments"] == there.phases["train"]["optimizer"]
+
+
+def test_what_an_fp8_trainer_leaves_on_its_gpu_is_what_a_real_step_of_8b_had():
+    cell = ["model=llama31-8b", "precision=fp8-e2e-kv-attn", "cluster.gpu=h200"]
+    phases = memory_per_gpu(plan(*cell, "cluster.gpus_per_node=2").recipe, 2, 3072).phases
+    names = ("masters", "their gradients", "FP8 copies", "moments")
+    left = {name: phases["rollout"][name] / GIB for name in names}
+    # NeMo RL's own prints, two H200s, in GiB: in rollouts, before the refit, after training.
+    assert sum(left.values()) == pytest.approx(36.5, abs=0.2) and left["moments"] == 0
+    weights = phases["train"]["weights"] / GIB
+    assert sum(left.values()) + weights == pytest.approx(44.0, abs=0.3)
+    train = {k: v / GIB for k, v in phases["train"].items() if k != "allowance"}
+    assert sum(train.values()) == pytest.approx(81.4, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "host", "told"),
+    [
+        (["cluster.gpu=h200"], MAIN, True),
+        (["cluster.gpu=h200", KEEPING], MAIN, False),
+        (["cluster.gpu=h200"], Host("v0.7.0", defects=V0_7_0_DEFECTS), False),
+        (["cluster.gpus_per_node=2", "model.memory.kv_cache_gib=30"], MAIN, False),
+    ],
+    ids=["room", "kept already", "no such key", "no room"],
+)
+def test_a_plan_tells_where_an_optimizer_need_not_leave_the_gpu(arguments, host, told):
+    found = plan("model=llama31-8b", "precision=fp8-linear", *arguments, host=host)
+    memory = dict(describe(found, host))["memory"]
+    assert ("unless " + KEEPING in memory) == told
+
+
+def test_what_stands_in_a_groups_place_is_one_line_on_every_host():
+    for host in (MAIN, Host("v0.7.0", defects=V0_7_0_DEFECTS)):
+        with pytest.raises(PlanError, match=r"nemo\.policy=5"):
+            plan("model=llama31-8b", "precision=bf16", "+nemo.policy=5", host=host)
+
+
+def speed_of(*arguments):
+    return dict(describe(plan("grpo=demo", "data=arithmetic", *arguments), MAIN))["speed"]
+
+
+def test_a_plan_says_what_a_measured_model_decodes_and_that_a_full_cache_halves_it():
+    cell = ["model=llama31-8b", "cluster.gpu=h200", "grpo.max_new_tokens=4000"]
+    cell += ["grpo.prompts_per_step=256", "cluster.gpus_per_node=8", "cluster.nodes=1"]
+    plain, fp8 = (speed_of(*cell, f"precision={name}") for name in ("bf16", "fp8-kv-attn"))
+    sequences = re.compile(r"decode, (\d+) of an engine's 256 sequences of ([\d,]+) tokens")
+    rate = re.compile(r"h200 ([\d,]+) tokens/s")
+    held = [int(sequences.search(text)[1]) for text in (plain, fp8)]
+    assert held[0] < 256 and abs(held[1] - 2 * held[0]) <= 1  # half the bytes a token
+    rates = [int(rate.search(text)[1].replace(",", "")) for text in (plain, fp8)]
+    assert f"{rates[1] / rates[0]:.2f} times BF16 with {held[0]} in its cache" in fp8
+    assert rates[1] > 1.5 * rates[0] and "times BF16" not in plain
+    assert all("h100" in text and "refit 0.3 s of transfer" in text for text in (plain, fp8))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [["model=qwen3-30b-a3b"], ["model=llama31-8b", "model.shape.layers=16"],
+     ["model=llama31-8b", "model.parallel.rollout_tensor=2"]],
+)  # fmt: skip
+def test_a_plan_gives_no_speed_of_what_was_not_measured(other):
+    assert speed_of(*other).startswith("not measured")
+
+
+def test_what_people_read_names_layout_memory_and_what_was_checked():
+    rows = dict(describe(plan("model=llama31-8b", "precision=fp8-linear"), MAIN))
+    assert rows["layout"].startswith("8 GPUs. Train: TP 2, PP 1, CP 1, EP 1, DP 4. Rollout: 8 engi")
+    assert "h100 80 GiB" in rows["memory"] and "h200 140 GiB" in rows["memory"]
+    assert rows["refit"].startswith("16.1 GB, in BF16")
+    assert "NEMO_RL_ROOT" in rows["checked"]
+
+
+@pytest.mark.parametrize("text", ["a\\b", "a'b", "a\\'b", "ends\\", "a\\\\'", "a\\\\b"])
+def test_hydra_reads_a_text_of_the_stock_command_as_it_is(text):
+    words = command_line("base.yaml", {"logger.wandb.name": text})
+    assert OverridesParser.create().parse_override(words[-1]).value() == text

@@ -1,0 +1,254 @@
+"""Bytes and counts of Llama 3.1 8B and Qwen3-30B-A3B, computed by hand.
+
+The sums are written out per layer from the models' numbers. A refit with FP8 weights must send 43 %
+less than one in BF16 for the first and 49 % less for the second.
+"""
+
+# pyright: reportMissingImports=false
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fp8_nemo.plan.memory import (
+    FITTED,
+    GPU_SPEED,
+    decode_floor,
+    decode_seconds,
+    decode_work,
+    engine_kv_bytes,
+    estimate,
+    kv_capacity,
+    refit_seconds,
+)
+from fp8_nemo.recipe.options import Precision, Shape
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import fit_estimate
+from fit_estimate import Measured, compared, fitted, worst
+
+MODELS = Path(__file__).parents[2] / "conf" / "model"
+FP8 = Precision(rollout_linear="fp8")
+FP8_KV = Precision(rollout_linear="fp8", rollout_kv="fp8")
+
+LLAMA_LINEARS = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+LLAMA_SCALES = 32 * (2 * 32 * 32 + 2 * 8 * 32 + 3 * 112 * 32)
+LLAMA_BF16 = 2 * 128256 * 4096 + 65 * 4096  # embedding, head, two norms a layer, the last norm
+QWEN_LINEARS = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048 + 128 * 3 * 768 * 2048)
+QWEN_SCALES = 48 * (2 * 32 * 16 + 2 * 4 * 16 + 128 * 3 * 6 * 16)
+QWEN_BF16 = 2 * 151936 * 2048 + 97 * 2048 + 48 * (2 * 128 + 128 * 2048)  # with q, k norms, routers
+
+
+def shape_of(option: str) -> Shape:
+    return Shape(**yaml.safe_load((MODELS / f"{option}.yaml").read_text())["shape"])
+
+
+@pytest.mark.parametrize(
+    ("option", "linears", "scales", "bf16", "saved"),
+    [
+        ("llama31-8b", LLAMA_LINEARS, LLAMA_SCALES, LLAMA_BF16, 43),
+        ("qwen3-30b-a3b", QWEN_LINEARS, QWEN_SCALES, QWEN_BF16, 49),
+    ],
+)
+def test_refit_bytes_are_one_per_fp8_weight_four_per_scale_two_per_bf16(
+    option, linears, scales, bf16, saved
+):
+    found = estimate(shape_of(option), FP8)
+    assert found.parameters == linears + bf16
+    assert found.refit_bytes == linears + 4 * scales + 2 * bf16
+    assert found.refit_bytes_bf16 == 2 * (linears + bf16)
+    assert round(100 * (1 - found.refit_bytes / found.refit_bytes_bf16)) == saved
+
+
+def test_weights_are_counted_expert_by_expert():
+    llama, qwen = estimate(shape_of("llama31-8b"), FP8), estimate(shape_of("qwen3-30b-a3b"), FP8)
+    assert (llama.fp8_weights, llama.bf16_weights) == (32 * 7, 2 + 65)
+    assert (qwen.fp8_weights, qwen.bf16_weights) == (48 * (4 + 3 * 128), 2 + 97 + 48 * 3)
+
+
+def test_an_fp8_cache_takes_half_a_token_and_adds_three_scales_a_layer_to_the_refit():
+    shape = shape_of("llama31-8b")
+    assert estimate(shape, FP8).kv_bytes_per_token == 2 * 32 * 8 * 128 * 2 == 131072
+    assert estimate(shape, FP8_KV).kv_bytes_per_token == 65536
+    assert estimate(shape, FP8_KV).refit_bytes == estimate(shape, FP8).refit_bytes + 4 * 3 * 32
+
+
+def test_bf16_refits_everything_at_two_bytes_and_nothing_in_fp8():
+    found = estimate(shape_of("qwen3-30b-a3b"), Precision())
+    assert found.refit_bytes == found.refit_bytes_bf16 == 2 * 30_532_122_624
+    assert found.fp8_weights == 0
+
+
+def test_a_layer_kept_in_bf16_costs_its_linears_once_more_and_saves_their_scales():
+    kept = Precision(rollout_linear="fp8", first_layers_bf16=1, last_layers_bf16=1)
+    extra = estimate(shape_of("llama31-8b"), kept).refit_bytes
+    extra -= estimate(shape_of("llama31-8b"), FP8).refit_bytes
+    assert extra == 2 * (LLAMA_LINEARS - 4 * LLAMA_SCALES) // 32
+
+
+def test_tied_embeddings_are_sent_once():
+    untied, tied = (estimate(Shape(vocab=96, hidden=256, tied=tied), FP8) for tied in (False, True))
+    assert untied.parameters - tied.parameters == 96 * 256
+    assert untied.refit_bytes - tied.refit_bytes == 2 * 96 * 256
+
+
+def test_a_decode_step_reads_every_weight_once_but_a_row_of_the_embedding_per_token():
+    bf16 = decode_work(shape_of("llama31-8b"), Precision(), batch=64, context=1000)
+    embedding = 128256 * 4096
+    assert bf16.weight_bytes == 2 * (LLAMA_LINEARS + LLAMA_BF16 - embedding)
+    assert bf16.kv_bytes == 64 * 1000 * 131072
+    assert bf16.fp8_flops == 0
+    assert bf16.bf16_flops == 2 * 64 * (LLAMA_LINEARS + embedding)  # the head is as large
+    assert bf16.attention_flops == 4 * 32 * 32 * 128 * 64 * 1000
+
+    fp8 = decode_work(shape_of("llama31-8b"), FP8_KV, batch=64, context=1000)
+    saved = bf16.weight_bytes - fp8.weight_bytes
+    assert saved == pytest.approx(LLAMA_LINEARS - 4 * LLAMA_SCALES)
+    assert fp8.kv_bytes == bf16.kv_bytes / 2
+    assert fp8.fp8_flops == 2 * 64 * LLAMA_LINEARS
+    assert fp8.fp8_flops + fp8.bf16_flops == bf16.bf16_flops
+
+
+def test_a_tied_embedding_is_read_whole_as_the_head():
+    tied, untied = (
+        decode_work(Shape(vocab=96, hidden=256, tied=tied), FP8, 4, 10) for tied in (True, False)
+    )
+    assert tied.weight_bytes == untied.weight_bytes
+    assert tied.bf16_flops == untied.bf16_flops
+
+
+def test_a_batch_touches_the_experts_that_even_routes_would():
+    shape = shape_of("qwen3-30b-a3b")
+    expert = 48 * 3 * 768 * 2048
+    one, two, many = (
+        decode_work(shape, Precision(), batch, context=1).weight_bytes for batch in (1, 2, 10**6)
+    )
+    assert many - one == pytest.approx(2 * 120 * expert)  # 8 of 128, then all
+    assert two - one == pytest.approx(2 * (8 - 8 * 8 / 128) * expert)
+    work = decode_work(shape, FP8, batch=3, context=1)
+    dense = QWEN_LINEARS - 128 * expert
+    assert work.fp8_flops == pytest.approx(2 * 3 * (dense + 8 * expert))
+
+
+def test_a_step_is_its_bytes_over_bandwidth_until_the_products_take_longer():
+    shape, speed = shape_of("llama31-8b"), GPU_SPEED["h200"]
+    work = decode_work(shape, FP8_KV, 16, 4096)
+    bytes_alone = (work.weight_bytes + work.kv_bytes) / speed.bandwidth
+    assert decode_floor(shape, FP8_KV, 16, 4096, "h200") == pytest.approx(bytes_alone)
+    real = work.weight_bytes / 0.88 + work.kv_bytes / 0.62  # an FP8 cache is read more slowly
+    assert decode_seconds(shape, FP8_KV, 16, 4096, "h200", fixed=1.0) == pytest.approx(
+        1.0 + real / speed.bandwidth
+    )
+    plain = decode_work(shape, Precision(), 16, 4096)
+    assert decode_seconds(shape, Precision(), 16, 4096, "h200", fixed=0.0) == pytest.approx(
+        (plain.weight_bytes + plain.kv_bytes) / 0.88 / speed.bandwidth
+    )
+    large = decode_work(shape, Precision(), 4096, 1)
+    products = large.bf16_flops / speed.bf16
+    assert products > large.weight_bytes / speed.bandwidth
+    floor = decode_floor(shape, Precision(), 4096, 1, "h200")
+    assert floor == pytest.approx(products + large.kv_bytes / speed.bandwidth)
+    # and products of FP8 weights go at their own rate
+    fp8 = decode_work(shape, FP8, 4096, 1)
+    expected = fp8.fp8_flops / speed.fp8 + fp8.bf16_flops / speed.bf16
+    assert decode_floor(shape, FP8, 4096, 1, "h200") == pytest.approx(
+        expected + fp8.kv_bytes / speed.bandwidth
+    )
+
+
+def test_a_faster_gpu_takes_less_and_fp8_never_more():
+    shape = shape_of("qwen3-30b-a3b")
+    for batch, context in ((1, 128), (64, 8192), (512, 4096)):
+        times = [decode_floor(shape, FP8, batch, context, gpu) for gpu in ("h100", "h200", "b200")]
+        assert times == sorted(times, reverse=True)
+        by_precision = [
+            decode_floor(shape, each, batch, context, "h200") for each in (Precision(), FP8, FP8_KV)
+        ]
+        assert by_precision == sorted(by_precision, reverse=True)
+
+
+def test_a_refit_reads_bf16_and_moves_the_wire_three_times():
+    shape = shape_of("llama31-8b")
+    wire = LLAMA_LINEARS + 4 * LLAMA_SCALES + 2 * LLAMA_BF16
+    moved = 2 * (LLAMA_LINEARS + LLAMA_BF16) + 3 * wire
+    seconds = refit_seconds(shape, FP8, "h200", fixed=0.25)
+    assert seconds == pytest.approx(0.25 + moved / (4.8e12 * 0.88))
+
+
+def test_a_cache_holds_whole_blocks_and_twice_the_tokens_in_fp8():
+    shape = shape_of("llama31-8b")
+    assert kv_capacity(shape, FP8, 16 * 131072 * 10.9) == 160
+    assert kv_capacity(shape, FP8_KV, 16 * 131072 * 10) == 320
+    left = engine_kv_bytes(shape, FP8_KV, "h200", share=0.9, reserve=2**30)
+    weights = LLAMA_LINEARS + 4 * LLAMA_SCALES + 2 * LLAMA_BF16
+    assert left == pytest.approx(140.4 * 2**30 * 0.9 - weights - 2**30)
+
+
+def test_the_constant_comes_from_one_half_and_the_error_from_the_other():
+    points = [Measured("a", 3.0, 1.0, True), Measured("b", 8.0, 4.0, False)]
+    assert fitted(points) == 2.0
+    rows = compared("m", points, 2.0)
+    assert [row["error"] for row in rows] == [0.0, -0.25]
+    assert worst(rows) == 0.25 and worst(rows[:1]) is None
+    with pytest.raises(ValueError, match="no point to fit"):
+        fitted(points[1:])
+    # two points to fit: errors relative to what was measured are least
+    pair = [Measured("a", 1.0, 0.5, True), Measured("b", 10.0, 7.0, True)]
+    best = fitted(pair)
+    loss = [
+        sum(row["error"] ** 2 for row in compared("m", pair, best + d)) for d in (-0.01, 0, 0.01)
+    ]
+    assert min(loss) == loss[1]
+
+
+def test_halves_alternate_across_precisions_and_a_true_constant_is_found(tmp_path, monkeypatch):
+    rows, engines = [], []
+    for variant, precision in (("bf16", Precision()), ("fp8-linear-deepgemm", FP8)):
+        shape = shape_of("llama31-8b")
+        for batch, prompt in ((64, 1024), (256, 1024), (16, 4096), (64, 4096)):
+            context = prompt + 100.0
+            seconds = decode_seconds(shape, precision, batch, context, "h200", fixed=0.0015)
+            rows.append(
+                {"model": "llama31-8b", "precision": variant, "engine": "vLLM", "batch": batch,
+                 "prompt": prompt, "regime": "resident", "context": context,
+                 "seconds_per_step": {"median": seconds}}
+            )  # fmt: skip
+        room = engine_kv_bytes(shape, precision, "h200", 0.9, reserve=3 * 2**30)
+        engines.append({"model": "llama31-8b", "precision": variant, "engine": "vLLM",
+                        "kv_tokens": kv_capacity(shape, precision, room)})  # fmt: skip
+    rows.append({"model": "llama31-8b", "precision": "bf16", "engine": "vLLM", "regime": "failed"})
+    rows.append(rows[0] | {"precision": "fp8-linear-cutlass"})  # no plan asks for it
+    file = tmp_path / "rollout.json"
+    file.write_text(json.dumps({"gpu": "h200", "share": 0.9, "rows": rows, "engines": engines}))
+    glue = Path(__file__).parents[2] / "benchmarks" / "results" / "glue-8b-h200.json"
+    words = ["fit_estimate.py", str(file), "--refit", str(glue), "--out", str(tmp_path / "e.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    fit_estimate.main()
+    content = json.loads((tmp_path / "e.json").read_text())
+    assert content["constants"][0]["decode_seconds"] == pytest.approx(0.0015)
+    assert content["constants"][0]["reserve_gib"] == pytest.approx(3, rel=1e-3)
+    halves = [row["half"] for row in content["decode"]]
+    assert halves == ["fitted", "tested"] * 2 + ["tested", "fitted"] * 2
+    assert [row["half"] for row in content["capacity"]] == ["fitted", "tested"]
+    gates = {gate["what"]: gate for gate in content["gates"]}
+    assert gates["llama31-8b: decode"]["worst error"] < 1e-9
+    assert gates["llama31-8b: KV capacity"]["holds"]
+    assert gates["llama31-8b: refit"]["limit"] == 0.2
+
+
+def test_the_constants_are_those_of_the_results_file_and_its_gates_hold():
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "estimate-h200.json"
+    content = json.loads(file.read_text())
+    for (model, _), constants in FITTED.items():
+        rows = [row for row in content["constants"] if row["model"] == model]
+        found = {key: value for row in rows for key, value in row.items()}
+        assert constants.decode == pytest.approx(found["decode_seconds"], rel=0.02)
+        gates = {gate["what"]: gate["holds"] for gate in content["gates"]}
+        assert gates[f"{model}: decode"] and gates[f"{model}: KV capacity"]
+        assert ("refit_seconds" in found) == (constants.refit is not None)
+        if constants.refit is not None:
+            assert constants.refit == pytest.approx(found["refit_seconds"], rel=0.02)
+            assert gates[f"{model}: refit"]

@@ -1,0 +1,169 @@
+"""Recipe -> Plan: what is filled in, what is refused, what the run directory is called."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.plan.plan import LOCAL_BASE, PlanError, plan_from_json, plan_recipe
+from fp8_nemo.recipe.compose import ComposeError, compose
+from fp8_nemo.runs.run_dir import read_plan
+
+ROOT = Path(__file__).parents[2]
+
+
+def plan(*arguments: str):
+    return plan_recipe(compose(arguments)[0])
+
+
+@pytest.mark.parametrize("width", [64, 96, 200])
+def test_experts_whose_projections_share_a_block_of_their_slab_are_refused(width):
+    line = ["model=tiny-qwen3-moe", f"model.shape.expert_ffn={width}"]
+    with pytest.raises(PlanError, match=f"expert_ffn={width}: must be a multiple of 128"):
+        plan(*line, "precision=fp8-linear")
+    assert plan(*line, "precision=bf16")
+
+
+def test_a_plan_survives_json():
+    for arguments in (
+        [],
+        ["model=llama31-8b", "+nemo.policy.generation.vllm_kwargs.a={b: 1}"],
+        ["correction=geo-mis"],
+    ):
+        before = plan(*arguments)
+        assert plan_from_json(json.loads(json.dumps(before.to_json()))) == before
+
+
+def test_null_inherits_nemo_rls_base_on_the_local_backend():
+    grpo = plan("grpo=paper").recipe.grpo
+    assert {key: getattr(grpo, key) for key in LOCAL_BASE} == LOCAL_BASE
+
+
+def test_null_inherits_the_models_base_yaml_on_nemo():
+    grpo = plan("model=llama31-8b").recipe.grpo
+    assert (grpo.learning_rate, grpo.updates_per_step, grpo.max_new_tokens) == (3e-7, 4, None)
+
+
+@pytest.mark.parametrize(
+    "argument", ["grpo.steps=900", "outputs=elsewhere", "logging.wandb=true", "cluster.nodes=4"]
+)
+def test_steps_cluster_logging_and_outputs_do_not_rename_the_run(argument):
+    assert plan(argument).run_name == plan().run_name
+
+
+@pytest.mark.parametrize("words", [[], ["model=llama31-8b"]], ids=["local", "nemo"])
+def test_slurms_options_without_slurm_are_told(words):
+    found = plan(*words, "cluster.account=team", "cluster.extra=['--mem=0']").notes
+    told = [note for note in found if "cluster=here is this machine" in note]
+    assert [note.partition(":")[0] for note in told] == ["cluster.account", "cluster.extra"]
+    queued = plan(*words, "cluster=slurm", "cluster.account=team", "cluster.interpreter=system")
+    assert not [note for note in queued.notes if "is this machine" in note]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "grpo.learning_rate=1.0e-3",
+        "glue.verify=full",
+        "precision.scales=pow2",
+        "correction.veto=1.0e-4",
+        "data.difficulty=1",
+    ],
+)
+def test_anything_else_renames_the_run(argument):
+    assert plan(argument).run_name != plan().run_name
+    assert plan(argument).cell == plan().cell
+
+
+def test_the_run_is_named_model_precision_correction_seed():
+    assert plan("seed=7").run_name.startswith("tiny-llama/fp8-kv-attn-tis/s7-")
+
+
+def test_a_slurm_cell_needs_an_image_for_nemo_rls_own_environments():
+    with pytest.raises(PlanError, match=r"cluster\.container=null: .*cluster\.interpreter=system"):
+        plan("model=qwen3-8b", "cluster=slurm")
+    assert plan("model=qwen3-8b", "cluster=slurm", "cluster.interpreter=system")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["model=llama31-8b", "backend=local", "data=arithmetic"],
+            "model.path=null: backend=local reads llama31-8b from a folder",
+        ),
+        (
+            ["data=openmath-2"],
+            "data=openmath-2: backend=local reads arithmetic, running-sum or jsonl",
+        ),
+        (["+nemo.grpo.x=1"], "nemo.grpo={'x': 1}: backend=local has no NeMo RL configuration"),
+        (
+            ["grpo=paper", "grpo.updates_per_step=3"],
+            "grpo.updates_per_step=3: must divide the step's 512 sequences",
+        ),
+    ],
+)
+def test_what_the_local_backend_cannot_do_is_refused(arguments, line):
+    with pytest.raises(PlanError) as caught:
+        plan(*arguments)
+    assert str(caught.value).startswith(line)
+
+
+def test_an_option_without_effect_is_a_note_so_that_sweeps_compose():
+    [note] = plan("precision=bf16", "precision.scales=pow2").notes
+    assert note == "precision.scales: no effect, nothing is quantized"
+    notes = plan("glue.quantize=stock", "glue.transfer=bf16", "logging.wandb=true").notes
+    assert [note.split(":")[0] for note in notes] == ["logging", "glue.quantize", "glue.transfer"]
+    assert plan().notes == ()
+
+
+def test_answers_that_would_be_cut_off_are_a_note():
+    [note] = plan("data=running-sum", "grpo=demo").notes
+    assert note.startswith("grpo.max_new_tokens: 8 may cut right answers off")
+    assert "357 characters" in note
+    assert plan("data=running-sum", "grpo=demo", "grpo.max_new_tokens=357").notes == ()
+
+
+def test_a_plan_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan().cell = "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "refused", "limits"),
+    [
+        ("arithmetic", 2, (0, 7), "from 1 to 6, the digits of each operand"),
+        ("running-sum", 30, (1, 61), "from 2 to 60, the numbers to add up"),
+    ],
+)
+def test_a_task_that_is_made_has_difficulties_of_its_own(name, usual, refused, limits):
+    assert plan(f"data={name}").recipe.data.difficulty == usual
+    assert plan(f"data={name}", "data.difficulty=4").recipe.data.difficulty == 4
+    for difficulty in refused:
+        with pytest.raises(ComposeError) as caught:
+            compose([f"data={name}", f"data.difficulty={difficulty}"])
+        assert f"data.difficulty={difficulty}: must be " in str(caught.value)
+    assert limits in str(caught.value)
+
+
+def test_what_nemo_rl_is_given_of_a_task_that_is_made_is_the_runs_own_files(tmp_path):
+    arguments = ("backend=nemo", "glue=stock", "precision=bf16", "model=small-llama")
+    made = plan(*arguments, "data=running-sum", "data.path=elsewhere")
+    keys = path_overrides(made.recipe, tmp_path, None)
+    assert keys["data.train.data_path"] == str(tmp_path / "data" / "train.jsonl")
+    assert made.nemo.environment["HF_HUB_OFFLINE"] == "1"
+    assert "data.path: no effect, data=running-sum reads no file" in made.notes
+    plain = plan(*arguments, "data=arithmetic")
+    assert {**made.nemo.overrides} == {**plain.nemo.overrides}
+
+
+def test_runs_of_before_are_found_again():
+    """The kept runs' names, which their recipes still have."""
+    for path in (ROOT / "benchmarks" / "results" / "runs").glob("*/*/*"):
+        saved = read_plan(path)
+        assert plan_recipe(saved.recipe).run_name == str(path.relative_to(path.parents[2]))
+        precision, correction = saved.recipe.precision.name, saved.recipe.correction.name
+        words = [f"precision={precision}", f"correction={correction}", f"seed={saved.recipe.seed}"]
+        assert plan_recipe(compose(words)[0]).run_name == saved.run_name

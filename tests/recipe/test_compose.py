@@ -1,0 +1,289 @@
+"""Command lines: what they compose to, and one clear line for each way in which they are wrong."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from fp8_nemo.plan.plan import plan_from_json, plan_recipe
+from fp8_nemo.recipe.compose import ComposeError, _unquoted, compose, compose_plans, option_names
+from fp8_nemo.recipe.options import Cluster, escape_interpolation
+from fp8_nemo.runs.run_dir import freeze
+
+MISTAKES = {
+    "grpp=demo": "grpp=demo: no such key; did you mean grpo?",
+    "model=tiny-lama": "did you mean tiny-llama?",
+    "+model=tiny-llama": "+model=tiny-llama: model is always there; write model=...",
+    "correction=null": "correction=null: must be one of",
+    "grpo.stepz=3": "grpo.stepz=3: no such key; did you mean grpo.steps?",
+    "+grpo.stepz=3": "+grpo.stepz=3: no such key; did you mean grpo.steps?",
+    "++grpo.stepz=3": "++grpo.stepz=3: no such key; did you mean grpo.steps?",
+    "+model.parallel.tenosr=2": "did you mean model.parallel.tensor?",
+    "grpo.steps=abc": "grpo.steps=abc: must be a whole number",
+    "grpo.steps=2.5": "grpo.steps=2.5: must be a whole number",
+    "outputs=": "outputs=: must name a folder",
+    "grpo.steps=0": "grpo.steps=0: must be at least 1",
+    "grpo.steps=null": "grpo.steps=null: must be a whole number",
+    "grpo.learning_rate=inf": "grpo.learning_rate=inf: must be above 0 and at most 1, and finite",
+    "grpo.learning_rate=nan": "grpo.learning_rate=nan: must be above 0",
+    "precision.train_linear=fp9": "precision.train_linear=fp9: must be one of bf16, fp8",
+    "glue.verify=ledgr": "glue.verify=ledgr: must be one of ledger, off, full",
+    "correction.veto=2": "correction.veto=2.0: must be above 0 and at most 1",
+    "correction.low=0.5": "correction.low=0.5: bounds a mask, and correction.mask=none",
+    "correction.mask=token": "correction.mask=token: needs correction.low or correction.high",
+    "correction.level=none": "correction.truncate=2.0: truncates a ratio",
+    "data=jsonl": "data.path=null: data=jsonl reads a folder",
+    "precision.last_layers_bf16=2": "leaves none of the model's 2 layers in FP8",
+    "grpo.updates_per_step=7": "grpo.updates_per_step=7: must divide the step's",
+    "model.name=../elsewhere": "model.name=../elsewhere: must be letters, digits",
+    "nemo.grpo.x=1": "nemo.grpo.x=1: nemo starts empty; write +nemo.grpo.x=...",
+    "~grpo": "~grpo=: nothing can be deleted",
+    "cluster.extra=x": "cluster.extra=x: must be a list: [a,b]",
+    "nemo=3": "nemo=3: must be keys of its own: +nemo.grpo.x=1",
+    "hydra.run.dir=x": "hydra.run.dir=x: Hydra only composes here; set outputs=FOLDER",
+    "precision=bf16,fp8-linear": "several values; add -m to sweep over them",
+    "grpo.steps=[1": "grpo.steps=[1: cannot be read",
+    "--multi": "--multi: unknown flag",
+    "cluster=mine": "one of here, slurm; describe yours in conf/cluster/mine.yaml (docs/slurm.md",
+}
+
+
+def lines(*arguments: str) -> list[str]:
+    with pytest.raises(ComposeError) as caught:
+        compose(arguments)
+    assert str(caught.value) == "\n".join(caught.value.lines)
+    return caught.value.lines
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_says_what_there_is_to_choose_and_ends(flag, capsys):
+    with pytest.raises(SystemExit) as ended:
+        compose_plans(["model=tiny-llama", flag])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0
+    for group in ("precision", "correction", "model", "cluster", "sweep"):
+        [line] = [line for line in told.splitlines() if line.strip().startswith(group + " ")]
+        assert option_names(group)[0] in line
+    assert all(len(line) <= 100 or "/" in line for line in told.splitlines())
+
+
+def test_two_options_of_one_group_in_a_sweep_are_meant_as_an_axis():
+    words = ["precision=bf16", "grpo.steps=2", "precision=fp8-linear", "grpo.steps=3"]
+    words += ["cluster=slurm", "cluster=here"]  # what is no cell's name may be set again
+    [line] = lines("-m", *words)
+    assert line == "precision=fp8-linear: is on the line 2 times; write precision=bf16,fp8-linear"
+    [recipe] = compose(words)  # without a sweep the last one wins, as everywhere in Hydra
+    assert (recipe.precision.name, recipe.grpo.steps) == ("fp8-linear", 3)
+
+
+def test_a_sites_file_that_is_no_yaml_is_named_with_its_line(tmp_path, monkeypatch):
+    def broken(*_):
+        return yaml.safe_load(io.StringIO("foo: ["))
+
+    monkeypatch.setattr("fp8_nemo.recipe.compose.hydra_compose", broken)
+    [line] = lines("model=tiny-llama")
+    assert "expected the node content" in line and "line 1, column 7" in line
+
+
+@pytest.mark.parametrize("argument", list(MISTAKES))
+def test_a_mistake_is_one_line_that_names_key_value_and_remedy(argument):
+    [line] = lines(argument)
+    assert MISTAKES[argument] in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["mask=mean-k3", "low=0.1", "high=0.2"], "low=0.1: correction.mask=mean-k3 is a distance"),
+        (["truncate_low=3"], "truncate_low=3.0: is above correction.truncate=2.0"),
+        (["max_reject=0"], "max_reject=0.0: must be above 0 and at most 1"),
+        (["mask=mean_k3", "high=1"], "mask=mean_k3: must be one of none, token, sequence"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused(arguments, line):
+    [found] = lines("correction=tis", *(f"correction.{each}" for each in arguments))
+    assert found.startswith(f"correction.{line}")
+
+
+def test_every_distinct_mistake_gets_its_own_line():
+    assert len(lines("grpo.stepz=3", "modle=x", "grpo.stepz=3")) == 2
+    assert len(lines("grpo.steps=0", "correction.veto=2", "grpo.generations_per_prompt=1")) == 3
+
+
+def test_fp8_kv_cache_needs_fp8_rollout_linears():
+    [line] = lines("precision=bf16", "precision.rollout_kv=fp8")
+    assert line.startswith("precision.rollout_kv=fp8: needs precision.rollout_linear=fp8, got bf16")
+
+
+def test_fp8_training_needs_fp8_rollout():
+    [line] = lines("precision=bf16", "precision.train_linear=fp8")
+    assert "choose precision=fp8-e2e" in line
+
+
+def test_one_impossible_cell_refuses_the_whole_sweep_and_is_named():
+    [line] = lines("-m", "precision=bf16,fp8-linear", "precision.train_linear=fp8")
+    assert line.endswith("(cell precision=bf16 precision.train_linear=fp8)")
+    [line] = lines("-m", "precision=bf16,fp9")
+    assert line.startswith("precision=fp9: must be one of")
+
+
+def test_a_sweep_without_a_cell_is_a_mistake():
+    [line] = lines("-m", "precision=glob(zz*)")
+    assert line == "precision=glob(zz*): no cell matches"
+
+
+def test_a_sweep_is_the_product_of_its_axes_in_the_order_typed():
+    recipes = compose(["-m", "precision=bf16,fp8-linear", "seed=1,2,3"])
+    assert [(r.precision.name, r.seed) for r in recipes] == [
+        ("bf16", 1), ("bf16", 2), ("bf16", 3),
+        ("fp8-linear", 1), ("fp8-linear", 2), ("fp8-linear", 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["-m", "seed=1,1"], "seed=1: the same run as seed=1; drop one of them"),
+        (
+            ["-m", "grpo.steps=10,20"],
+            "grpo.steps=20: the same run as grpo.steps=10; drop one of them",
+        ),
+        (
+            ["-m", "sweep=demo,precision-x-correction"],
+            "sweep=demo,precision-x-correction: one sweep",
+        ),
+        (["+sweep=demo"], "+sweep=demo: sweep is always there; write sweep=..."),
+        (
+            ["-m", "data=arithmetic,openmath-2"],
+            "data=openmath-2: backend=local reads arithmetic, running-sum or jsonl; choose "
+            "data=arithmetic, or data=jsonl data.path=FOLDER (cell data=openmath-2)",
+        ),
+    ],
+)
+def test_cells_that_no_directory_can_hold_are_refused(arguments, line):
+    with pytest.raises(ComposeError) as caught:
+        compose_plans(arguments)
+    assert [each[: len(line)] for each in caught.value.lines] == [line]
+
+
+def test_plan_level_mistakes_of_all_cells_are_collected():
+    arguments = ["-m", "model=tiny-llama,llama31-8b", "data=arithmetic,openmath-2", "backend=local"]
+    with pytest.raises(ComposeError) as caught:
+        compose_plans(arguments)
+    assert len(caught.value.lines) == 4
+
+
+def test_an_axis_on_the_command_line_replaces_that_of_the_sweep_file():
+    recipes = compose(["-m", "sweep=precision-x-correction", "precision=fp8-e2e"])
+    assert [(r.precision.name, r.correction.name) for r in recipes] == [
+        ("fp8-e2e", "none"), ("fp8-e2e", "tis"), ("fp8-e2e", "mis"),
+    ]  # fmt: skip
+
+
+def test_a_choice_on_the_command_line_wins_over_the_experiment():
+    [recipe] = compose(["experiment=fp8-unified", "correction=mis"])
+    assert (recipe.precision.name, recipe.correction.name) == ("fp8-e2e", "mis")
+
+
+def test_nemo_is_open_and_keeps_types():
+    [recipe] = compose(
+        ["+nemo.policy.generation.vllm_cfg.gpu_memory_utilization=0.6", "+nemo.grpo.a=[1,b]"]
+    )
+    assert recipe.nemo == {
+        "policy": {"generation": {"vllm_cfg": {"gpu_memory_utilization": 0.6}}},
+        "grpo": {"a": [1, "b"]},
+    }  # fmt: skip
+
+
+def test_values_with_shell_characters_arrive_as_typed():
+    [recipe] = compose([r"cluster.setup='echo $(id); \"a b\" | tee x'"])
+    assert recipe.cluster.setup == r"echo $(id); \"a b\" | tee x"
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("outputs='~/runs'", "outputs=~/runs: names a path that is called so"),
+        ("model.path='$HOME/m'", "model.path=$HOME/m: names a path that is called so"),
+        ("grpo.steps={x:1}", "grpo.steps.x=1: no such key"),
+    ],
+)
+def test_what_would_be_taken_for_something_else_is_refused(word, line):
+    with pytest.raises(ComposeError) as caught:
+        compose([word])
+    assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "typed", "refused"),
+    [
+        ("cluster.time", 1800, [], True),
+        ("cluster.account", 83, [], True),
+        ("cluster.time", "30:00", [], False),
+        ("cluster.qos", None, [], False),
+        ("cluster.time", 240, ["model=tiny-llama", "cluster.time=240"], False),
+        ("grpo.steps", 3, [], False),
+    ],
+)
+def test_a_text_that_a_sites_file_has_without_quotes_is_refused(key, value, typed, refused):
+    found = [str(each) for each in _unquoted({key: value}, typed)]
+    said = f"{key}={value}: is what YAML makes of a text without quotes"
+    assert [line.startswith(said) for line in found] == [True] * refused
+
+
+def test_data_that_nobody_reads_is_refused_on_either_backend():
+    for backend in ("local", "nemo"):
+        found = lines("model=llama31-8b", f"backend={backend}", "data=openmath-2", "data.name=foo")
+        assert "data.name=foo: must be one of arithmetic, running-sum, jsonl" in found[0]
+
+
+def test_no_experiment_and_no_sweep_can_be_said():
+    assert compose(["experiment=null", "sweep=null"]) == compose([])
+
+
+@pytest.mark.parametrize("text", ["a", "${x}", "\\${HOME}/y", "$HOME", "a\\\\${b}", "{c}", "\\"])
+def test_a_texts_dollar_and_brace_are_text(text):
+    config = OmegaConf.structured(Cluster)
+    OmegaConf.update(config, "setup", escape_interpolation(text))
+    assert OmegaConf.to_object(config).setup == text
+    assert escape_interpolation({"a": [text, 3]}) == {"a": [escape_interpolation(text), 3]}
+
+
+def test_a_shells_variable_in_braces_is_taken_or_its_remedy_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    [recipe] = compose([r"cluster.setup='export A=\${HOME}/x'"])
+    assert recipe.cluster.setup == "export A=${HOME}/x"
+    plan = plan_recipe(recipe)
+    assert plan_from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    freeze([plan_recipe(dataclasses.replace(recipe, cluster=Cluster(setup="a=${PATH%%:*}")))])
+    [line] = lines("cluster.setup='export A=${HOME}/x'")
+    assert line.endswith(r"for a shell's variable write $NAME, or \${NAME}")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("cluster.extra=[[a]]", "must be options of sbatch"),
+        ("cluster.extra=['--job-name=x']", "is what a job is found by"),
+        ("cluster.extra=['--out=x']", "is what a job is found by"),
+        ("cluster.mounts=[[a]]", "must be an absolute folder"),
+        (
+            "cluster.python='~/bin/python'",
+            "cluster.python=~/bin/python: names a path that is called",
+        ),
+        ("cluster.container='~/x.sqsh'", "cluster.container=~/x.sqsh: names a path that is called"),
+    ],
+)
+def test_what_slurm_would_take_for_something_else_is_refused(word, said):
+    [line] = lines("cluster=slurm", word)
+    assert said in line
+
+
+def test_a_site_that_would_train_on_the_login_node_is_refused():
+    words = ["cluster.account=mine", "cluster.name=mysite"]
+    with pytest.raises(ComposeError, match="account=mine: is Slurm's, and cluster=mysite is kind"):
+        compose(words)
+    assert compose(words[:1]) and compose([*words, "cluster=slurm"])

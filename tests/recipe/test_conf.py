@@ -1,0 +1,107 @@
+"""`conf/` as code: every option composes, names are what they say, experiments are diffs."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from fp8_nemo.plan.plan import plan_recipe
+from fp8_nemo.recipe.compose import compose
+from fp8_nemo.recipe.options import Recipe
+
+CONF = Path(__file__).parents[2] / "conf"
+GROUPS = ("model", "precision", "correction", "data", "grpo", "glue", "cluster")
+
+
+def options(group: str) -> list[str]:
+    return sorted(
+        path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith("my")
+    )
+
+
+def arguments(group: str, option: str) -> list[str]:
+    return [f"{group}={option}"] + (["data.path=somewhere"] if option == "jsonl" else [])
+
+
+ALL_OPTIONS = [(group, option) for group in GROUPS for option in options(group)]
+CORRECTIONS = ("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mis")  # not everybody's presets
+CELLS = list(product(options("precision"), CORRECTIONS))
+
+
+def test_the_options_of_the_contract_are_there():
+    assert options("precision") == [
+        "bf16",
+        "fp8-e2e",
+        "fp8-e2e-kv-attn",
+        "fp8-kv-attn",
+        "fp8-linear",
+    ]
+    assert {"geo-mis", "mis", "none", "seq-mis", "seq-tis", "tis"} < set(options("correction"))
+    assert {"tiny-llama", "tiny-qwen3-moe", "llama31-8b", "qwen3-30b-a3b"} <= set(options("model"))
+
+
+@pytest.mark.parametrize(("group", "option"), ALL_OPTIONS)
+def test_an_option_composes_and_is_named_like_its_file(group, option):
+    [recipe] = compose(arguments(group, option))
+    assert getattr(recipe, group).name == option
+
+
+@pytest.mark.parametrize(("group", "option"), ALL_OPTIONS)
+def test_an_option_file_sets_only_keys_of_its_group(group, option):
+    known = OmegaConf.structured(Recipe)[group]
+    content = OmegaConf.load(CONF / group / f"{option}.yaml")
+    assert set(content) - {"defaults"} <= set(known)
+
+
+@pytest.mark.parametrize("model", options("model"))
+def test_every_precision_and_correction_plans_on_every_model(model):
+    for precision, correction in CELLS:
+        extra = ["model.path=somewhere"] if model == "small-llama" else []
+        [recipe] = compose(
+            [f"model={model}", f"precision={precision}", f"correction={correction}", *extra]
+        )
+        assert plan_recipe(recipe).cell == f"{model}/{precision}-{correction}"
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+def test_an_experiment_composes_and_changes_every_value_that_it_sets(name):
+    text = (CONF / "experiment" / f"{name}.yaml").read_text()
+    assert f"python -m recipes.grpo experiment={name}" in text
+    content = OmegaConf.to_container(OmegaConf.load(CONF / "experiment" / f"{name}.yaml"))
+    overrides = content.pop("defaults", [])
+    assert all("override" in next(iter(each)) for each in overrides if isinstance(each, dict))
+    base = [f"{next(iter(each)).split('/')[1]}={next(iter(each.values()))}" for each in overrides]
+    [without], [with_it] = compose(base), compose([f"experiment={name}"])
+    for key in content:
+        assert OmegaConf.structured(without)[key] != OmegaConf.structured(with_it)[key], key
+
+
+@pytest.mark.parametrize("name", options("sweep"))
+def test_a_sweep_composes_into_distinct_cells(name):
+    recipes = compose(["-m", f"sweep={name}"])
+    names = [plan_recipe(recipe).run_name for recipe in recipes]
+    assert len(names) == len(set(names)) > 1
+
+
+def test_the_default_line_is_tiny_llama_in_fp8_here():
+    [recipe] = compose([])
+    plan = plan_recipe(recipe)
+    assert (plan.backend, plan.cell) == ("local", "tiny-llama/fp8-kv-attn-tis")
+
+
+def test_a_real_model_brings_its_data_and_batch_unless_told_otherwise():
+    [recipe] = compose(["model=llama31-8b"])
+    assert (recipe.data.name, recipe.grpo.name) == ("openmath-2", "paper")
+    [recipe] = compose(["model=llama31-8b", "data=arithmetic", "grpo=demo"])
+    assert (recipe.data.name, recipe.grpo.name) == ("arithmetic", "demo")
+
+
+def test_one_model_has_one_parallel_layout_for_all_precisions():
+    for model in options("model"):
+        layouts = {
+            str(compose([f"model={model}", f"precision={p}"])[0].model.parallel)
+            for p in options("precision")
+        }
+        assert len(layouts) == 1
+        assert compose([f"model={model}"])[0].model.parallel.pipeline == 1

@@ -1,0 +1,172 @@
+"""The sbatch call and the files beside it, without a Slurm; tests/slurm has one."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from fp8_nemo.recipes.plan import main as print_plan
+
+from fp8_nemo.plan.plan import PlanError, plan_recipe
+from fp8_nemo.recipe.compose import ComposeError, compose, compose_plans
+from fp8_nemo.runs import slurm as submit
+from fp8_nemo.runs.frozen_code import code_dir
+from fp8_nemo.runs.run_dir import freeze, run_path
+from tests.conftest import SMALL, small_plan
+
+
+@pytest.fixture
+def slurm_plan(tmp_path):
+    return lambda *words: small_plan(tmp_path / "outputs", "cluster=slurm", *words)
+
+
+def nemo_plan(tmp_path, *words):
+    cell = ["model=qwen3-8b", "cluster=slurm", f"outputs={tmp_path}/outputs"]
+    return plan_recipe(compose([*cell, *words])[0])
+
+
+def test_the_call_is_an_argument_list_that_ends_in_script_and_run_directory(slurm_plan, tmp_path):
+    plan = slurm_plan("cluster.account=a b", "cluster.extra=['--mem=0','--comment=$(id) x']")
+    call, path = submit.sbatch_command(plan), run_path(plan)
+    assert call[:3] == ["sbatch", "--parsable", f"--job-name={plan.cell}"]
+    assert call[-2:] == [f"{code_dir(tmp_path / 'outputs')}/fp8_nemo/slurm/grpo.sbatch", str(path)]
+    assert "--account=a b" in call and call[-4:-2] == ["--mem=0", "--comment=$(id) x"]
+    assert f"--output={path}/log/slurm-%j.out" in call
+    assert "--requeue" in call and "--signal=B:USR1@600" in call and "--exclusive" in call
+    assert not [word for word in call if word.startswith(("--partition", "--qos", "--gpus"))]
+    assert "--no-requeue" in submit.sbatch_command(slurm_plan("cluster.requeue=false"))
+
+
+def test_plan_prints_the_call_that_would_be_made(capsys, tmp_path):
+    words = [*SMALL, "cluster=slurm", "cluster.account=a b", f"outputs={tmp_path}/outputs"]
+    assert print_plan(words) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sbatch ")]
+    [plan] = compose_plans(words)
+    assert shlex.split(line) == submit.sbatch_command(plan)
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_percent_sign_in_outputs_is_no_pattern_of_slurms(tmp_path):
+    plan = small_plan(tmp_path / "50%j", "cluster=slurm")
+    [output] = [word for word in submit.sbatch_command(plan) if word.startswith("--output")]
+    assert "50%%j/" in output and output.endswith("slurm-%j.out")
+
+
+def test_nemo_rl_asks_for_gpus_where_slurm_cannot_be_asked_whether_it_counts_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    call = submit.sbatch_command(nemo_plan(tmp_path, "cluster.interpreter=system"))
+    assert "--gpus-per-node=8" in call
+
+
+def entries(path: Path) -> list[str]:
+    return path.read_text().split("\0")[:-1]
+
+
+def test_the_job_files_hold_what_was_typed_parted_by_nul(slurm_plan, tmp_path):
+    plan = slurm_plan("cluster.setup='module load \"x\"; y'", "cluster.python=/a b/python")
+    [frozen] = freeze([plan])
+    submit.write_job_files(plan, Path("/code"))
+    folder = frozen.path / "job"
+    assert entries(folder / "settings")[:3] == [
+        "FP8_NEMO_CODE=/code",
+        "FP8_NEMO_PYTHON=/a b/python",
+        "FP8_NEMO_STEPS=2",
+    ]
+    assert entries(folder / "srun") == []
+    assert (folder / "setup.sh").read_text() == 'module load "x"; y\n'
+    assert (frozen.path / "log").is_dir()
+
+
+def test_a_container_sees_the_folders_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
+    image = ["cluster.container=/i.sqsh", "cluster.mounts=[/shared,/a:/b]", "model.path=/m/llama"]
+    options = submit.container_options(nemo_plan(tmp_path, *image))
+    assert options[0] == "--container-image=/i.sqsh"
+    assert options[1].removeprefix("--container-mounts=").split(",") == [
+        *("/shared:/shared", "/a:/b", f"{tmp_path}:{tmp_path}"),
+        *(f"{tmp_path}/outputs:{tmp_path}/outputs", "/m/llama:/m/llama"),
+    ]
+    assert submit.container_options(nemo_plan(tmp_path, "cluster.interpreter=system")) == []
+
+
+def test_what_the_nodes_must_have_and_this_machine_lacks_is_told(tmp_path):
+    (tmp_path / "i.sqsh").touch()
+    here = [f"cluster.container={tmp_path}/i.sqsh", f"cluster.mounts=[{tmp_path}:/data]"]
+    away = [f"cluster.container={tmp_path}/j.sqsh", f"cluster.mounts=[{tmp_path}/none:/data]"]
+    hub = ["cluster.container=nvcr.io/nvidia/nemo-rl:v0.7.0"]
+    assert submit.notes([nemo_plan(tmp_path, *here), nemo_plan(tmp_path, *hub)]) == []
+    plan = nemo_plan(tmp_path, *away)
+    assert submit.notes([plan, plan]) == [
+        f"cluster.container: {tmp_path}/j.sqsh is not on this machine; the nodes must have it",
+        f"cluster.mounts: {tmp_path}/none is not on this machine; the nodes must have it",
+    ]
+
+
+def test_ray_sub_gets_our_run_as_its_command(tmp_path):
+    words = ["cluster.launcher=ray_sub", "cluster.container=i", "cluster.account=a"]
+    with pytest.raises(ComposeError, match=r"cluster\.partition=null: is needed with"):
+        nemo_plan(tmp_path, *words)
+    plan = nemo_plan(tmp_path, *words, "cluster.partition=p", "cluster.nemo_root=/rl")
+    call = submit.sbatch_command(plan)
+    assert call[0] == "env" and call[-1] == "/rl/ray.sub" and "sbatch" in call
+    environment = dict(word.split("=", 1) for word in call[1 : call.index("sbatch")])
+    assert environment["SETUP_COMMAND"] == ""
+    exports, commands = environment["COMMAND"].splitlines()
+    code = code_dir(tmp_path / "outputs")
+    assert exports == f"export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}} RAY_ADDRESS=auto"
+    for text, verb in zip(commands.split(" && "), ("check_cluster", "run"), strict=True):
+        words = shlex.split(text)
+        assert words == ["python3", "-P", "-m", f"fp8_nemo.recipes.{verb}", str(run_path(plan))]
+    assert environment["GPUS_PER_NODE"] == "8" and environment["CONTAINER"] == "i"
+    assert not [word for word in call if word.startswith("--signal")]  # it would end ray.sub
+
+
+@pytest.mark.parametrize(
+    ("setup", "said", "code"),
+    [
+        ("export SEEN=1", "1 here\n", 0),
+        ("export SEEN=2; true # done", "2 here\n", 0),
+        ("export SEEN=3 PYTHONPATH=theirs", "3 here:theirs\n", 0),
+        ("# nothing", "here\n", 0),
+        ("(exit 3)", "", 3),
+    ],
+)
+def test_ray_subs_driver_has_what_the_set_up_exports(tmp_path, setup, said, code):
+    words = ["cluster.launcher=ray_sub", "cluster.container=i", "cluster.account=a"]
+    words += ["cluster.partition=p", "cluster.nemo_root=/rl", f"cluster.setup='{setup}'"]
+    found = submit.ray_sub_environment(nemo_plan(tmp_path, *words), tmp_path)
+    assert found["SETUP_COMMAND"] == setup  # and on every node, before Ray
+    before, _, run = found["COMMAND"].rpartition("\n")
+    assert "check_cluster" in run
+    script = tmp_path / "driver_command.sh"
+    script.write_text(f"{before}\necho $SEEN $PYTHONPATH")
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=clean)
+    assert (done.stdout.replace(str(tmp_path), "here"), done.returncode) == (said, code)
+    assert ("cluster.setup failed with exit code 3" in done.stderr) == (code == 3)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("cluster.time=4h", "cluster.time=4h: must be a limit as Slurm reads it"),
+        ("cluster.time=43200", "quote it"),
+        ("cluster.time=9", "must be less than the 540 seconds"),
+        ("cluster.extra=['mem=0']", "cluster.extra=mem=0: must be options of sbatch"),
+        ("cluster.extra=[--mem=0]", "quote a value that holds ="),
+        ("cluster.mounts=[shared]", "cluster.mounts=shared: must be an absolute folder"),
+    ],
+)
+def test_a_mistake_in_the_cluster_is_one_line(word, said):
+    with pytest.raises(ComposeError) as found:
+        compose_plans(["cluster=slurm", word])
+    assert said in str(found.value) and len(found.value.lines) == 1
+
+
+def test_an_image_is_needed_for_environments_of_nemo_rls_own(tmp_path):
+    with pytest.raises(PlanError, match=r"set cluster\.container=IMAGE"):
+        nemo_plan(tmp_path)
