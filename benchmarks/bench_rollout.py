@@ -44,9 +44,9 @@ import record
 import rollout_engine
 from rollout_engine import Engine, Point, TooFewSteps
 
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.memory import decode_floor, estimate, kv_capacity
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.compose import compose_plans
 from fp8_nemo.recipe.options import Precision, Shape
 
 

@@ -37,8 +37,9 @@ import record
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.nemo_config.host import data_parallel, gpus
 from fp8_nemo.nemo_config.overrides import micro_batch_tokens
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.compose import compose, compose_plans
+from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.report.compare import read_run
 

@@ -22,15 +22,8 @@ from typing import Any, NamedTuple
 
 import record
 
-from fp8_nemo.plan.memory import (
-    GIB,
-    GPU_GIB,
-    decode_seconds,
-    engine_kv_bytes,
-    estimate,
-    kv_capacity,
-    refit_seconds,
-)
+from fp8_nemo.plan.memory import GIB, GPU_GIB, engine_kv_bytes, estimate, kv_capacity
+from fp8_nemo.plan.speed import decode_seconds, refit_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Precision, Shape
 

@@ -55,7 +55,7 @@ from fp8_nemo.launch.engine_checks import EngineError, refit_problems, refit_rep
 from fp8_nemo.nemo.worker_settings import VARIABLE
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.nemo_config.host import root_of
-from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.options import Glue, Recalibrate, Recipe
 from fp8_nemo.recipe.problems import load_problems, write_problems
 from fp8_nemo.runs import run_dir

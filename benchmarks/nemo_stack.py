@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from fp8_nemo.nemo_config.checkout import config_of, host_of
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.compose import compose_plans
 from fp8_nemo.recipe.options import Shape
 
 MEGATRON = "+nemo.policy.megatron_cfg"

@@ -22,7 +22,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fp8_nemo.correction.measure import measure, read_pairs
-from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.options import Correction
 from fp8_nemo.runs.provenance import environment
 from fp8_nemo.runs.run_dir import read_metrics, run_path

@@ -39,7 +39,7 @@ from fp8_nemo.local.engine import Batch, Decoder, Engine
 from fp8_nemo.local.grpo import Run
 from fp8_nemo.local.modules.layers import Experts
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.runs.provenance import environment
 

@@ -32,7 +32,7 @@ from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Batch, Engine, causal_mask, pad_left, positions
 from fp8_nemo.local.modules import attention
 from fp8_nemo.local.policy import load_model, micro_batches
-from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.options import Precision, Recipe
 from fp8_nemo.recipe.problems import load_problems
 

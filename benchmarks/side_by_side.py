@@ -26,7 +26,8 @@ from typing import NamedTuple
 from fp8_nemo.recipes.run import problems_with
 from rich.progress import Progress
 
-from fp8_nemo.recipe.compose import ComposeError, compose_plans
+from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.run_dir import INTERRUPTED, Frozen, RunDirError, freeze
 
 LOG = "side-by-side.log"

@@ -11,8 +11,9 @@ import sys
 from rich.console import Console
 
 from fp8_nemo.nemo_config.checkout import host_of
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.compose import ComposeError, compose_plans
+from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs import slurm as submit
 from fp8_nemo.runs.run_dir import INTERRUPTED, Frozen, RunDirError, call_verb, freeze
 

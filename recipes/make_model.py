@@ -14,7 +14,8 @@ from pathlib import Path
 
 from fp8_nemo.local.preflight import NEEDED_PACKAGES, require
 from fp8_nemo.nemo_config.keys import hydra_value
-from fp8_nemo.recipe.compose import HELP, ComposeError, compose_plans
+from fp8_nemo.plan.cells import HELP, compose_plans
+from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.run_dir import new_folder
 

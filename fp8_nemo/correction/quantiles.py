@@ -11,11 +11,12 @@ from __future__ import annotations
 import bisect
 import json
 from argparse import ArgumentTypeError
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction, Mistake
+from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
 
 POINTS = 1000  # quantiles 0, 1/1000, ..., 1: a share is known to a tenth of a point
 VETO = "min-token"
@@ -111,35 +112,41 @@ def read_measurement(file: Path) -> Measurement:
     return found
 
 
-def measurement_mistakes(correction: Correction) -> Iterator[Mistake]:
-    """What a correction's own measurement says against it."""
+class Verdict(NamedTuple):
+    """Hold what a correction's own measurement says of it."""
+
+    mistakes: list[Mistake]
+    notes: list[str]
+
+
+def verdict_of(correction: Correction) -> Verdict:
+    """Judge a correction by the measurement that it names; empty if it names none.
+
+    The note says what was measured: another model's mismatch, or of other lengths, says little.
+    """
     if correction.measurement is None:
-        return
+        return Verdict([], [])
     try:
-        share = read_measurement(Path(correction.measurement)).rejected(correction)
+        found = read_measurement(Path(correction.measurement))
     except MeasurementError as error:
         remedy = "write one with `python -m recipes.measure_mismatch RUN_DIR`"
-        yield Mistake("correction.measurement", correction.measurement, str(error), remedy)
-        return
-    if share > correction.max_reject:
-        yield Mistake(
-            "correction.name",
-            correction.name,
-            f"would reject {share:.1%} of the tokens measured in {correction.measurement}, and "
-            f"correction.max_reject={correction.max_reject}",
-            "take the bounds that recipes.measure_mismatch proposes, or raise max_reject",
-        )
-
-
-def measurement_notes(correction: Correction) -> Iterator[str]:
-    """What a plan was held against: another model's mismatch, or of other lengths, says little."""
-    if correction.measurement is not None:
-        found = read_measurement(Path(correction.measurement))
-        length, share = found.tokens / found.sequences, found.rejected(correction)
-        yield (
-            f"correction.measurement: {correction.name} rejects {share:.2%} of what was measured, "
-            f"{length:.0f} tokens a sequence, on {', '.join(found.source)}"
-        )
+        key, text = "correction.measurement", str(error)
+        return Verdict([Mistake(key, correction.measurement, text, remedy)], [])
+    share, length = found.rejected(correction), found.tokens / found.sequences
+    note = (
+        f"correction.measurement: {correction.name} rejects {share:.2%} of what was measured, "
+        f"{length:.0f} tokens a sequence, on {', '.join(found.source)}"
+    )
+    if share <= correction.max_reject:
+        return Verdict([], [note])
+    refused = Mistake(
+        "correction.name",
+        correction.name,
+        f"would reject {share:.1%} of the tokens measured in {correction.measurement}, and "
+        f"correction.max_reject={correction.max_reject}",
+        "take the bounds that recipes.measure_mismatch proposes, or raise max_reject",
+    )
+    return Verdict([refused], [note])
 
 
 def _share(points: list[float], below: int, bound: float) -> float:

@@ -27,10 +27,10 @@ from fp8_nemo.nemo.step_metrics import OverheardLogger
 from fp8_nemo.nemo.worker_settings import VARIABLE, own_folder, to_environment
 from fp8_nemo.nemo_config.checkout import read_host
 from fp8_nemo.nemo_config.host import root_of
-from fp8_nemo.nemo_config.keys import leaves
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.checks import seconds
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import seconds
+from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import load_problems, write_problems
 from fp8_nemo.runs import run_dir
 from fp8_nemo.runs.starting_point import origin

@@ -14,11 +14,13 @@ from typing import Any
 
 from fp8_nemo.nemo.worker_settings import PLUGIN, PLUGINS, needs_plugin, own_folder, to_environment
 from fp8_nemo.nemo_config.checkout import REMEDY, read_host
-from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, host_mistakes, root_of
-from fp8_nemo.nemo_config.keys import leaves
+from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, root_of
+from fp8_nemo.nemo_config.limits import host_mistakes
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_mistakes, model_path, shape_mistakes
-from fp8_nemo.recipe.options import Mistake, Recipe
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import DataError, load_problems
 
 NEEDED_PYTHON = (3, 12)
@@ -53,7 +55,7 @@ def _frozen_for(plan: Plan, host: Host) -> Iterator[str]:
             f"{ROOT_VARIABLE}={host.root}: is {host.name}, the plan was made for "
             f"{plan.nemo.host}; check that out again, or start the line again for a new plan"
         )
-    yield from map(str, host_mistakes(plan.recipe, host))
+    yield from map(str, host_mistakes(plan.settled, host))
 
 
 def _same(planned: str, found: str) -> bool:

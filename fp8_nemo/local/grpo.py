@@ -27,16 +27,17 @@ from fp8_nemo.correction.health import append_judged
 from fp8_nemo.correction.measure import save_pair
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.glue import recalibrate
-from fp8_nemo.glue.refit import RefitError, refit_stream
+from fp8_nemo.glue.ledger import RefitError
+from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local import checkpoint
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Batch, Engine, pad_left
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.nemo_config.overrides import VALIDATION_PROBLEMS
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.problems import Problem, load_problems, reward, write_problems
+from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS
 from fp8_nemo.runs import run_dir
 
 CLIP = 0.2

@@ -24,8 +24,8 @@ from rich.table import Column
 
 from fp8_nemo.correction.health import UnstableError
 from fp8_nemo.correction.mismatch import LogprobError
+from fp8_nemo.glue.ledger import RefitError
 from fp8_nemo.glue.recalibrate import RecalibrateError
-from fp8_nemo.glue.refit import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import Report, Run
 from fp8_nemo.local.modules.deterministic import repeat_exactly

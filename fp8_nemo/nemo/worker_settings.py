@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fp8_nemo
-from fp8_nemo.plan.plan import recipe_from_json
 from fp8_nemo.recipe.options import Glue, Precision, Recipe
+from fp8_nemo.recipe.plain import from_plain
 
 if TYPE_CHECKING:  # a login node has no torch
     from fp8_nemo.glue.quantize import Formula
@@ -51,7 +51,7 @@ def from_environment() -> Recipe | None:
 
 @functools.cache  # a worker asks in every step and every refit
 def _recipe(text: str) -> Recipe:
-    return recipe_from_json(json.loads(text))
+    return from_plain(Recipe, json.loads(text))
 
 
 def observes(recipe: Recipe) -> bool:

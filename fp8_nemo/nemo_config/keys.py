@@ -129,17 +129,6 @@ ABSENT = {
 """The same, for keys that not every base file has."""
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` as `{"a.b": 1}`."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat |= leaves(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def may_be_added(key: str) -> bool:
     """Whether a key may be new to a base file: it is on the allow-list, or in an open map."""
     return key in ADDED or key.startswith(tuple(f"{each}." for each in OPEN_MAPS))

@@ -9,15 +9,13 @@ Folders are added last, when it is known where a run stands (`path_overrides`).
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.nemo_config.host import Host, sequences_per_update
+from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import (
     ABSENT,
     ADDED,
@@ -27,26 +25,29 @@ from fp8_nemo.nemo_config.keys import (
     OURS,
     PINNED,
     VLLM,
-    leaves,
     may_be_added,
 )
+from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Correction, Mistake, Model, Recipe
+from fp8_nemo.recipe.options import Correction, Model, Recipe
+from fp8_nemo.recipe.plain import leaves
+from fp8_nemo.recipe.settled import (
+    KEPT_CHECKPOINTS,
+    MICRO_BATCH,
+    PROMPT,
+    SHARE,
+    VALIDATED,
+    Settled,
+)
 
 GIB = 2**30
 ARCHITECTURES = {"h100": "9.0", "h200": "9.0", "b200": "10.0"}
-PROMPT_ROOM = 1024
-"""Tokens kept for the prompt when `grpo.max_new_tokens` is given, and not by `PROMPT`."""
-PROMPT = "data.max_input_seq_length"
-"""NeMo RL cuts a prompt of so many tokens to four, and learns nothing of it (processors.py:427)."""
 PROMPT_FILE = "data.default.prompt_file"
-VALIDATION_PROBLEMS = 256
-"""Held-out problems of one validation, the same on the local backend."""
-VALIDATED, VALIDATION_BATCH = "grpo.max_val_samples", "grpo.val_batch_size"
-AIME_ROWS = 960
-"""`dapo-math-17k` validates on AIME 2024, 30 problems 32 times over: 256 rows are no whole pass."""
-KEPT_CHECKPOINTS = 2
-"""The last one, and one to fall back to if it is damaged; the same on the local backend."""
+VALIDATION_BATCH = "grpo.val_batch_size"
+VLLM_PRECISION = {"bf16": "bfloat16", "fp8": "fp8"}
+"""`vllm_cfg.precision` by the format of the engine's linear weights."""
+VLLM_CACHE = {"bf16": "auto", "fp8": "fp8"}
+"""`vllm_cfg.kv_cache_dtype` by the format of the cache."""
 
 
 def native_correction(correction: Correction) -> dict[str, Any] | None:
@@ -74,33 +75,31 @@ def native_correction(correction: Correction) -> dict[str, Any] | None:
     return None
 
 
-def overrides(recipe: Recipe, host: Host) -> dict[str, Any]:
-    """Every key of NeMo RL that this cell sets, but folders; the user's own under `nemo` win.
+def keys_of(settled: Settled, host: Host) -> dict[str, Any]:
+    """Write every key of NeMo RL that this cell sets, but folders; without the user's own.
 
     Args:
-        recipe: with the numbers of `grpo` filled in, but `max_new_tokens`.
+        settled: of the run.
         host: for keys that not every version has.
     """
-    own, there = leaves(recipe.nemo), {} if host.bases is None else host.bases[_base(recipe)]
+    recipe = settled.recipe
+    base, there = _base(recipe), host.leaves(_base(recipe))
     written = {
-        **_grpo(recipe),
-        **_loss(recipe),
+        **_grpo(settled),
+        **_loss(settled),
         **_rollout(recipe),
-        **_train(recipe),
+        **_train(settled),
         **_parallel(recipe),
-        **_lengths(recipe, host),
+        **_lengths(settled),
         **_data(recipe),
         **_records(recipe),
         **{key: value for key, (value, _) in PINNED.items()},
         **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
-        **own,
+        # One size for both passes: NeMo RL asserts it for TP >= 4 (lm_policy.py:212).
+        "policy.logprob_batch_size": settled.micro_batch,
+        VALIDATION_BATCH: settled.validation_problems,  # one batch of all
     }
-    # One size for both passes: NeMo RL asserts it for TP >= 4 (lm_policy.py:212).
-    if "policy.logprob_batch_size" not in own:
-        written["policy.logprob_batch_size"] = written["policy.train_micro_batch_size"]
-    if VALIDATION_BATCH not in own:  # one batch, of as many as a user's own number of them
-        written[VALIDATION_BATCH] = written[VALIDATED]
-    lacking = [key for key in ONLY_IF_KNOWN if not host.has(_base(recipe), key)]
+    lacking = [key for key in ONLY_IF_KNOWN if not host.has(base, key)]
     return {key: value for key, value in written.items() if key not in lacking}
 
 
@@ -119,11 +118,6 @@ def environment_variables(recipe: Recipe) -> dict[str, str]:
     if not (recipe.model.hub_id or recipe.data.is_on_hub):
         found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # nothing is on the hub
     return found
-
-
-def micro_batch_tokens(written: Mapping[str, Any]) -> int:
-    """Tokens of one micro-batch: packed sequences fill this many at most."""
-    return written["policy.max_total_sequence_length"] * written["policy.train_micro_batch_size"]
 
 
 def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str, Any]:
@@ -151,13 +145,18 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
     return found
 
 
-def nemo_mistakes(recipe: Recipe, host: Host) -> Iterator[Mistake]:
-    """What is wrong with the keys that a user gave under `nemo`."""
-    base, refused = _base(recipe), PINNED | ABSENT
-    ours = overrides(dataclasses.replace(recipe, nemo={}), host)
-    there = ours if host.bases is None else {**ours, **host.bases[base]}
+def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> Iterator[Mistake]:
+    """List what is wrong with the keys that a user gave under `nemo`.
+
+    Args:
+        settled: with the user's own keys.
+        ours: `keys_of` it.
+        host: whose base YAML has the other keys.
+    """
+    base, refused = _base(settled.recipe), PINNED | ABSENT
+    there = {**ours, **host.leaves(base)}
     known = {*ADDED, *OURS, *refused, *there}
-    for key, value in leaves(recipe.nemo).items():
+    for key, value in settled.own.items():
         if key in OURS:
             yield Mistake(f"nemo.{key}", value, f"is written by {OURS[key]}", "set that instead")
         elif key in refused and value != refused[key][0]:
@@ -178,55 +177,55 @@ def nemo_mistakes(recipe: Recipe, host: Host) -> Iterator[Mistake]:
             yield Mistake(f"nemo.{key}", value, f"must be of type {kind}, as {there[key]!r} is")
 
 
-def _grpo(recipe: Recipe) -> dict[str, Any]:
-    grpo, on_aime = recipe.grpo, recipe.data.name == "dapo-math-17k"
+def _grpo(settled: Settled) -> dict[str, Any]:
+    recipe, grpo = settled.recipe, settled.recipe.grpo
     return {
         "grpo.max_num_steps": grpo.steps,
         "grpo.max_num_epochs": 1_000_000,  # steps end a run, not the end of the data
-        "grpo.num_prompts_per_step": grpo.prompts_per_step,
-        "grpo.num_generations_per_prompt": grpo.generations_per_prompt,
+        "grpo.num_prompts_per_step": settled.prompts_per_step,
+        "grpo.num_generations_per_prompt": settled.generations_per_prompt,
         "grpo.val_period": grpo.validate_every,
         "grpo.val_at_start": grpo.validate_first and _has_first_scales(recipe),
         "grpo.val_at_end": True,
-        VALIDATED: AIME_ROWS if on_aime else VALIDATION_PROBLEMS,
+        VALIDATED: settled.validation_problems,
         "grpo.seed": recipe.seed,
-        "grpo.skip_reference_policy_logprobs_calculation": grpo.kl_penalty == 0,
-        "policy.train_global_batch_size": sequences_per_update(recipe),
+        "grpo.skip_reference_policy_logprobs_calculation": settled.kl_penalty == 0,
+        "policy.train_global_batch_size": settled.sequences_per_update,
     }
 
 
 def _has_first_scales(recipe: Recipe) -> bool:
     """NeMo RL refits for its first validation without KV scales; our own measuring comes before."""
-    return recipe.precision.rollout_kv != "fp8" or recipe.glue.recalibrate.source == "logprob"
+    return not recipe.precision.cache.is_quantized or recipe.glue.recalibrate.source == "logprob"
 
 
-def _loss(recipe: Recipe) -> dict[str, Any]:
-    native = native_correction(recipe.correction)
+def _loss(settled: Settled) -> dict[str, Any]:
+    recipe, native = settled.recipe, native_correction(settled.recipe.correction)
     found = native or {"type": None, "ratio": None, "ratio_min": None}
     at = "loss_fn.truncated_importance_sampling"
     return {
         # NeMo RL insists on it under FP8 (grpo.py:1321); without a native correction the driver
         # takes it out of the loss again.
         "loss_fn.use_importance_sampling_correction": native is not None
-        or recipe.precision.rollout_linear == "fp8",
+        or recipe.precision.rollout.is_quantized,
         f"{at}_type": found["type"],
         f"{at}_ratio": found["ratio"],
         f"{at}_ratio_min": found["ratio_min"],
         "loss_fn.token_level_loss": True,
-        "loss_fn.reference_policy_kl_penalty": recipe.grpo.kl_penalty,
+        "loss_fn.reference_policy_kl_penalty": settled.kl_penalty,
     }
 
 
 def _rollout(recipe: Recipe) -> dict[str, Any]:
     precision, memory = recipe.precision, recipe.model.memory
-    fp8 = precision.rollout_linear == "fp8"
+    fp8 = precision.rollout.is_quantized
     found: dict[str, Any] = {
-        f"{VLLM}.precision": "fp8" if fp8 else "bfloat16",
-        f"{VLLM}.kv_cache_dtype": "fp8" if precision.rollout_kv == "fp8" else "auto",
+        f"{VLLM}.precision": VLLM_PRECISION[precision.rollout_linear],
+        f"{VLLM}.kv_cache_dtype": VLLM_CACHE[precision.rollout_kv],
         f"{VLLM}.use_deep_gemm": fp8,
         f"{VLLM}.num_first_layers_in_bf16": precision.first_layers_bf16 if fp8 else 0,
         f"{VLLM}.num_last_layers_in_bf16": precision.last_layers_bf16 if fp8 else 0,
-        f"{VLLM}.gpu_memory_utilization": memory.rollout_share,
+        SHARE: memory.rollout_share,
         f"{VLLM}.enforce_eager": False,
     }
     if fp8 and precision.scales == "pow2":
@@ -246,17 +245,17 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-def _train(recipe: Recipe) -> dict[str, Any]:
-    precision = recipe.precision
-    fp8 = precision.train_linear == "fp8"
+def _train(settled: Settled) -> dict[str, Any]:
+    recipe, precision = settled.recipe, settled.recipe.precision
+    fp8 = precision.train.is_quantized
     found: dict[str, Any] = {
         f"{MEGATRON}.fp8_cfg.enabled": fp8,
         f"{MEGATRON}.fp8_cfg.fp8": "e4m3",
         f"{MEGATRON}.fp8_cfg.fp8_recipe": "blockwise",
         f"{MEGATRON}.optimizer.use_precision_aware_optimizer": not fp8,
-        f"{MEGATRON}.optimizer.lr": recipe.grpo.learning_rate,
-        f"{MEGATRON}.optimizer.min_lr": recipe.grpo.learning_rate,
-        f"{MEGATRON}.scheduler.lr_warmup_init": _tenth(recipe.grpo.learning_rate),
+        f"{MEGATRON}.optimizer.lr": settled.learning_rate,
+        f"{MEGATRON}.optimizer.min_lr": settled.learning_rate,
+        f"{MEGATRON}.scheduler.lr_warmup_init": settled.learning_rate / 10,
         # A run that goes on with more steps has another schedule than its checkpoint.
         f"{MEGATRON}.scheduler.override_opt_param_scheduler": True,
         f"{MEGATRON}.activation_checkpointing": recipe.model.memory.recompute,
@@ -267,7 +266,7 @@ def _train(recipe: Recipe) -> dict[str, Any]:
     if fp8:
         scales = "1" if precision.scales == "fp32" else "0"
         found[f"{MEGATRON}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = scales
-    if fp8 and (precision.first_layers_bf16 or precision.last_layers_bf16):
+    if fp8 and precision.bf16_layers:
         at = f"{MEGATRON}.model_overrides"
         found[f"{at}.first_last_layers_bf16"] = True
         found[f"{at}.num_layers_at_start_in_bf16"] = precision.first_layers_bf16
@@ -296,18 +295,13 @@ def _parallel(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _lengths(recipe: Recipe, host: Host) -> dict[str, Any]:
-    base = host.base(_base(recipe))
-    longest, prompt, response = base.sequence, base.sequence, recipe.grpo.max_new_tokens
-    if response is not None:
-        prompt = leaves(recipe.nemo).get(PROMPT, PROMPT_ROOM)
-        longest = 128 * math.ceil((response + prompt) / 128)
+def _lengths(settled: Settled) -> dict[str, Any]:
     return {
-        "policy.max_total_sequence_length": longest,
-        f"{GENERATION}.max_new_tokens": response or longest,
-        f"{VLLM}.max_model_len": longest,
-        PROMPT: prompt,
-        "policy.train_micro_batch_size": base.micro_batch,
+        "policy.max_total_sequence_length": settled.sequence_tokens,
+        f"{GENERATION}.max_new_tokens": settled.response_tokens,
+        f"{VLLM}.max_model_len": settled.sequence_tokens,
+        PROMPT: settled.prompt_tokens,
+        MICRO_BATCH: settled.micro_batch,
         "policy.sequence_packing.enabled": True,
         "policy.dynamic_batching.enabled": False,
     }
@@ -376,10 +370,6 @@ def _fits(value: Any, usual: Any) -> bool:
     if isinstance(usual, int | float):
         return isinstance(value, int | float)
     return isinstance(value, type(usual)) or value is None
-
-
-def _tenth(rate: float | None) -> float | None:
-    return rate and rate / 10
 
 
 def _base(recipe: Recipe) -> str:

@@ -6,30 +6,23 @@ Counts are exact; memory and speed are estimates that say so.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Column, Table
 
-from fp8_nemo.nemo_config.host import OPTIMIZER_ALWAYS_MOVED, Host, data_parallel, gpus
+from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import command_line
-from fp8_nemo.nemo_config.overrides import micro_batch_tokens, path_overrides
-from fp8_nemo.plan.memory import (
-    FITTED,
-    GPU_GIB,
-    HEADROOM,
-    Decode,
-    decode_of_engine,
-    estimate,
-    keeps_optimizer,
-    kv_cache_tokens,
-    memory_per_gpu,
-    refit_seconds,
-)
+from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.nemo_config.versions import OPTIMIZER_ALWAYS_MOVED
+from fp8_nemo.plan.memory import GPU_GIB, HEADROOM, count, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.options import Precision, Recipe, as_typed
+from fp8_nemo.plan.speed import FITTED, Decode, decode_of_engine, refit_seconds
+from fp8_nemo.recipe.checks import as_typed
+from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.settled import KEEPS_OPTIMIZER, Settled
 
 SHOWN_GPUS = ("h100", "h200")
 
@@ -64,7 +57,7 @@ def changes(found: list[Difference]) -> Table:
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
     """What a plan says to people, line by line; notes and needs last."""
     recipe = plan.recipe
-    counts = estimate(recipe.model.shape, recipe.precision)
+    counts = count(recipe.model.shape, recipe.precision)
     precision = recipe.precision
     fp8_on_wire = plan.backend == "local" or recipe.glue.transfer == "fp8"
     sent = _size(counts.refit_bytes if fp8_on_wire else counts.refit_bytes_bf16)
@@ -114,38 +107,43 @@ def _written(plan: Plan, host: Host, run_dir: Path) -> dict[str, Any]:
 
 def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
     assert plan.nemo
-    recipe, overrides = plan.recipe, plan.nemo.overrides
-    parallel, count, tokens = recipe.model.parallel, gpus(recipe), micro_batch_tokens(overrides)
+    settled, parallel = plan.settled, plan.recipe.model.parallel
     environment = " ".join(f"{name}={value}" for name, value in plan.nemo.environment.items())
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     return {
         "NeMo RL": f"{plan.nemo.host}; {plan.nemo.base_config}",
-        "layout": f"{count} GPUs. Train: TP {parallel.tensor}, PP {parallel.pipeline}, "
-        f"CP {parallel.context}, EP {parallel.expert}, DP {data_parallel(recipe)}. Rollout: "
-        f"{count // parallel.rollout_tensor} engines, TP {parallel.rollout_tensor}, "
+        "layout": f"{settled.gpus} GPUs. Train: TP {parallel.tensor}, PP {parallel.pipeline}, "
+        f"CP {parallel.context}, EP {parallel.expert}, DP {settled.data_parallel}. Rollout: "
+        f"{settled.gpus // parallel.rollout_tensor} engines, TP {parallel.rollout_tensor}, "
         f"EP {parallel.rollout_expert}",
-        "memory": "; ".join(_memory_texts(recipe, host, count, tokens)) + "; an estimate",
-        "speed": "; ".join(_speed_texts(recipe, count, tokens, overrides)),
+        "memory": "; ".join(_memory_texts(settled, host)) + "; an estimate",
+        "speed": "; ".join(_speed_texts(settled)),
         "environment": f"{environment}; hub cache {home}",
         "checked": _checked(plan, host),
     }
 
 
-def _memory_texts(recipe: Recipe, host: Host, count: int, tokens: int) -> Iterator[str]:
-    """Headroom on the GPUs that people have, and the parts of the worst phase on the run's own."""
+def _with(settled: Settled, gpu: str, precision: Precision) -> Settled:
+    """Return the same run on another GPU, in another precision."""
+    recipe = settled.recipe
+    cluster = replace(recipe.cluster, gpu=gpu)
+    return replace(settled, recipe=replace(recipe, cluster=cluster, precision=precision))
+
+
+def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
+    """Say the headroom on the GPUs that people have, and the parts of the worst phase here."""
+    recipe = settled.recipe
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
-        there = replace(recipe, cluster=replace(recipe.cluster, gpu=gpu))
-        memory = memory_per_gpu(there, count, tokens)
+        memory = memory_per_gpu(_with(settled, gpu, recipe.precision))
         free = ", ".join(f"{phase} {memory.headroom(phase):.0%}" for phase in memory.phases)
         low = "" if memory.headroom(memory.worst) >= HEADROOM else " (TOO LITTLE)"
         yield f"{gpu} {GPU_GIB[gpu]:.0f} GiB, free in {free}{low}"
-    memory = memory_per_gpu(recipe, count, tokens)
+    memory = memory_per_gpu(settled)
     yield memory.text(memory.worst)
     yield f"KV cache of an engine {kv_cache_tokens(recipe, memory):,} tokens"
-    if OPTIMIZER_ALWAYS_MOVED in host.defects or keeps_optimizer(recipe):
+    if OPTIMIZER_ALWAYS_MOVED in host.defects or settled.keeps_optimizer:
         return
-    keeping = replace(recipe, nemo={"policy": {"offload_optimizer_for_refit": False}})
-    kept = memory_per_gpu(keeping, count, tokens)
+    kept = memory_per_gpu(replace(settled, own={KEEPS_OPTIMIZER: False}))
     if min(kept.headroom("refit"), kept.headroom("rollout")) >= HEADROOM:
         yield (
             "there is room for the optimizer, which NeMo RL moves to the host and back in every "
@@ -153,17 +151,17 @@ def _memory_texts(recipe: Recipe, host: Host, count: int, tokens: int) -> Iterat
         )
 
 
-def _speed_texts(
-    recipe: Recipe, count: int, tokens: int, overrides: Mapping[str, Any]
-) -> Iterator[str]:
-    """Decode and refit, where this model was measured; beside BF16 with the same cache."""
-    batch = overrides["grpo.num_prompts_per_step"] * overrides["grpo.num_generations_per_prompt"]
-    sequences = -(-batch // (count // recipe.model.parallel.rollout_tensor))
-    context = overrides["policy.max_total_sequence_length"] // 2
+def _speed_texts(settled: Settled) -> Iterator[str]:
+    """Say how fast decode and refit are, where this model was measured, beside BF16."""
+    recipe = settled.recipe
+    engines = settled.gpus // recipe.model.parallel.rollout_tensor
+    sequences = -(-settled.sequences_per_step // engines)
+    context = settled.sequence_tokens // 2
 
     def decode(gpu: str, precision: Precision) -> Decode | None:
-        there = replace(recipe, cluster=replace(recipe.cluster, gpu=gpu), precision=precision)
-        return decode_of_engine(there, memory_per_gpu(there, count, tokens), sequences, context)
+        """Estimate an engine of this run on another GPU, or in another precision."""
+        there = _with(settled, gpu, precision)
+        return decode_of_engine(there.recipe, memory_per_gpu(there), sequences, context)
 
     found = decode(recipe.cluster.gpu, recipe.precision)
     plain = decode(recipe.cluster.gpu, Precision())
@@ -177,7 +175,7 @@ def _speed_texts(
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
         if there := decode(gpu, recipe.precision):
             yield f"{gpu} {there.tokens_per_second:,.0f} tokens/s"
-    if recipe.precision.rollout_linear == "fp8":
+    if recipe.precision.rollout.is_quantized:
         ratio = found.tokens_per_second / plain.tokens_per_second
         yield f"{ratio:.2f} times BF16 with {plain.running} in its cache"
     shape = recipe.model.shape

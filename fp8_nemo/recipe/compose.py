@@ -14,13 +14,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
@@ -34,15 +33,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fp8_nemo.correction.quantiles import measurement_mistakes, measurement_notes
-from fp8_nemo.nemo_config.host import MAIN, Host, HostError
-from fp8_nemo.nemo_config.keys import leaves
-from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
-from fp8_nemo.recipe.options import Mistake, Recipe, as_typed, escape_interpolation, mistakes
+from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.plain import escape_interpolation, leaves
 
 CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
-HELP = ("-h", "--help")
 NAMES_A_CELL = ("experiment", "model", "precision", "correction")
 OPEN = "nemo"
 SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.qos")
@@ -65,6 +61,13 @@ class ComposeError(ValueError):
         super().__init__("\n".join(self.lines))
 
 
+class Cell(NamedTuple):
+    """Pair one cell's overrides with its recipe: `Cell(["precision=bf16", "seed=1"], recipe)`."""
+
+    words: list[str]
+    recipe: Recipe
+
+
 def compose(arguments: Iterable[str]) -> list[Recipe]:
     """Every recipe that a command line asks for: one, or with `-m` one per cell of the sweep.
 
@@ -75,40 +78,7 @@ def compose(arguments: Iterable[str]) -> list[Recipe]:
     Raises:
         ComposeError: with one line per distinct mistake in any cell.
     """
-    return [recipe for _, recipe in _composed(arguments)]
-
-
-def compose_plans(
-    arguments: Iterable[str], host_of: Callable[[Recipe], Host] = lambda recipe: MAIN
-) -> list[Plan]:
-    """`compose`, and every recipe's plan; all of them or none. Asked for help, it ends with that.
-
-    Args:
-        arguments: as for `compose`.
-        host_of: the NeMo RL that a recipe would run in, as `nemo/checkout.py` finds it.
-
-    Raises:
-        ComposeError: with one line per distinct mistake in any cell, what a backend forbids
-            included, or because two cells are one and the same run.
-    """
-    arguments = list(arguments)
-    if set(HELP).intersection(arguments):
-        print(f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\n{choices()}")
-        raise SystemExit(0)
-    cells, plans, found = [], [], []
-    for cell, recipe in _composed(arguments):
-        cells.append(cell)
-        found.append([str(each) for each in measurement_mistakes(recipe.correction)])
-        try:
-            plans.append(plan_recipe(recipe, host_of(recipe)))
-        except (PlanError, HostError) as error:
-            found[-1] += str(error).splitlines()
-    _raise_if_any(cells, found)
-    _refuse_twins(cells, plans)
-    return [
-        dataclasses.replace(plan, notes=(*plan.notes, *measurement_notes(plan.recipe.correction)))
-        for plan in plans
-    ]
+    return [cell.recipe for cell in compose_cells(arguments)]
 
 
 def choices() -> str:
@@ -138,8 +108,8 @@ def option_names(group: str) -> list[str]:
     return sorted(path.stem for path in option_folder(group).glob("*.yaml"))
 
 
-def _composed(arguments: Iterable[str]) -> list[tuple[list[str], Recipe]]:
-    """Every cell of a command line, as its overrides and as its recipe."""
+def compose_cells(arguments: Iterable[str]) -> list[Cell]:
+    """Compose every cell of a command line; raises as `compose`."""
     arguments = list(arguments)
     flags = [each for each in arguments if each.startswith("-")]
     if unknown := [flag for flag in flags if flag not in MULTIRUN]:
@@ -155,8 +125,8 @@ def _composed(arguments: Iterable[str]) -> list[tuple[list[str], Recipe]]:
         swept = _sweep_of(overrides, loader)
         cells = _cells(overrides + swept, multirun=bool(flags or swept))
         composed = [_recipe_of(cell) for cell in cells]
-    _raise_if_any(cells, [found for _, found in composed])
-    return [(cell, recipe) for cell, (recipe, _) in zip(cells, composed, strict=True) if recipe]
+    refuse_cells(cells, [found for _, found in composed])
+    return [Cell(cell, recipe) for cell, (recipe, _) in zip(cells, composed, strict=True) if recipe]
 
 
 def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
@@ -320,26 +290,22 @@ def _put(config: Any, key: str, value: Any) -> Mistake | None:
     return None
 
 
-def _raise_if_any(cells: list[list[str]], found: list[list[str]]) -> None:
-    """Name the cell of a mistake that not every cell makes."""
+def refuse_cells(cells: list[list[str]], found: list[list[str]]) -> None:
+    """Raise every cell's mistakes; name the cell of one that not every cell makes.
+
+    Args:
+        cells: overrides of each cell.
+        found: lines on each.
+
+    Raises:
+        ComposeError: there is a line.
+    """
     shared = set(found[0]).intersection(*found[1:])
     lines = [
         line if line in shared else f"{line} (cell {' '.join(cell)})"
         for cell, each in zip(cells, found, strict=True)
         for line in each
     ]
-    if lines:
-        raise ComposeError(lines)
-
-
-def _refuse_twins(cells: list[list[str]], plans: list[Plan]) -> None:
-    """Two cells of one name would write into one directory."""
-    first: dict[str, list[str]] = {}
-    lines = []
-    for cell, plan in zip(cells, plans, strict=True):
-        twin = first.setdefault(plan.run_name, cell)
-        if twin is not cell:
-            lines.append(f"{' '.join(cell)}: the same run as {' '.join(twin)}; drop one of them")
     if lines:
         raise ComposeError(lines)
 

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.recipe.options import TASKS, Data, Mistake, Model, Recipe
+from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.options import TASKS, Data, Model, Recipe
 
 SHIPPED = Path(__file__).parent / "models"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")

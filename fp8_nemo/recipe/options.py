@@ -1,43 +1,16 @@
-"""The Recipe: one dataclass per Hydra group, each limit declared beside the field that it binds.
+"""Declare what a user may say: one dataclass per Hydra group, each limit beside its field.
 
-A Recipe is what a user may say. `mistakes(recipe)` lists everything that is wrong with it, one
-`Mistake` per cause, as far as it can be seen in the recipe alone. Unknown keys and wrong types are
-found by `compose.py`, what a backend forbids by `plan.py`, what NeMo RL forbids by `host.py` and
-`overrides.py`, what a correction's measurement says against it by `measurement.py`.
+`checks.py` validates a Recipe by itself, `compose.py` its keys and types, `plan/` what a backend
+forbids, `nemo_config/` what NeMo RL forbids, `correction/quantiles.py` what a measurement says.
 
 Fields are plain strings and numbers, because a Recipe is also a YAML file, a command line and a
-line of a JSON file. `None` in a number of `grpo` means "as the base configuration has it".
+line of a JSON file. `None` in a number of `grpo` inherits the base configuration (`settled.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-WEEK = 7 * 86400
-
-
-class Mistake(NamedTuple):
-    """One thing that is wrong: `Mistake("grpo.steps", 0, "1 or more", "give a whole number")`."""
-
-    key: str
-    got: Any
-    allowed: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        """One line: key, value, what is allowed, what to do."""
-        return f"{self.key}={as_typed(self.got)}: " + "; ".join(filter(None, self[2:]))
-
-
-def as_typed(value: Any) -> str:
-    """A value as a user types it: `null`, `true`, `fp8`."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def short_name(default: str) -> Any:
@@ -59,6 +32,42 @@ def number(
 ) -> Any:
     """A numeric field with an allowed range; `least` and `most` are inclusive."""
     return field(default=default, metadata={"least": least, "above": above, "most": most})
+
+
+class Format(NamedTuple):
+    """Describe how numbers are held: `Format("fp8", "float8_e4m3fn", 1, block=128, nan=0x7F)`."""
+
+    name: str
+    dtype: str
+    """Torch's name for one element."""
+    bytes: int
+    """Of one element, without its share of a scale."""
+    block: int = 0
+    """Side of the square of weights that shares a scale; 0: values have none."""
+    scale_dtype: str = "float32"
+    nan: int = 0
+    """Byte that reads as NaN, with which a refit poisons the engine's memory."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether values are held with scales."""
+        return self.block > 0
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of one weight, with its share of a scale."""
+        return self.bytes + (DTYPE_BYTES[self.scale_dtype] / self.block**2 if self.block else 0)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("bf16", "bfloat16", 2),
+        Format("fp8", "float8_e4m3fn", 1, block=128, nan=0x7F),
+    )
+}
+"""What `precision` may name. A new format is a row here and a quantizer in `glue/quantize.py`."""
+DTYPE_BYTES = {"float32": 4} | {each.dtype: each.bytes for each in FORMATS.values()}
 
 
 @dataclass
@@ -132,13 +141,33 @@ class Precision:
     """What is held and multiplied in FP8, on either side."""
 
     name: str = short_name("bf16")
-    rollout_linear: str = one_of("bf16", "fp8")
+    rollout_linear: str = one_of(*FORMATS)
     rollout_kv: str = one_of("bf16", "fp8")
     """FP8 cache, and FP8 attention with it."""
-    train_linear: str = one_of("bf16", "fp8")
+    train_linear: str = one_of(*FORMATS)
     scales: str = one_of("fp32", "pow2")
     first_layers_bf16: int = number(0, least=0)
     last_layers_bf16: int = number(0, least=0)
+
+    @property
+    def rollout(self) -> Format:
+        """Format of the engine's linear weights."""
+        return FORMATS[self.rollout_linear]
+
+    @property
+    def cache(self) -> Format:
+        """Format of the KV cache, and of attention over it."""
+        return FORMATS[self.rollout_kv]
+
+    @property
+    def train(self) -> Format:
+        """Format in which the trainer multiplies its linears."""
+        return FORMATS[self.train_linear]
+
+    @property
+    def bf16_layers(self) -> int:
+        """Layers at either end that stay in BF16."""
+        return self.first_layers_bf16 + self.last_layers_bf16
 
 
 RATIOS = ("token", "sequence", "geometric")
@@ -210,6 +239,11 @@ class Data:
     """For `jsonl`: a folder with train.jsonl and validation.jsonl, objects of `input`, `output`."""
     difficulty: int | None = number(None, least=1)
     """Of problems that are made (`TASKS`): digits of an operand, numbers of a sum."""
+
+    @property
+    def level(self) -> int:
+        """Difficulty of problems that are made: the one given, else the task's usual one."""
+        return self.difficulty or TASKS[self.name].usual
 
     @property
     def is_made(self) -> bool:
@@ -336,240 +370,7 @@ class Recipe:
     """Free: NeMo RL's own keys, held against its base YAML by the plan."""
     outputs: str = "outputs"
 
-
-def mistakes(recipe: Recipe) -> list[Mistake]:
-    """Everything that is wrong with a recipe by itself, fields first, then pairs of fields."""
-    return [
-        *_field_mistakes(recipe),
-        *_path_mistakes(recipe),
-        *_precision_mistakes(recipe.precision, recipe.model.shape.layers),
-        *_correction_mistakes(recipe.correction),
-        *_data_mistakes(recipe.data),
-        *batch_mistakes(recipe.grpo),
-        *_cluster_mistakes(recipe.cluster),
-    ]
-
-
-def seconds(time: str) -> int | None:
-    """A limit as Slurm reads it: `30`, `30:00`, `4:00:00`, `1-12`, `1-12:30:00`; else None."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if not found:
-        return None
-    days, *parts = found.groups()
-    numbers = [int(part) for part in parts if part is not None]
-    first = 3600 if days is not None or len(numbers) == 3 else 60  # without days, minutes lead
-    return int(days or 0) * 86400 + sum(
-        number * first // 60**place for place, number in enumerate(numbers)
-    )
-
-
-def _field_mistakes(group: Any, prefix: str = "") -> Iterator[Mistake]:
-    for declared in dataclasses.fields(group):
-        key, value = prefix + declared.name, getattr(group, declared.name)
-        if dataclasses.is_dataclass(value):
-            yield from _field_mistakes(value, key + ".")
-        elif value is not None:
-            yield from _limit_mistakes(key, value, declared.metadata)
-
-
-def _limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
-    if "one_of" in limits and value not in limits["one_of"]:
-        yield Mistake(key, value, "must be one of " + ", ".join(limits["one_of"]))
-    if "short_name" in limits and not re.fullmatch(r"[\w-][\w.-]*", value):
-        yield Mistake(key, value, "must be letters, digits, dots, dashes and underscores")
-    if "least" in limits and not _in_range(value, **limits):
-        yield Mistake(key, value, "must be " + _range_text(**limits))
-
-
-def _in_range(value: float, least: float | None, above: float | None, most: float | None) -> bool:
-    return (
-        value == value
-        and abs(value) != float("inf")
-        and (least is None or value >= least)
-        and (above is None or value > above)
-        and (most is None or value <= most)
-    )
-
-
-def _range_text(least: float | None, above: float | None, most: float | None) -> str:
-    bounds = [
-        f"at least {least}" if least is not None else "",
-        f"above {above}" if above is not None else "",
-        f"at most {most}" if most is not None else "",
-    ]
-    return " and ".join(bound for bound in bounds if bound) + ", and finite"
-
-
-def _precision_mistakes(precision: Precision, layers: int) -> Iterator[Mistake]:
-    for key, option in (("rollout_kv", "fp8-kv-attn"), ("train_linear", "fp8-e2e")):
-        if getattr(precision, key) == "fp8" and precision.rollout_linear != "fp8":
-            yield Mistake(
-                f"precision.{key}",
-                "fp8",
-                f"needs precision.rollout_linear=fp8, got {precision.rollout_linear}",
-                f"choose precision={option}, or set precision.{key}=bf16",
-            )
-    kept = precision.first_layers_bf16 + precision.last_layers_bf16
-    if kept and precision.rollout_linear == "fp8" and kept >= layers:
-        yield Mistake(
-            "precision.first_layers_bf16 + precision.last_layers_bf16",
-            kept,
-            f"leaves none of the model's {layers} layers in FP8",
-            "lower one of them, or choose precision=bf16",
-        )
-
-
-def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
-    low, high = correction.low, correction.high
-    if correction.mask == "none":
-        for key, bound in (("low", low), ("high", high)):
-            if bound is not None:
-                yield Mistake(
-                    f"correction.{key}",
-                    bound,
-                    "bounds a mask, and correction.mask=none",
-                    "set correction.mask=token, sequence, geometric or a divergence, as token-k2",
-                )
-    elif low is None and high is None:
-        yield Mistake("correction.mask", correction.mask, "needs correction.low or correction.high")
-    elif correction.mask in DIVERGENCES and (low is not None or high is None):
-        yield Mistake(
-            "correction.low",
-            low,
-            f"correction.mask={correction.mask} is a distance, which has an upper bound alone",
-            "set correction.high, and correction.low=null",
-        )
-    elif low is not None and high is not None and low > high:
-        yield Mistake(
-            "correction.low", low, f"is above correction.high={high}, so nothing would be kept"
-        )
-    least, most = correction.truncate_low, correction.truncate
-    for key, what in OF_A_RATIO.items() if correction.level == "none" else ():
-        if value := getattr(correction, key):
-            yield Mistake(
-                f"correction.{key}",
-                value,
-                f"{what}, and correction.level=none",
-                f"set correction.level={', '.join(RATIOS[:-1])} or {RATIOS[-1]}",
-            )
-    if least is not None and most is not None and least > most:
-        yield Mistake("correction.truncate_low", least, f"is above correction.truncate={most}")
-
-
-def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    paths = {
-        "outputs": recipe.outputs,
-        "data.path": recipe.data.path,
-        "model.path": recipe.model.path,
-        "cluster.nemo_root": recipe.cluster.nemo_root,
-        "cluster.python": recipe.cluster.python,
-        "cluster.container": recipe.cluster.container,
-    }
-    for key, path in paths.items():
-        if path and path.startswith(("~", "$")):
-            yield Mistake(key, path, "names a path that is called so", f'write "{key}=$HOME/..."')
-    if not recipe.outputs:
-        yield Mistake("outputs", "", "must name a folder")
-
-
-def _data_mistakes(data: Data) -> Iterator[Mistake]:
-    if data.name == "jsonl" and data.path is None:
-        yield Mistake(
-            "data.path",
-            None,
-            "data=jsonl reads a folder",
-            "give data.path=FOLDER with train.jsonl and validation.jsonl",
-        )
-    task = TASKS.get(data.name)
-    if task and data.difficulty and not task.least <= data.difficulty <= task.most:
-        yield Mistake(
-            "data.difficulty",
-            data.difficulty,
-            f"must be from {task.least} to {task.most}, the {task.measure} of data={data.name}",
-        )
-
-
-def batch_mistakes(grpo: Grpo) -> Iterator[Mistake]:
-    """Updates that do not divide the step's sequences, as far as the recipe says its numbers."""
-    sizes = (grpo.prompts_per_step, grpo.generations_per_prompt, grpo.updates_per_step)
-    prompts, generations, updates = sizes
-    if prompts and generations and updates and (prompts * generations) % updates:
-        yield Mistake(
-            "grpo.updates_per_step",
-            updates,
-            f"must divide the step's {prompts * generations} sequences",
-        )
-
-
-def escape_interpolation(value: Any) -> Any:
-    """A value that OmegaConf gives back as it is: `${` is a text here, resolved once before."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, Mapping):
-        return {key: escape_interpolation(each) for key, each in value.items()}
-    return (
-        [escape_interpolation(each) for each in value] if isinstance(value, list | tuple) else value
-    )
-
-
-SBATCH_KEYS = ("account", "partition", "qos", "extra")
-"""Keys of `cluster` that are sbatch's alone."""
-OURS_OF_SBATCH = ("--job-name", "--output", "--parsable")
-OURS_IN_SHORT = ("-J", "-o")
-
-
-def _is_ours(option: str) -> bool:
-    """Whether sbatch reads one of `OURS_OF_SBATCH` in it, `--out=x` too (getopt_long)."""
-    name = option.partition("=")[0]
-    return option.startswith(OURS_IN_SHORT) or any(each.startswith(name) for each in OURS_OF_SBATCH)
-
-
-def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
-    limit = seconds(cluster.time)
-    if limit is None:
-        yield Mistake(
-            "cluster.time",
-            cluster.time,
-            "must be a limit as Slurm reads it: minutes, hours:minutes:seconds, days-hours",
-            "such as 240 or 04:00:00",
-        )
-    elif cluster.time.isdigit() and limit > WEEK:
-        yield Mistake(
-            "cluster.time",
-            cluster.time,
-            "is more than a week of minutes",
-            'a YAML file reads 12:00:00 as a number: quote it, "12:00:00"; or write days, 8-00',
-        )
-    elif cluster.kind == "slurm" and cluster.save_before_end >= limit:
-        yield Mistake(
-            "cluster.save_before_end",
-            cluster.save_before_end,
-            f"must be less than the {limit} seconds of cluster.time={cluster.time}",
-        )
-    for key in SBATCH_KEYS:
-        # `cluster=here` at the end of a job's line is this machine on purpose.
-        if cluster.kind == "here" != cluster.name and (value := getattr(cluster, key)):
-            yield Mistake(
-                f"cluster.{key}",
-                value,
-                f"is Slurm's, and cluster={cluster.name} is kind: here, this machine",
-                "begin the site's file with `defaults: [slurm, _self_]`",
-            )
-    for option in cluster.extra:
-        if not isinstance(option, str) or not option.startswith("-"):
-            yield Mistake("cluster.extra", option, "must be options of sbatch, as --mem=0")
-        elif _is_ours(option):
-            yield Mistake(
-                "cluster.extra",
-                option,
-                "is what a job is found by, in the queue and in its log",
-                "leave it out; a job is named as its cell",
-            )
-    for mount in cluster.mounts:
-        if not isinstance(mount, str) or not mount.startswith("/") or "," in mount:
-            yield Mistake("cluster.mounts", mount, "must be an absolute folder, or /from:/to")
-    if cluster.launcher == "ray_sub" and cluster.kind == "slurm":
-        # Its own header says ACCOUNT and PARTITION, and starts a container in any case.
-        for key in ("container", "account", "partition"):
-            if getattr(cluster, key) is None:
-                yield Mistake(f"cluster.{key}", None, "is needed with cluster.launcher=ray_sub")
+    @property
+    def chosen_backend(self) -> str:
+        """`local` or `nemo`: the model's, unless the recipe names one."""
+        return self.model.backend if self.backend == "auto" else self.backend

@@ -66,8 +66,7 @@ def load_problems(data: Data, seed: int) -> Split:
         DataError: a file is missing, empty or broken.
     """
     if data.is_made:
-        assert data.difficulty is not None, "the plan fills it in"
-        return MAKERS[data.name](data.difficulty, seed)
+        return MAKERS[data.name](data.level, seed)
     train, validation = _read(data)
     random.Random(seed).shuffle(train)
     return Split(train, validation)
@@ -138,10 +137,9 @@ def working(numbers: Sequence[int], slip: Callable[[int], int] = lambda result: 
 
 def longest_answer(data: Data) -> int:
     """Characters of the longest right answer of problems that are made, its end counted as one."""
-    assert data.difficulty is not None, "the plan fills it in"
     if data.name == "arithmetic":
-        return data.difficulty + 2
-    return len(working(sorted(NUMBERS, reverse=True)[: data.difficulty])) + 1
+        return data.level + 2
+    return len(working(sorted(NUMBERS, reverse=True)[: data.level])) + 1
 
 
 MAKERS: dict[str, Callable[[int, int], Split]] = {

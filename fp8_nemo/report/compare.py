@@ -22,9 +22,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from fp8_nemo.nemo_config.keys import leaves
-from fp8_nemo.plan.plan import HELD_AGAINST, Plan
-from fp8_nemo.recipe.options import Correction, Precision, Recipe, as_typed
+from fp8_nemo.plan.plan import ONLY_CHECKED, Plan
+from fp8_nemo.recipe.checks import as_typed
+from fp8_nemo.recipe.options import Correction, Precision, Recipe
+from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.runs.run_dir import (
     ENVIRONMENT,
     METRICS,
@@ -88,7 +89,7 @@ class Run:
         """What makes its cell, as `{dotted key: text}`, with the backend that was chosen."""
         recipe = dataclasses.asdict(self.recipe) | {"backend": self.plan.backend}
         kept = _as_typed({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
-        held_against = {f"correction.{key}" for key in HELD_AGAINST}
+        held_against = {f"correction.{key}" for key in ONLY_CHECKED}
         return {key: text for key, text in kept.items() if key not in held_against}
 
     @property
@@ -443,7 +444,7 @@ def given(option: Precision | Correction) -> str:
     return " ".join(
         f"{key}={as_typed(value)}"
         for key, value in vars(option).items()
-        if value != plain[key] and key not in ("name", *HELD_AGAINST)
+        if value != plain[key] and key not in ("name", *ONLY_CHECKED)
     )
 
 

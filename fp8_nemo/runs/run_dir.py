@@ -32,9 +32,9 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fp8_nemo.nemo_config.overrides import KEPT_CHECKPOINTS
 from fp8_nemo.plan.plan import Plan, plan_from_json
-from fp8_nemo.recipe.options import escape_interpolation
+from fp8_nemo.recipe.plain import escape_interpolation
+from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS
 from fp8_nemo.runs.provenance import environment
 
 PLAN, RECIPE, ENVIRONMENT, METRICS = "plan.json", "recipe.yaml", "environment.json", "metrics.jsonl"

@@ -18,7 +18,8 @@ from fp8_nemo.correction.measure import (
 )
 from fp8_nemo.correction.mismatch import LogprobPair
 from fp8_nemo.correction.quantiles import Measurement, MeasurementError, read_measurement
-from fp8_nemo.recipe.compose import ComposeError, compose_plans
+from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
 from fp8_nemo.report.mismatch_tables import tables, write_option
 

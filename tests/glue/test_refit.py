@@ -16,10 +16,10 @@ import torch
 
 from fp8_nemo.glue import refit
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import MANIFEST, SENTINEL, Destination, checksum
+from fp8_nemo.glue.ledger import MANIFEST, SENTINEL, Destination, Ledger, RefitError, checksum
 from fp8_nemo.glue.quantize import quantize_blocks
 from fp8_nemo.glue.recalibrate import kv_scales
-from fp8_nemo.glue.refit import Ledger, RefitError, refit_stream
+from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.recipe.options import Precision
 
 L = 2

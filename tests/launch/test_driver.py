@@ -25,7 +25,8 @@ from fp8_nemo.nemo import worker_settings as settings
 from fp8_nemo.nemo.step_metrics import OPENED, OverheardLogger
 from fp8_nemo.nemo_config import checkout
 from fp8_nemo.nemo_config.host import MAIN, Host
-from fp8_nemo.recipe.compose import compose, compose_plans
+from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED, weights_digest
 from fp8_nemo.runs.run_dir import checkpoint_step, checkpoints, conversion_dir, freeze
 

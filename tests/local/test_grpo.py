@@ -12,7 +12,7 @@ import torch
 from rich.text import Text
 from safetensors.torch import load_file, save_file
 
-from fp8_nemo.glue.refit import RefitError
+from fp8_nemo.glue.ledger import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import Run, clipped_loss, group_advantages, k3
 from fp8_nemo.local.run import progress

@@ -282,7 +282,7 @@ def test_the_first_prompts_are_what_nemo_rl_would_calibrate_on(tmp_path, nemo_pa
     from fp8_nemo.launch.session import first_prompts
     from fp8_nemo.nemo_config.checkout import config_of, host_of
     from fp8_nemo.nemo_config.overrides import path_overrides
-    from fp8_nemo.recipe.compose import compose_plans
+    from fp8_nemo.plan.cells import compose_plans
     from fp8_nemo.recipe.problems import load_problems, write_problems
     from fp8_nemo.runs import run_dir
 

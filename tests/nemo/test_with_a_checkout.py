@@ -17,11 +17,13 @@ import pytest
 
 from fp8_nemo.launch import preflight
 from fp8_nemo.nemo_config import checkout
-from fp8_nemo.nemo_config.host import MAIN_DEFECTS, V0_7_0_DEFECTS, HostError
+from fp8_nemo.nemo_config.host import HostError
 from fp8_nemo.nemo_config.keys import command_line
 from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, V0_7_0_DEFECTS
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import PlanError, plan_recipe
-from fp8_nemo.recipe.compose import ComposeError, compose, compose_plans
+from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.recipe.options import Correction
 
 ROOT = os.environ.get("NEMO_RL_ROOT")

@@ -13,23 +13,17 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from fp8_nemo.nemo_config.host import (
-    BASE_KEYS,
-    KNOWN_BASES,
-    MAIN,
-    MAIN_DEFECTS,
-    V0_7_0_DEFECTS,
-    Base,
-    Host,
-    gpus,
-    host_limits,
-)
+from fp8_nemo.nemo_config.host import BASE_KEYS, KNOWN_BASES, MAIN, Host
 from fp8_nemo.nemo_config.keys import command_line, may_be_added
-from fp8_nemo.nemo_config.overrides import micro_batch_tokens, path_overrides
+from fp8_nemo.nemo_config.limits import host_limits
+from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, V0_7_0_DEFECTS
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import describe, differences, stock_command
 from fp8_nemo.plan.memory import GIB, GPU_GIB, HEADROOM, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
-from fp8_nemo.recipe.compose import ComposeError, compose, compose_plans
+from fp8_nemo.recipe.compose import ComposeError, compose
+from fp8_nemo.recipe.settled import Base
 
 CONTRACT = Path(__file__).parents[3] / "shared" / "contract"
 FILES = {"main": "nemo_rl-main-7ea279a.json", "v0.7.0": "nemo_rl-v0.7.0.json"}
@@ -97,8 +91,7 @@ def test_what_the_package_knows_of_a_base_is_what_the_base_says(version, path):
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_cells_of_real_models_plan_on_8_and_32_gpus_with_headroom_or_a_reason(each, nodes):
     found = plan(*cell(*each, f"cluster.nodes={nodes}"))
-    tokens = micro_batch_tokens(found.nemo.overrides)
-    memory = memory_per_gpu(found.recipe, gpus(found.recipe), tokens)
+    memory = memory_per_gpu(found.settled)
     reasons = [note for note in found.notes if note.startswith("memory: train leaves")]
     assert bool(reasons) == (memory.headroom(memory.worst) < HEADROOM)
     assert bool(reasons) == (each[0] == "qwen3-30b-a3b" and "e2e" in each[1] and nodes == 1)
@@ -461,7 +454,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
         with pytest.raises(ComposeError) as caught:
             compose_plans([*NEMO, *arguments], lambda recipe: there)
         lines += caught.value.lines
-    limits = list(host_limits(plan("model=llama31-8b").recipe, there))
+    limits = list(host_limits(plan("model=llama31-8b").settled, there))
     assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 19
     for limit in limits:
         assert limit.mirrors
@@ -617,13 +610,14 @@ def test_changes_are_what_differs_from_the_base(version, tmp_path):
 
 
 def test_memory_counts_weights_and_optimizer_exactly():
-    found = plan("model=llama31-8b", "precision=bf16").recipe
-    memory = memory_per_gpu(found, 8, 4096)
+    line = ["model=llama31-8b", "precision=bf16"]
+    found = plan(*line).settled
+    memory = memory_per_gpu(found)
     train = memory.phases["train"]
     assert train["weights"] == train["gradients"] == 8_030_261_248
     assert train["optimizer"] == 10 * 8_030_261_248 / 8
-    assert kv_cache_tokens(found, memory) == 20 * GIB // 131_072
-    half = memory_per_gpu(found, 16, 4096).phases["train"]
+    assert kv_cache_tokens(found.recipe, memory) == 20 * GIB // 131_072
+    half = memory_per_gpu(plan(*line, "cluster.nodes=2").settled).phases["train"]
     assert half["optimizer"] == train["optimizer"] / 2
     assert memory.headroom("train") == 1 - sum(train.values()) / (GPU_GIB["h100"] * GIB)
 
@@ -631,7 +625,7 @@ def test_memory_counts_weights_and_optimizer_exactly():
 def test_a_ranks_part_of_a_sequence_is_what_its_logits_and_activations_are_of():
     line = ["model=llama31-8b", "grpo.max_new_tokens=31744", "cluster.nodes=4"]
     one, four = (
-        memory_per_gpu(plan(*line, f"model.parallel.context={n}").recipe, 32, 32768).phases["train"]
+        memory_per_gpu(plan(*line, f"model.parallel.context={n}").settled).phases["train"]
         for n in (1, 4)
     )
     assert one["logits"] == 4 * four["logits"] and one["activations"] == 4 * four["activations"]
@@ -645,22 +639,20 @@ def test_an_optimizer_that_is_kept_is_counted_beside_the_engine_and_set_upstream
     moved, kept = plan(*cell), plan(*cell, KEEPING)
     assert kept.nemo.overrides["policy.offload_optimizer_for_refit"] is False
     assert "policy.offload_optimizer_for_refit" not in moved.nemo.overrides
-    here, there = (memory_per_gpu(each.recipe, 8, 4096) for each in (moved, kept))
+    here, there = (memory_per_gpu(each.settled) for each in (moved, kept))
     assert here.phases["train"] == there.phases["train"]
     for phase in ("refit", "rollout"):
         more = sum(there.phases[phase].values()) - sum(here.phases[phase].values())
         assert more == 8 * 8_030_261_248 / 8  # its masters were there before
     plain = [each.replace("e2e", "linear") for each in cell]
-    here, there = (
-        memory_per_gpu(plan(*each).recipe, 8, 4096) for each in (plain, [*plain, KEEPING])
-    )
+    here, there = (memory_per_gpu(plan(*each).settled) for each in (plain, [*plain, KEEPING]))
     assert sum(here.phases["rollout"][name] for name in ("masters", "FP8 copies", "moments")) == 0
     assert there.phases["rollout"]["moments"] == there.phases["train"]["optimizer"]
 
 
 def test_what_an_fp8_trainer_leaves_on_its_gpu_is_what_a_real_step_of_8b_had():
     cell = ["model=llama31-8b", "precision=fp8-e2e-kv-attn", "cluster.gpu=h200"]
-    phases = memory_per_gpu(plan(*cell, "cluster.gpus_per_node=2").recipe, 2, 3072).phases
+    phases = memory_per_gpu(plan(*cell, "cluster.gpus_per_node=2").settled, tokens=3072).phases
     names = ("masters", "their gradients", "FP8 copies", "moments")
     left = {name: phases["rollout"][name] / GIB for name in names}
     # NeMo RL's own prints, two H200s, in GiB: in rollouts, before the refit, after training.

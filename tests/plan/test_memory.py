@@ -12,17 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fp8_nemo.plan.memory import (
-    FITTED,
-    GPU_SPEED,
-    decode_floor,
-    decode_seconds,
-    decode_work,
-    engine_kv_bytes,
-    estimate,
-    kv_capacity,
-    refit_seconds,
-)
+from fp8_nemo.plan.memory import count
+from fp8_nemo.plan.speed import FITTED, GPU_SPEED, decode_seconds, decode_work, refit_seconds
 from fp8_nemo.recipe.options import Precision, Shape
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -56,7 +47,7 @@ def shape_of(option: str) -> Shape:
 def test_refit_bytes_are_one_per_fp8_weight_four_per_scale_two_per_bf16(
     option, linears, scales, bf16, saved
 ):
-    found = estimate(shape_of(option), FP8)
+    found = count(shape_of(option), FP8)
     assert found.parameters == linears + bf16
     assert found.refit_bytes == linears + 4 * scales + 2 * bf16
     assert found.refit_bytes_bf16 == 2 * (linears + bf16)
@@ -64,33 +55,33 @@ def test_refit_bytes_are_one_per_fp8_weight_four_per_scale_two_per_bf16(
 
 
 def test_weights_are_counted_expert_by_expert():
-    llama, qwen = estimate(shape_of("llama31-8b"), FP8), estimate(shape_of("qwen3-30b-a3b"), FP8)
+    llama, qwen = count(shape_of("llama31-8b"), FP8), count(shape_of("qwen3-30b-a3b"), FP8)
     assert (llama.fp8_weights, llama.bf16_weights) == (32 * 7, 2 + 65)
     assert (qwen.fp8_weights, qwen.bf16_weights) == (48 * (4 + 3 * 128), 2 + 97 + 48 * 3)
 
 
 def test_an_fp8_cache_takes_half_a_token_and_adds_three_scales_a_layer_to_the_refit():
     shape = shape_of("llama31-8b")
-    assert estimate(shape, FP8).kv_bytes_per_token == 2 * 32 * 8 * 128 * 2 == 131072
-    assert estimate(shape, FP8_KV).kv_bytes_per_token == 65536
-    assert estimate(shape, FP8_KV).refit_bytes == estimate(shape, FP8).refit_bytes + 4 * 3 * 32
+    assert count(shape, FP8).kv_bytes_per_token == 2 * 32 * 8 * 128 * 2 == 131072
+    assert count(shape, FP8_KV).kv_bytes_per_token == 65536
+    assert count(shape, FP8_KV).refit_bytes == count(shape, FP8).refit_bytes + 4 * 3 * 32
 
 
 def test_bf16_refits_everything_at_two_bytes_and_nothing_in_fp8():
-    found = estimate(shape_of("qwen3-30b-a3b"), Precision())
+    found = count(shape_of("qwen3-30b-a3b"), Precision())
     assert found.refit_bytes == found.refit_bytes_bf16 == 2 * 30_532_122_624
     assert found.fp8_weights == 0
 
 
 def test_a_layer_kept_in_bf16_costs_its_linears_once_more_and_saves_their_scales():
     kept = Precision(rollout_linear="fp8", first_layers_bf16=1, last_layers_bf16=1)
-    extra = estimate(shape_of("llama31-8b"), kept).refit_bytes
-    extra -= estimate(shape_of("llama31-8b"), FP8).refit_bytes
+    extra = count(shape_of("llama31-8b"), kept).refit_bytes
+    extra -= count(shape_of("llama31-8b"), FP8).refit_bytes
     assert extra == 2 * (LLAMA_LINEARS - 4 * LLAMA_SCALES) // 32
 
 
 def test_tied_embeddings_are_sent_once():
-    untied, tied = (estimate(Shape(vocab=96, hidden=256, tied=tied), FP8) for tied in (False, True))
+    untied, tied = (count(Shape(vocab=96, hidden=256, tied=tied), FP8) for tied in (False, True))
     assert untied.parameters - tied.parameters == 96 * 256
     assert untied.refit_bytes - tied.refit_bytes == 2 * 96 * 256
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fp8_nemo.nemo_config.overrides import path_overrides
-from fp8_nemo.plan.plan import LOCAL_BASE, PlanError, plan_from_json, plan_recipe
+from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
+from fp8_nemo.recipe.settled import LOCAL_BASE
 from fp8_nemo.runs.run_dir import read_plan
 
 ROOT = Path(__file__).parents[2]

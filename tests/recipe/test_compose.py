@@ -8,9 +8,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
-from fp8_nemo.recipe.compose import ComposeError, _unquoted, compose, compose_plans, option_names
-from fp8_nemo.recipe.options import Cluster, escape_interpolation
+from fp8_nemo.recipe.compose import ComposeError, _unquoted, compose, option_names
+from fp8_nemo.recipe.options import Cluster
+from fp8_nemo.recipe.plain import escape_interpolation
 from fp8_nemo.runs.run_dir import freeze
 
 MISTAKES = {

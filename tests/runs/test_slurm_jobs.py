@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from fp8_nemo.recipes.plan import main as print_plan
 
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import PlanError, plan_recipe
-from fp8_nemo.recipe.compose import ComposeError, compose, compose_plans
+from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.runs import slurm as submit
 from fp8_nemo.runs.frozen_code import code_dir
 from fp8_nemo.runs.run_dir import freeze, run_path

@@ -1,0 +1,63 @@
+"""Plan a command line: all of its cells or none."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable
+
+from fp8_nemo.correction.quantiles import verdict_of
+from fp8_nemo.nemo_config.host import MAIN, Host, HostError
+from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
+from fp8_nemo.recipe.compose import ComposeError, choices, compose_cells, refuse_cells
+from fp8_nemo.recipe.options import Recipe
+
+HELP = ("-h", "--help")
+
+
+def compose_plans(
+    arguments: Iterable[str], host_of: Callable[[Recipe], Host] = lambda recipe: MAIN
+) -> list[Plan]:
+    """Compose a command line and plan every cell. Asked for help, print it and exit.
+
+    Args:
+        arguments: as for `compose`.
+        host_of: gives the NeMo RL that a recipe would run in, as `checkout.host_of` finds it.
+
+    Raises:
+        ComposeError: with one line per distinct mistake in any cell, what a backend forbids
+            included, or because two cells are one and the same run.
+    """
+    arguments = list(arguments)
+    if set(HELP).intersection(arguments):
+        print(f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\n{choices()}")
+        raise SystemExit(0)
+    cells = compose_cells(arguments)
+    planned = [_plan(cell.recipe, host_of) for cell in cells]
+    refuse_cells([cell.words for cell in cells], [lines for _, lines in planned])
+    plans = [plan for plan, _ in planned if plan]
+    _refuse_duplicates([cell.words for cell in cells], plans)
+    return plans
+
+
+def _plan(recipe: Recipe, host_of: Callable[[Recipe], Host]) -> tuple[Plan | None, list[str]]:
+    """Plan one cell, or say why it cannot be; a measurement's notes come last."""
+    measured = verdict_of(recipe.correction)
+    lines = [str(each) for each in measured.mistakes]
+    try:
+        plan = plan_recipe(recipe, host_of(recipe))
+    except (PlanError, HostError) as error:
+        return None, lines + str(error).splitlines()
+    return dataclasses.replace(plan, notes=(*plan.notes, *measured.notes)), lines
+
+
+def _refuse_duplicates(cells: list[list[str]], plans: list[Plan]) -> None:
+    """Refuse two cells of one name: they would write into one directory."""
+    first: dict[str, list[str]] = {}
+    lines = []
+    for cell, plan in zip(cells, plans, strict=True):
+        earlier = first.setdefault(plan.run_name, cell)
+        if earlier is not cell:
+            lines.append(f"{' '.join(cell)}: the same run as {' '.join(earlier)}; drop one of them")
+    if lines:
+        raise ComposeError(lines)

@@ -1,0 +1,138 @@
+"""Note what an option does not do in a cell, and what the host cannot do as asked.
+
+A key without effect is a note and no mistake, or no sweep would compose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fp8_nemo.nemo_config.overrides import native_correction
+from fp8_nemo.plan.memory import HEADROOM, memory_per_gpu
+from fp8_nemo.recipe.checks import SBATCH_KEYS
+from fp8_nemo.recipe.options import Recalibrate, Recipe
+from fp8_nemo.recipe.problems import longest_answer
+from fp8_nemo.recipe.settled import PROMPT, SHARE, Settled
+
+STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
+"""NeMo RL's own (conf/glue/stock.yaml)."""
+
+
+def nemo_notes(settled: Settled) -> Iterator[str]:
+    """List the notes on a run inside NeMo RL."""
+    yield from _recalibrate_notes(settled.recipe)
+    recipe = settled.recipe
+    if not recipe.data.is_made and recipe.grpo.max_new_tokens:
+        yield (
+            f"nemo.{PROMPT}: NeMo RL cuts prompts of {settled.prompt_tokens} tokens and more to "
+            f"4, learns nothing of them and marks them wrong; +nemo.{PROMPT}=N makes room for "
+            "longer ones"
+        )
+    if SHARE in settled.own and recipe.model.memory.kv_cache_gib is not None:
+        yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
+    if recipe.correction.name != "none" and native_correction(recipe.correction) is None:
+        yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
+    yield from _without_effect(recipe)
+    yield from _tight_memory(settled)
+
+
+def local_notes(settled: Settled) -> Iterator[str]:
+    """List the notes on a run of the local backend."""
+    recipe = settled.recipe
+    usual, glue = Recipe(), recipe.glue
+    yield from _notes({
+        "logging": (recipe.logging != usual.logging, "the local backend writes metrics.jsonl"),
+        "glue.quantize": (glue.quantize != "fused", "the local backend has one quantizer"),
+        "glue.transfer": (glue.transfer != "fp8", "the local backend sends what it holds"),
+        "model.parallel": (recipe.model.parallel != usual.model.parallel, "one device is used"),
+        "cluster.nodes": (recipe.cluster.nodes > 1, "the local backend runs on the first node"),
+    })  # fmt: skip
+    limit = settled.response_tokens
+    if recipe.data.is_made and limit < (needed := longest_answer(recipe.data)):
+        yield (
+            f"grpo.max_new_tokens: {limit} may cut right answers off, {recipe.data.name} has some "
+            f"of {needed} characters, each a token of the models made here; raise it (grpo=small "
+            "has 400), or lower data.difficulty"
+        )
+    yield from _without_effect(recipe)
+
+
+def _recalibrate_notes(recipe: Recipe) -> Iterator[str]:
+    precision, recalibrate = recipe.precision, recipe.glue.recalibrate
+    fp8_kv, watches = precision.cache.is_quantized, recalibrate.source == "logprob"
+    if fp8_kv and not watches and recipe.grpo.validate_first:
+        yield (
+            "grpo.validate_first: no effect, NeMo RL would validate, and sample the first step, "
+            "with KV scales of 1.0 (grpo.py:2744); glue.recalibrate.source=logprob has real ones"
+        )
+    usual = (STOCK_RECALIBRATE.history, STOCK_RECALIBRATE.first_margin)
+    if fp8_kv and not watches and (recalibrate.history, recalibrate.first_margin) != usual:
+        yield (
+            "glue.recalibrate.history, first_margin: no effect with source=forward, NeMo RL "
+            "measures with the weights that will sample"
+        )
+    runner_v1 = recipe.model.shape.experts or recipe.model.parallel.rollout_tensor > 1
+    if fp8_kv and runner_v1 and not (recipe.glue.has_receiver or watches):
+        yield (
+            "glue=stock: vLLM 0.25.1 puts K and V scales of a mixture of experts, and of an engine "
+            "of several GPUs, to 1.0 when its cache wakes up after a refit "
+            "(gpu_model_runner.py:960); glue=ours keeps them"
+        )
+
+
+def _without_effect(recipe: Recipe) -> Iterator[str]:
+    """List options that were set and do nothing on either backend."""
+    precision, correction, data = recipe.precision, recipe.correction, recipe.data
+    bf16 = not precision.rollout.is_quantized
+    recalibrates = recipe.glue.recalibrate not in (Recalibrate(), STOCK_RECALIBRATE)
+    rejects = correction.mask != "none" or correction.veto is not None
+    yield from _notes({
+        "glue.recalibrate": (
+            not precision.cache.is_quantized and recalibrates, "the KV cache is BF16"
+        ),
+        "precision.scales": (bf16 and precision.scales != "fp32", "nothing is quantized"),
+        "precision.first_layers_bf16": (bf16 and precision.first_layers_bf16, "all are BF16"),
+        "precision.last_layers_bf16": (bf16 and precision.last_layers_bf16, "all are BF16"),
+        "correction.renormalize_denominator": (
+            correction.renormalize_denominator and not rejects, "nothing is rejected"
+        ),
+        "data.path": (data.name != "jsonl" and data.path, f"data={data.name} reads no file"),
+        "data.difficulty": (not data.is_made and data.difficulty, "problems are read"),
+    })  # fmt: skip
+    # No mistake: `cluster=here` may end a job's line on purpose.
+    here = f"cluster={recipe.cluster.name} is this machine; cluster=slurm, or a site's own file, "
+    for key in SBATCH_KEYS if recipe.cluster.kind == "here" else ():
+        if getattr(recipe.cluster, key):
+            yield f"cluster.{key}: no effect, {here}queues it"
+
+
+def _notes(without_effect: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    for key, (is_set, reason) in without_effect.items():
+        if is_set:
+            yield f"{key}: no effect, {reason}"
+
+
+def _tight_memory(settled: Settled) -> Iterator[str]:
+    """Note what may run out of memory; it is not refused, because it is an estimate."""
+    recipe, memory = settled.recipe, memory_per_gpu(settled)
+    if memory.headroom(memory.worst) < HEADROOM:
+        yield (
+            f"memory: {memory.worst} leaves {memory.headroom(memory.worst):.0%} of an "
+            f"{recipe.cluster.gpu}'s {memory.gpu_gib} GiB free, by estimate; "
+            f"{memory.text(memory.worst)}; {_room(settled, memory.worst)}"
+        )
+
+
+def _room(settled: Settled, phase: str) -> str:
+    """Say what would make room in a phase: shorter sequences only where they do."""
+    recipe = settled.recipe
+    if phase == "rollout":
+        bounded = recipe.model.memory.kv_cache_gib is not None
+        lower = f"model.memory.{'kv_cache_gib' if bounded else 'rollout_share'}"
+        return f"lower {lower}, or raise model.parallel.rollout_tensor"
+    if memory_per_gpu(settled, tokens=1).headroom(phase) < HEADROOM:
+        return "use more GPUs: sequences of one token would not fit either"
+    if recipe.model.memory.recompute:
+        return "use more GPUs, or lower grpo.max_new_tokens"
+    return "use more GPUs, or model.memory.recompute=true"

@@ -1,0 +1,188 @@
+"""Estimate how long a decode step and a refit take, before a GPU is asked for.
+
+Bytes over bandwidth and operations over arithmetic rate, plus one fixed cost per model, which
+benchmarks/speed/fit_estimate.py fits on half of what was measured and tests on the other half:
+`FITTED`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fp8_nemo.glue.wire import is_fp8_weight, named_shapes
+from fp8_nemo.plan.memory import MemoryByPhase, count, kv_cache_tokens
+from fp8_nemo.recipe.options import FORMATS, Precision, Recipe, Shape
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Rates of one GPU: `Speed(4.8e12, 989e12, 1979e12)`."""
+
+    bandwidth: float
+    """Bytes a second, of its own memory."""
+    bf16: float
+    """FLOP/s of dense products on the tensor cores."""
+    fp8: float
+    fp8_cache: float = math.inf
+    """Bytes a second of an FP8 cache that attention reads, where that is less than `bandwidth`."""
+
+    def reached(self) -> Speed:
+        """What real kernels get of it."""
+        products = self.bf16 * PRODUCTS_REACHED, self.fp8 * PRODUCTS_REACHED
+        memory, cache = self.bandwidth * MEMORY_REACHED, self.bandwidth * FP8_CACHE_REACHED
+        return Speed(memory, *products, cache)
+
+
+GPU_SPEED = {
+    "h100": Speed(3.35e12, 989e12, 1979e12),
+    "h200": Speed(4.8e12, 989e12, 1979e12),
+    "b200": Speed(8.0e12, 2250e12, 4500e12),
+}
+"""NVIDIA's datasheets of the SXM parts (H100, H200; HGX B200 by eight): the rates printed there are
+with sparsity, these are half of them."""
+MEMORY_REACHED = 0.88
+"""A large copy on an H200: 4.20 of 4.8 TB/s (benchmarks/results/quantize-h200.json)."""
+FP8_CACHE_REACHED = 0.62
+"""vLLM's attention on an H200: what 64 sequences of 4k tokens take more than of 1k, 4.3 ms for 12.9
+GB (benchmarks/results/rollout-8b-h200.json). A BF16 cache is read as fast as a copy."""
+PRODUCTS_REACHED = 0.8
+"""Assumed. Products of training reached 0.76 in BF16 and 0.54 in FP8, at 8,192 tokens on an H200
+(benchmarks/results/bench-train-8b-h200.json); those of a rollout were not measured."""
+
+
+class Fitted(NamedTuple):
+    """What neither bytes nor operations explain: `Fitted(2e-3, 0.32)`."""
+
+    decode: float
+    """Seconds of a decode step."""
+    refit: float | None = None
+    """Seconds of a refit's transfer; None where none was measured."""
+
+
+FITTED = {
+    ("llama31-8b", 32): Fitted(decode=1.97e-3, refit=0.324),
+    ("qwen3-30b-a3b", 48): Fitted(decode=3.92e-3),
+}
+"""By model and layers, on one H200 (benchmarks/results/estimate-h200.json): decode steps of up to
+64 sequences come out within 10%, of 256 they take 7 to 33% longer, since each costs the host
+something; a refit's transfer within 13%. No other model was measured."""
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """What one decode step of the whole batch reads and multiplies, over all GPUs of the engine."""
+
+    weight_bytes: float
+    kv_bytes: float
+    fp8_flops: float
+    """Products with FP8 weights."""
+    bf16_flops: float
+    """Products with the others: `lm_head`, routers, all of them in BF16."""
+    attention_flops: float
+
+    def seconds(self, speed: Speed, fp8_attention: bool) -> float:
+        """The larger of reading and multiplying, for weights and for the cache, one after other."""
+        linear = self.fp8_flops / speed.fp8 + self.bf16_flops / speed.bf16
+        attention = self.attention_flops / (speed.fp8 if fp8_attention else speed.bf16)
+        cache = min(speed.bandwidth, speed.fp8_cache) if fp8_attention else speed.bandwidth
+        return max(self.weight_bytes / speed.bandwidth, linear) + max(
+            self.kv_bytes / cache, attention
+        )
+
+
+def decode_work(shape: Shape, precision: Precision, batch: int, context: float) -> DecodeWork:
+    """Bytes and operations of one step that decodes one token of every sequence.
+
+    Every weight is read once, but the embedding (a row per token), and of the experts those that
+    the batch is expected to touch: `E * (1 - (1 - k/E)^batch)` if routes are even.
+
+    Args:
+        shape: of the model.
+        precision: with `rollout_linear` and `rollout_kv`.
+        batch: sequences.
+        context: tokens of each in the cache, on average.
+    """
+    read = flops = fp8_flops = 0.0
+    even = shape.experts_per_token / shape.experts if shape.experts else 0.0
+    for name, size in named_shapes(shape).items():
+        if name == "model.embed_tokens.weight" and not shape.tied:
+            continue
+        size_of, expert = math.prod(size), ".experts." in name
+        fp8 = is_fp8_weight(name, size, precision, shape.layers)
+        each = (precision.rollout if fp8 else FORMATS["bf16"]).bytes_per_weight
+        read += size_of * each * (1 - (1 - even) ** batch if expert else 1)
+        operations = 2 * size_of * batch * (even if expert else 1) if len(size) > 1 else 0
+        flops, fp8_flops = flops + operations, fp8_flops + operations * fp8
+    heads = shape.layers * shape.heads * shape.head_dim
+    cached = batch * context
+    return DecodeWork(
+        weight_bytes=read,
+        kv_bytes=cached * count(shape, precision).kv_bytes_per_token,
+        fp8_flops=fp8_flops,
+        bf16_flops=flops - fp8_flops,
+        attention_flops=4 * heads * cached,
+    )
+
+
+def decode_seconds(
+    shape: Shape, precision: Precision, batch: int, context: float, gpu: str, fixed: float
+) -> float:
+    """Seconds of one decode step on one GPU, at the rates that kernels reach.
+
+    Args:
+        shape: of the model.
+        precision: with `rollout_linear` and `rollout_kv`.
+        batch: sequences.
+        context: tokens of each in the cache, on average.
+        gpu: a key of `GPU_SPEED`.
+        fixed: seconds of a step that neither bytes nor operations explain; fitted per model.
+    """
+    work = decode_work(shape, precision, batch, context)
+    return work.seconds(GPU_SPEED[gpu].reached(), precision.cache.is_quantized) + fixed
+
+
+class Decode(NamedTuple):
+    """What one engine decodes: `Decode(160, 9800.0)`."""
+
+    running: int
+    """Sequences that its KV cache holds at once."""
+    tokens_per_second: float
+
+
+def decode_of_engine(
+    recipe: Recipe, memory: MemoryByPhase, sequences: int, context: int
+) -> Decode | None:
+    """An engine's speed while all its sequences are under way; None where nothing was measured.
+
+    Args:
+        recipe: its engines on one GPU each, as what was fitted.
+        memory: `memory_per_gpu` of it.
+        sequences: of one engine.
+        context: tokens of each, on average.
+    """
+    model, gpu = recipe.model, recipe.cluster.gpu
+    fitted = FITTED.get((model.name, model.shape.layers))
+    if fitted is None or model.parallel.rollout_tensor > 1:
+        return None
+    running = max(1, min(sequences, kv_cache_tokens(recipe, memory) // context))
+    step = decode_seconds(model.shape, recipe.precision, running, context, gpu, fitted.decode)
+    return Decode(running, running / step)
+
+
+def refit_seconds(shape: Shape, precision: Precision, gpu: str, fixed: float) -> float:
+    """Seconds of a refit between two processes of one GPU.
+
+    The trainer reads its BF16 weights and writes the wire's tensors, the engine reads those and
+    writes its own: all of it memory traffic of the one GPU.
+
+    Args:
+        shape: of the model.
+        precision: of the wire.
+        gpu: a key of `GPU_SPEED`.
+        fixed: seconds that bytes do not explain; fitted per model.
+    """
+    counts = count(shape, precision)
+    moved = counts.refit_bytes_bf16 + 3 * counts.refit_bytes
+    return moved / GPU_SPEED[gpu].reached().bandwidth + fixed

@@ -1,0 +1,273 @@
+"""Check a recipe by itself: one `Mistake` per cause, in words that say what to type instead.
+
+Types and unknown keys are checked by `compose.py`, what a measurement says against a correction by
+`correction/quantiles.py`, and what NeMo RL forbids by `nemo_config/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from fp8_nemo.recipe.options import (
+    DIVERGENCES,
+    FORMATS,
+    OF_A_RATIO,
+    RATIOS,
+    TASKS,
+    Cluster,
+    Correction,
+    Data,
+    Recipe,
+)
+
+WEEK = 7 * 86400
+
+
+class Mistake(NamedTuple):
+    """One thing that is wrong: `Mistake("grpo.steps", 0, "1 or more", "give a whole number")`."""
+
+    key: str
+    got: Any
+    allowed: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        """One line: key, value, what is allowed, what to do."""
+        return f"{self.key}={as_typed(self.got)}: " + "; ".join(filter(None, self[2:]))
+
+
+def as_typed(value: Any) -> str:
+    """A value as a user types it: `null`, `true`, `fp8`."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def mistakes(recipe: Recipe) -> list[Mistake]:
+    """List everything that is wrong with a recipe by itself, fields first, then pairs of fields."""
+    fields = list(_field_mistakes(recipe))
+    has_formats = not any(each.key.startswith("precision.") for each in fields)
+    return [
+        *fields,
+        *_path_mistakes(recipe),
+        *(_precision_mistakes(recipe) if has_formats else ()),
+        *_correction_mistakes(recipe.correction),
+        *_data_mistakes(recipe.data),
+        *_cluster_mistakes(recipe.cluster),
+    ]
+
+
+def seconds(time: str) -> int | None:
+    """A limit as Slurm reads it: `30`, `30:00`, `4:00:00`, `1-12`, `1-12:30:00`; else None."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if not found:
+        return None
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    first = 3600 if days is not None or len(numbers) == 3 else 60  # without days, minutes lead
+    return int(days or 0) * 86400 + sum(
+        number * first // 60**place for place, number in enumerate(numbers)
+    )
+
+
+def _field_mistakes(group: Any, prefix: str = "") -> Iterator[Mistake]:
+    for declared in dataclasses.fields(group):
+        key, value = prefix + declared.name, getattr(group, declared.name)
+        if dataclasses.is_dataclass(value):
+            yield from _field_mistakes(value, key + ".")
+        elif value is not None:
+            yield from _limit_mistakes(key, value, declared.metadata)
+
+
+def _limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
+    if "one_of" in limits and value not in limits["one_of"]:
+        yield Mistake(key, value, "must be one of " + ", ".join(limits["one_of"]))
+    if "short_name" in limits and not re.fullmatch(r"[\w-][\w.-]*", value):
+        yield Mistake(key, value, "must be letters, digits, dots, dashes and underscores")
+    if "least" in limits and not _in_range(value, **limits):
+        yield Mistake(key, value, "must be " + _range_text(**limits))
+
+
+def _in_range(value: float, least: float | None, above: float | None, most: float | None) -> bool:
+    return (
+        value == value
+        and abs(value) != float("inf")
+        and (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+    )
+
+
+def _range_text(least: float | None, above: float | None, most: float | None) -> str:
+    bounds = [
+        f"at least {least}" if least is not None else "",
+        f"above {above}" if above is not None else "",
+        f"at most {most}" if most is not None else "",
+    ]
+    return " and ".join(bound for bound in bounds if bound) + ", and finite"
+
+
+def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    precision, layers = recipe.precision, recipe.model.shape.layers
+    for key, option in (("rollout_kv", "fp8-kv-attn"), ("train_linear", "fp8-e2e")):
+        held = getattr(precision, key)
+        if FORMATS[held].is_quantized and not precision.rollout.is_quantized:
+            yield Mistake(
+                f"precision.{key}",
+                held,
+                f"needs precision.rollout_linear=fp8, got {precision.rollout_linear}",
+                f"choose precision={option}, or set precision.{key}=bf16",
+            )
+    kept = precision.bf16_layers
+    if kept and precision.rollout.is_quantized and kept >= layers:
+        yield Mistake(
+            "precision.first_layers_bf16 + precision.last_layers_bf16",
+            kept,
+            f"leaves none of the model's {layers} layers in FP8",
+            "lower one of them, or choose precision=bf16",
+        )
+    shape, block = recipe.model.shape, precision.rollout.block
+    if block and shape.experts and shape.expert_ffn % block:
+        yield Mistake(
+            "model.shape.expert_ffn",
+            shape.expert_ffn,
+            f"must be a multiple of {block} with FP8 linears: gate and up lie in one slab, whose "
+            "blocks would span both",
+            "choose precision=bf16, or another width",
+        )
+
+
+def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
+    low, high = correction.low, correction.high
+    if correction.mask == "none":
+        for key, bound in (("low", low), ("high", high)):
+            if bound is not None:
+                yield Mistake(
+                    f"correction.{key}",
+                    bound,
+                    "bounds a mask, and correction.mask=none",
+                    "set correction.mask=token, sequence, geometric or a divergence, as token-k2",
+                )
+    elif low is None and high is None:
+        yield Mistake("correction.mask", correction.mask, "needs correction.low or correction.high")
+    elif correction.mask in DIVERGENCES and (low is not None or high is None):
+        yield Mistake(
+            "correction.low",
+            low,
+            f"correction.mask={correction.mask} is a distance, which has an upper bound alone",
+            "set correction.high, and correction.low=null",
+        )
+    elif low is not None and high is not None and low > high:
+        yield Mistake(
+            "correction.low", low, f"is above correction.high={high}, so nothing would be kept"
+        )
+    least, most = correction.truncate_low, correction.truncate
+    for key, what in OF_A_RATIO.items() if correction.level == "none" else ():
+        if value := getattr(correction, key):
+            yield Mistake(
+                f"correction.{key}",
+                value,
+                f"{what}, and correction.level=none",
+                f"set correction.level={', '.join(RATIOS[:-1])} or {RATIOS[-1]}",
+            )
+    if least is not None and most is not None and least > most:
+        yield Mistake("correction.truncate_low", least, f"is above correction.truncate={most}")
+
+
+def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    paths = {
+        "outputs": recipe.outputs,
+        "data.path": recipe.data.path,
+        "model.path": recipe.model.path,
+        "cluster.nemo_root": recipe.cluster.nemo_root,
+        "cluster.python": recipe.cluster.python,
+        "cluster.container": recipe.cluster.container,
+    }
+    for key, path in paths.items():
+        if path and path.startswith(("~", "$")):
+            yield Mistake(key, path, "names a path that is called so", f'write "{key}=$HOME/..."')
+    if not recipe.outputs:
+        yield Mistake("outputs", "", "must name a folder")
+
+
+def _data_mistakes(data: Data) -> Iterator[Mistake]:
+    if data.name == "jsonl" and data.path is None:
+        yield Mistake(
+            "data.path",
+            None,
+            "data=jsonl reads a folder",
+            "give data.path=FOLDER with train.jsonl and validation.jsonl",
+        )
+    task = TASKS.get(data.name)
+    if task and data.difficulty and not task.least <= data.difficulty <= task.most:
+        yield Mistake(
+            "data.difficulty",
+            data.difficulty,
+            f"must be from {task.least} to {task.most}, the {task.measure} of data={data.name}",
+        )
+
+
+SBATCH_KEYS = ("account", "partition", "qos", "extra")
+"""Keys of `cluster` that are sbatch's alone."""
+OURS_OF_SBATCH = ("--job-name", "--output", "--parsable")
+OURS_IN_SHORT = ("-J", "-o")
+
+
+def _is_ours(option: str) -> bool:
+    """Whether sbatch reads one of `OURS_OF_SBATCH` in it, `--out=x` too (getopt_long)."""
+    name = option.partition("=")[0]
+    return option.startswith(OURS_IN_SHORT) or any(each.startswith(name) for each in OURS_OF_SBATCH)
+
+
+def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
+    limit = seconds(cluster.time)
+    if limit is None:
+        yield Mistake(
+            "cluster.time",
+            cluster.time,
+            "must be a limit as Slurm reads it: minutes, hours:minutes:seconds, days-hours",
+            "such as 240 or 04:00:00",
+        )
+    elif cluster.time.isdigit() and limit > WEEK:
+        yield Mistake(
+            "cluster.time",
+            cluster.time,
+            "is more than a week of minutes",
+            'a YAML file reads 12:00:00 as a number: quote it, "12:00:00"; or write days, 8-00',
+        )
+    elif cluster.kind == "slurm" and cluster.save_before_end >= limit:
+        yield Mistake(
+            "cluster.save_before_end",
+            cluster.save_before_end,
+            f"must be less than the {limit} seconds of cluster.time={cluster.time}",
+        )
+    for key in SBATCH_KEYS:
+        # `cluster=here` at the end of a job's line is this machine on purpose.
+        if cluster.kind == "here" != cluster.name and (value := getattr(cluster, key)):
+            yield Mistake(
+                f"cluster.{key}",
+                value,
+                f"is Slurm's, and cluster={cluster.name} is kind: here, this machine",
+                "begin the site's file with `defaults: [slurm, _self_]`",
+            )
+    for option in cluster.extra:
+        if not isinstance(option, str) or not option.startswith("-"):
+            yield Mistake("cluster.extra", option, "must be options of sbatch, as --mem=0")
+        elif _is_ours(option):
+            yield Mistake(
+                "cluster.extra",
+                option,
+                "is what a job is found by, in the queue and in its log",
+                "leave it out; a job is named as its cell",
+            )
+    for mount in cluster.mounts:
+        if not isinstance(mount, str) or not mount.startswith("/") or "," in mount:
+            yield Mistake("cluster.mounts", mount, "must be an absolute folder, or /from:/to")
+    if cluster.launcher == "ray_sub" and cluster.kind == "slurm":
+        # Its own header says ACCOUNT and PARTITION, and starts a container in any case.
+        for key in ("container", "account", "partition"):
+            if getattr(cluster, key) is None:
+                yield Mistake(f"cluster.{key}", None, "is needed with cluster.launcher=ray_sub")

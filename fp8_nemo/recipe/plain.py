@@ -1,0 +1,70 @@
+"""Turn nested data into dataclasses and flat keys, without OmegaConf."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def from_plain(cls: type[T], content: Any, at: str = "") -> T:
+    """Read a dataclass back from its `dataclasses.asdict`, as JSON gives it.
+
+    Args:
+        cls: a dataclass whose fields are scalars, lists, dictionaries or dataclasses.
+        content: its fields by name; a field that is left out takes its default.
+        at: dotted key of `content`, for messages.
+
+    Raises:
+        TypeError: the content is no object, has an unknown key, lacks a key, or holds a value of
+            another type; names the key.
+    """
+    if not isinstance(content, Mapping):
+        raise TypeError(f"{at or cls.__name__}: is {content!r}, not an object")
+    hints = typing.get_type_hints(cls)
+    if unknown := sorted(content.keys() - hints.keys()):
+        raise TypeError(f"{at}{unknown[0]}: no such key")
+    return cls(**{key: _value(hints[key], each, at + key) for key, each in content.items()})
+
+
+def _value(hint: Any, value: Any, at: str) -> Any:
+    """One field's value, checked against its type; JSON has no tuples, and 1 for 1.0."""
+    if dataclasses.is_dataclass(hint):
+        return from_plain(typing.cast(type, hint), value, at + ".")
+    allowed = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
+    kinds = tuple(typing.get_origin(each) or each for each in allowed)
+    if Any in kinds or (float in kinds and type(value) is int):
+        return value
+    if type(value) not in kinds:
+        raise TypeError(f"{at}: {value!r} is not of type {hint}")
+    return value
+
+
+UNIONS = (typing.Union, types.UnionType)
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten `{"a": {"b": 1}}` to `{"a.b": 1}`; an empty map stays a value."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= leaves(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def escape_interpolation(value: Any) -> Any:
+    """Escape a value for OmegaConf, so that `${` in it stays text: it was resolved once before."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {key: escape_interpolation(each) for key, each in value.items()}
+    return (
+        [escape_interpolation(each) for each in value] if isinstance(value, list | tuple) else value
+    )

@@ -1,0 +1,178 @@
+"""Settle a recipe: decide every number that it leaves open, once, before anything depends on it.
+
+A number that the recipe leaves out is inherited from a `Base`: the model's base YAML in NeMo RL, or
+`LOCAL_BASE`. A user's own key under `nemo` wins over both. A frozen plan is settled again from what
+it wrote, and gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.plain import leaves
+
+PROMPT_ROOM = 1024
+"""Tokens kept for the prompt when `grpo.max_new_tokens` is given, and not by `PROMPT`."""
+PROMPT = "data.max_input_seq_length"
+"""NeMo RL cuts a prompt of so many tokens to four, and learns nothing of it."""
+MICRO_BATCH = "policy.train_micro_batch_size"
+SHARE = "policy.generation.vllm_cfg.gpu_memory_utilization"
+VALIDATED = "grpo.max_val_samples"
+KEEPS_OPTIMIZER = "policy.offload_optimizer_for_refit"
+VALIDATION_PROBLEMS = 256
+"""Held-out problems of one validation, on both backends."""
+AIME_ROWS = 960
+"""`dapo-math-17k` validates on AIME 2024, 30 problems 32 times over: 256 rows are no whole pass."""
+KEPT_CHECKPOINTS = 2
+"""The last one, and one to fall back to if it is damaged."""
+
+
+class Base(NamedTuple):
+    """Hold what a base configuration says where the recipe says null."""
+
+    prompts_per_step: int
+    generations_per_prompt: int
+    sequences_per_update: int
+    micro_batch: int
+    sequence: int
+    """Longest sequence, prompt and response, in tokens."""
+    learning_rate: float
+    kl_penalty: float
+
+
+LOCAL_BASE = Base(32, 16, 512, 4, 512, 5.0e-6, 0.01)
+"""The values of NeMo RL's grpo_math_1B.yaml (main 7ea279a), for the local backend."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Hold a recipe and every number that it left open; none of them is None.
+
+    Example: `Settled(recipe, own={}, prompts_per_step=64, generations_per_prompt=32,
+    updates_per_step=4, learning_rate=3e-7, kl_penalty=0.01, micro_batch=1, prompt_tokens=1024,
+    response_tokens=3072, sequence_tokens=4096, validation_problems=256)`.
+    """
+
+    recipe: Recipe
+    """With the same numbers filled in; the name of its run directory follows from it."""
+    own: Mapping[str, Any]
+    """The user's own keys of NeMo RL, `{dotted key: value}`."""
+    prompts_per_step: int
+    generations_per_prompt: int
+    updates_per_step: int
+    learning_rate: float
+    kl_penalty: float
+    micro_batch: int
+    """Sequences of full length that one micro-batch of training has room for."""
+    prompt_tokens: int
+    """Room for the prompt."""
+    response_tokens: int
+    """Room for the response."""
+    sequence_tokens: int
+    """Room for both."""
+    validation_problems: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the whole run."""
+        return self.recipe.cluster.nodes * self.recipe.cluster.gpus_per_node
+
+    @property
+    def data_parallel(self) -> int:
+        """Copies of the policy that train side by side; at least 1."""
+        parallel = self.recipe.model.parallel
+        return max(1, self.gpus // (parallel.tensor * parallel.pipeline * parallel.context))
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of one step's rollout."""
+        return self.prompts_per_step * self.generations_per_prompt
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Sequences of one optimizer step."""
+        return self.sequences_per_step // self.updates_per_step
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of one micro-batch: packed sequences fill this many at most."""
+        return self.sequence_tokens * self.micro_batch
+
+    @cached_property
+    def keeps_optimizer(self) -> bool:
+        """Whether Adam's state stays on the GPU, by `+nemo.policy.offload_optimizer_for_refit`.
+
+        Else NeMo RL moves it to the host before every refit and back before training: the moments,
+        and the masters where they are of the precision-aware optimizer.
+        """
+        return not self.own.get(KEEPS_OPTIMIZER, True)
+
+
+def settle(recipe: Recipe, base: Base) -> Settled:
+    """Decide every number that a recipe leaves open.
+
+    A base that is given fewer or more sequences keeps its number of updates per step.
+
+    Args:
+        recipe: valid by itself.
+        base: what is inherited.
+    """
+    grpo, own, is_local = recipe.grpo, leaves(recipe.nemo), recipe.chosen_backend == "local"
+    base_updates = base.prompts_per_step * base.generations_per_prompt // base.sequences_per_update
+    prompts = _or(grpo.prompts_per_step, base.prompts_per_step)
+    generations = _or(grpo.generations_per_prompt, base.generations_per_prompt)
+    updates = _or(grpo.updates_per_step, max(1, base_updates))
+    learning_rate = _or(grpo.learning_rate, base.learning_rate)
+    kl_penalty = _or(grpo.kl_penalty, base.kl_penalty)
+    prompt = response = sequence = base.sequence
+    if grpo.max_new_tokens is not None:
+        response, prompt = grpo.max_new_tokens, _number(own, PROMPT, PROMPT_ROOM)
+        sequence = 128 * math.ceil((response + prompt) / 128)
+    filled = replace(
+        grpo,
+        prompts_per_step=prompts,
+        generations_per_prompt=generations,
+        updates_per_step=updates,
+        learning_rate=learning_rate,
+        kl_penalty=kl_penalty,
+        # NeMo RL's base bounds the whole sequence, and its response has no number of its own.
+        max_new_tokens=response if is_local else grpo.max_new_tokens,
+    )
+    memory = recipe.model.memory
+    memory = replace(memory, rollout_share=_number(own, SHARE, memory.rollout_share))
+    data = recipe.data
+    if data.is_made:
+        data = replace(data, difficulty=data.level)
+    return Settled(
+        recipe=replace(recipe, grpo=filled, data=data, model=replace(recipe.model, memory=memory)),
+        own=own,
+        prompts_per_step=prompts,
+        generations_per_prompt=generations,
+        updates_per_step=updates,
+        learning_rate=learning_rate,
+        kl_penalty=kl_penalty,
+        micro_batch=_number(own, MICRO_BATCH, base.micro_batch),
+        prompt_tokens=prompt,
+        response_tokens=response,
+        sequence_tokens=sequence,
+        validation_problems=_number(
+            own,
+            VALIDATED,
+            AIME_ROWS if recipe.data.name == "dapo-math-17k" else VALIDATION_PROBLEMS,
+        ),
+    )
+
+
+def _or(given: Any, inherited: Any) -> Any:
+    return inherited if given is None else given
+
+
+def _number(own: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Take a user's own number; what is none is refused later, against the type of ours."""
+    value = own.get(key, default)
+    return value if type(value) in (int, float) else default
