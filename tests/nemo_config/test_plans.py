@@ -1,6 +1,7 @@
 """Ring 1, without NeMo RL: every cell's overrides against the keys of both versions.
 
-`../shared/contract` holds the leaves of NeMo RL's base files as data; these tests skip without it.
+`data/` holds the keys and values of the base files that `conf/model` names, after inheritance, as
+NeMo RL main 7ea279a and v0.7.0 have them.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.recipe.settled import Base
 
-CONTRACT = Path(__file__).parents[3] / "shared" / "contract"
+KEYS = Path(__file__).parent / "data"
 FILES = {"main": "nemo_rl-main-7ea279a.json", "v0.7.0": "nemo_rl-v0.7.0.json"}
 DEFECTS = {"main": MAIN_DEFECTS, "v0.7.0": V0_7_0_DEFECTS}
 LATER = Host("later")
@@ -55,10 +56,8 @@ def overrides(*arguments, host=MAIN):
 
 
 def host(version):
-    file = CONTRACT / FILES[version]
-    if not file.exists():
-        pytest.skip(f"{file} is not here")
-    return Host(version, bases=json.loads(file.read_text())["configs"], defects=DEFECTS[version])
+    content = json.loads((KEYS / FILES[version]).read_text())
+    return Host(version, bases=content["configs"], defects=DEFECTS[version])
 
 
 @pytest.mark.parametrize("version", FILES)

@@ -9,7 +9,6 @@ import pytest
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
-from fp8_nemo.recipe.settled import LOCAL_BASE
 from fp8_nemo.runs.run_dir import read_plan
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +21,7 @@ def plan(*arguments: str):
 @pytest.mark.parametrize("width", [64, 96, 200])
 def test_experts_whose_projections_share_a_block_of_their_slab_are_refused(width):
     line = ["model=tiny-qwen3-moe", f"model.shape.expert_ffn={width}"]
-    with pytest.raises(PlanError, match=f"expert_ffn={width}: must be a multiple of 128"):
+    with pytest.raises(ComposeError, match=f"expert_ffn={width}: must be a multiple of 128"):
         plan(*line, "precision=fp8-linear")
     assert plan(*line, "precision=bf16")
 
@@ -38,8 +37,24 @@ def test_a_plan_survives_json():
 
 
 def test_null_inherits_nemo_rls_base_on_the_local_backend():
-    grpo = plan("grpo=paper").recipe.grpo
-    assert {key: getattr(grpo, key) for key in LOCAL_BASE} == LOCAL_BASE
+    found = plan("grpo=paper").recipe.grpo
+    numbers = (found.prompts_per_step, found.generations_per_prompt, found.updates_per_step)
+    assert (*numbers, found.max_new_tokens) == (32, 16, 1, 512)
+    assert (found.learning_rate, found.kl_penalty) == (5e-6, 0.01)
+
+
+def test_updates_that_do_not_divide_the_steps_sequences_are_refused():
+    with pytest.raises(PlanError, match="grpo.updates_per_step=7: must divide the step's"):
+        plan("grpo.updates_per_step=7")
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "llama31-8b", "qwen3-30b-a3b"])
+def test_a_frozen_plan_settles_to_the_numbers_that_it_was_made_with(model):
+    made = plan(f"model={model}", "precision=fp8-linear")
+    again = plan_from_json(json.loads(json.dumps(made.to_json())))
+    assert again.settled == made.settled and again.settled.recipe == made.recipe
+    numbers = [made.settled.prompts_per_step, made.settled.response_tokens, made.settled.gpus]
+    assert all(type(each) is int and each > 0 for each in numbers)
 
 
 def test_null_inherits_the_models_base_yaml_on_nemo():

@@ -39,7 +39,6 @@ MISTAKES = {
     "correction.level=none": "correction.truncate=2.0: truncates a ratio",
     "data=jsonl": "data.path=null: data=jsonl reads a folder",
     "precision.last_layers_bf16=2": "leaves none of the model's 2 layers in FP8",
-    "grpo.updates_per_step=7": "grpo.updates_per_step=7: must divide the step's",
     "model.name=../elsewhere": "model.name=../elsewhere: must be letters, digits",
     "nemo.grpo.x=1": "nemo.grpo.x=1: nemo starts empty; write +nemo.grpo.x=...",
     "~grpo": "~grpo=: nothing can be deleted",
