@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fp8_nemo.nemo_config.host import MAIN, ROOT_VARIABLE, Host, HostError, root_of
 from fp8_nemo.nemo_config.keys import may_be_added
-from fp8_nemo.nemo_config.versions import CONFIG, ENTRY, GRPO, POLICY, Source
+from fp8_nemo.nemo_config.seams import GRPO
+from fp8_nemo.nemo_config.versions import CONFIG, ENTRY, POLICY, Source
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from fp8_nemo.glue.wire import is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.versions import BF16_LAYERS, ENGINE, Limit, defect_limits
+from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
+from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import Parallel, Recipe
 from fp8_nemo.recipe.settled import Settled
@@ -47,7 +48,7 @@ def _of_gpus(settled: Settled) -> Iterator[Limit]:
         at.pipeline,
         recipe.precision.cache.is_quantized and at.pipeline != 1,
         "precision.rollout_kv=fp8 allows 1, layers are counted per stage upstream",
-        "nemo_rl/algorithms/grpo.py:1338",
+        SEAMS["one-stage"].path,
         "use model.parallel.tensor instead",
     )
     yield Limit(
@@ -55,10 +56,10 @@ def _of_gpus(settled: Settled) -> Iterator[Limit]:
         all_gpus,
         all_gpus % copy != 0,
         f"must be a multiple of tensor x pipeline x context = {copy}",
-        "nemo_rl/models/policy/lm_policy.py:226,235",
+        SEAMS["gpus-per-copy"].path,
         "change cluster.nodes, cluster.gpus_per_node or model.parallel",
     )
-    yield _divides(at, "rollout_tensor", all_gpus, "the GPUs", f"{ENGINE}/vllm_generation.py:118")
+    yield _divides(at, "rollout_tensor", all_gpus, "the GPUs", SEAMS["engine-ranks"].path)
     yield Limit(
         "model.parallel.rollout_expert",
         at.rollout_expert,
@@ -66,7 +67,7 @@ def _of_gpus(settled: Settled) -> Iterator[Limit]:
         and (at.rollout_expert % at.rollout_tensor != 0 or all_gpus % at.rollout_expert != 0),
         f"must be 1, or a multiple of rollout_tensor={at.rollout_tensor} that divides the GPUs, "
         f"{all_gpus}",
-        f"{ENGINE}/vllm_generation.py:133",
+        SEAMS["expert-ranks"].path,
     )
     yield Limit(
         "model.parallel.expert",

@@ -95,7 +95,7 @@ def keys_of(settled: Settled, host: Host) -> dict[str, Any]:
         **_records(recipe),
         **{key: value for key, (value, _) in PINNED.items()},
         **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
-        # One size for both passes: NeMo RL asserts it for TP >= 4 (lm_policy.py:212).
+        # One size for both passes: NeMo RL asserts it for TP >= 4 (seam equal-micro-batches).
         "policy.logprob_batch_size": settled.micro_batch,
         VALIDATION_BATCH: settled.validation_problems,  # one batch of all
     }
@@ -106,7 +106,7 @@ def keys_of(settled: Settled, host: Host) -> dict[str, Any]:
 def environment_variables(recipe: Recipe) -> dict[str, str]:
     """What the driver's process needs; its workers inherit it. Never a secret."""
     found = {
-        "TORCH_CUDA_ARCH_LIST": ARCHITECTURES[recipe.cluster.gpu],  # lm_policy.py:149 asks for it
+        "TORCH_CUDA_ARCH_LIST": ARCHITECTURES[recipe.cluster.gpu],  # seam architectures
         "VLLM_NO_USAGE_STATS": "1",
     }
     if recipe.cluster.interpreter == "system":
@@ -204,8 +204,8 @@ def _loss(settled: Settled) -> dict[str, Any]:
     found = native or {"type": None, "ratio": None, "ratio_min": None}
     at = "loss_fn.truncated_importance_sampling"
     return {
-        # NeMo RL insists on it under FP8 (grpo.py:1321); without a native correction the driver
-        # takes it out of the loss again.
+        # NeMo RL insists on it under FP8 (seam needs-correction); without a native correction the
+        # driver takes it out of the loss again.
         "loss_fn.use_importance_sampling_correction": native is not None
         or recipe.precision.rollout.is_quantized,
         f"{at}_type": found["type"],
@@ -240,7 +240,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
         kv_bytes = int(memory.kv_cache_gib * GIB)
         found[f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"] = kv_bytes
     if recipe.model.parallel.rollout_tensor > 1:
-        # NeMo RL patches vLLM's workers through Ray executor V1 only (quantization/fp8.py:95).
+        # NeMo RL patches vLLM's workers through Ray executor V1 only (seam executor-v1).
         found[f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
     return found
 

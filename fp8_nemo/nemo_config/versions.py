@@ -15,11 +15,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp8_nemo.nemo_config.seams import ENGINE, GRPO, SEAMS
 from fp8_nemo.recipe.settled import Settled
 
-GRPO, ENTRY = "nemo_rl/algorithms/grpo.py", "examples/run_grpo.py"
+ENTRY = "examples/run_grpo.py"
 POLICY, CONFIG = "nemo_rl/models/policy/lm_policy.py", "nemo_rl/utils/config.py"
-ENGINE = "nemo_rl/models/generation/vllm"
 FP8 = f"{ENGINE}/quantization/fp8.py"
 WORKER = f"{ENGINE}/vllm_worker.py"
 MEGATRON_SETUP = "nemo_rl/models/megatron/setup.py"
@@ -150,7 +150,7 @@ def _without_fp8_kv(settled: Settled, has: bool) -> Limit:
         precision.rollout_kv,
         has and precision.cache.is_quantized,
         "this NeMo RL drops the KV scales on the way to the engine, which runs with 1.0",
-        "v0.7.0: nemo_rl/algorithms/grpo.py:1924",
+        f"v0.7.0: {SEAMS['drops-kv-scales'].path}",
         f"{LATER}precision.rollout_kv=bf16",
     )
 
@@ -229,7 +229,7 @@ def _without_hf_overrides(settled: Settled, has: bool) -> Limit:
         given,
         has and bool(given) and settled.recipe.precision.rollout.is_quantized,
         "this NeMo RL's FP8 rollout goes without them, the trainer with them",
-        f"v0.7.0: {WORKER}:355, vllm_kwargs.update(fp8_kwargs)",
+        f"v0.7.0: {SEAMS['hf-overrides'].path}, vllm_kwargs.update(fp8_kwargs)",
         f"{LATER}write them into a copy of the model's config.json",
     )
 

@@ -87,7 +87,7 @@ def memory_per_gpu(settled: Settled, tokens: int | None = None) -> MemoryByPhase
     (with the precision-aware optimizer the master is BF16 and 16 bits of remainder), FP8 copies of
     the linear weights in both directions; and the larger of what a backward pass needs, activations
     of one micro-batch, logits in BF16 and FP32 with their gradient, and of what an update does,
-    without that optimizer the gradients in FP32 (distrib_optimizer.py:2782). Refit: the trainer's
+    without that optimizer the gradients in FP32 (seam gradients-of-masters). Refit: the trainer's
     and the engine's weights. Rollout: the engine's weights and KV cache. Of the trainer only what
     NeMo RL moves waits in host memory: weights and moments. In FP8 the masters, their last
     gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5

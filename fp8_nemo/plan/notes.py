@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8_nemo.nemo_config.overrides import native_correction
+from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.memory import HEADROOM, memory_per_gpu
 from fp8_nemo.recipe.checks import SBATCH_KEYS
 from fp8_nemo.recipe.options import Recalibrate, Recipe
@@ -64,7 +65,8 @@ def _recalibrate_notes(recipe: Recipe) -> Iterator[str]:
     if fp8_kv and not watches and recipe.grpo.validate_first:
         yield (
             "grpo.validate_first: no effect, NeMo RL would validate, and sample the first step, "
-            "with KV scales of 1.0 (grpo.py:2744); glue.recalibrate.source=logprob has real ones"
+            f"with KV scales of 1.0 ({SEAMS['first-validation']}); "
+            "glue.recalibrate.source=logprob has real ones"
         )
     usual = (STOCK_RECALIBRATE.history, STOCK_RECALIBRATE.first_margin)
     if fp8_kv and not watches and (recalibrate.history, recalibrate.first_margin) != usual:
@@ -77,7 +79,7 @@ def _recalibrate_notes(recipe: Recipe) -> Iterator[str]:
         yield (
             "glue=stock: vLLM 0.25.1 puts K and V scales of a mixture of experts, and of an engine "
             "of several GPUs, to 1.0 when its cache wakes up after a refit "
-            "(gpu_model_runner.py:960); glue=ours keeps them"
+            f"({SEAMS['wakes-with-ones']}); glue=ours keeps them"
         )
 
 

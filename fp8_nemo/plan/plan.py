@@ -27,6 +27,7 @@ from fp8_nemo.nemo_config.overrides import (
     keys_of,
     own_key_mistakes,
 )
+from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.memory import kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
@@ -232,7 +233,7 @@ def _no_validation(written: Mapping[str, Any]) -> Iterator[Mistake]:
             f"nemo.{VALIDATION_BATCH}",
             batch,
             f"must be from 1 to grpo.max_val_samples={problems}: NeMo RL validates whole batches "
-            "alone (grpo.py:3853), and without one reports an accuracy of 0",
+            f"alone ({SEAMS['whole-batches']}), and without one reports an accuracy of 0",
         )
 
 

@@ -50,7 +50,7 @@ def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
     Args:
         recipe: of the run.
         pads: whether its tokenizer must have a token to pad with. NeMo RL pads with the end where
-            it has none (algorithms/utils.py:373), as Llama 3.1's has not.
+            it has none (seam pads-with-end), as Llama 3.1's has not.
     """
     model, folder = recipe.model, model_path(recipe.model)
     if not folder.is_dir():

@@ -44,7 +44,7 @@ def test_null_inherits_nemo_rls_base_on_the_local_backend():
 
 
 def test_updates_that_do_not_divide_the_steps_sequences_are_refused():
-    with pytest.raises(PlanError, match="grpo.updates_per_step=7: must divide the step's"):
+    with pytest.raises(PlanError, match=r"grpo\.updates_per_step=7: must divide the step's"):
         plan("grpo.updates_per_step=7")
 
 

@@ -1,0 +1,150 @@
+"""List every line of NeMo RL, vLLM and Megatron that this package stands on, in one place.
+
+Code and messages name a line by its key here; comments elsewhere name file and function. A test
+with a checkout compares each line with the text that it must hold
+(tests/nemo_config/test_seams.py), so that a line which moved is found there and mended here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+GRPO = "nemo_rl/algorithms/grpo.py"
+POLICY = "nemo_rl/models/policy"
+ENGINE = "nemo_rl/models/generation/vllm"
+MAIN, V0_7_0 = "7ea279a", "v0.7.0"
+VLLM, MEGATRON = "vllm 0.25.1", "Megatron-LM 14346b6"
+
+
+class Seam(NamedTuple):
+    """Point at lines upstream: `Seam(MAIN, GRPO, (1338,), "pipeline_model_parallel_size")`."""
+
+    of: str
+    """A revision of NeMo RL, or another project and its version."""
+    file: str
+    lines: tuple[int, ...]
+    text: str
+    """What each of these lines holds."""
+    why: str
+
+    @property
+    def path(self) -> str:
+        """File and lines: `nemo_rl/algorithms/grpo.py:1338`."""
+        return f"{self.file}:{','.join(map(str, self.lines))}"
+
+    def __str__(self) -> str:
+        """The same without folders: `grpo.py:1338`."""
+        return self.path.rpartition("/")[2]
+
+
+SEAMS = {
+    "needs-correction": Seam(
+        MAIN, GRPO, (1321,), '["precision"] == "fp8"',
+        "an FP8 rollout must ask for the importance-sampling correction",
+    ),
+    "one-stage": Seam(
+        MAIN, GRPO, (1338,), 'pipeline_model_parallel_size"] == 1',
+        "FP8 KV: layers are counted by stage",
+    ),
+    "first-validation": Seam(
+        MAIN, GRPO, (2744,), "validation with kv scales",
+        "the first validation samples with KV scales of 1.0",
+    ),
+    "logged-step": Seam(
+        MAIN, GRPO, (3645,), "log_data",
+        "a step's logprobs as `recipes.measure_mismatch` reads them",
+    ),
+    "whole-batches": Seam(
+        MAIN, GRPO, (3853,), "grpo.val_batch_size",
+        "validation takes whole batches alone",
+    ),
+    "drops-kv-scales": Seam(
+        V0_7_0, GRPO, (1924,), "stream_weights_via_ipc_zmq(",
+        "the colocated refit is given no KV scales",
+    ),
+    "pads-with-end": Seam(
+        MAIN, "nemo_rl/algorithms/utils.py", (373,), "tokenizer.pad_token is None",
+        "a tokenizer without a padding token pads with its end",
+    ),
+    "cuts-prompts": Seam(
+        MAIN, "nemo_rl/data/processors.py", (427,), "length >= max_seq_length",
+        "a prompt that is too long is cut to four tokens",
+    ),
+    "architectures": Seam(
+        MAIN, f"{POLICY}/lm_policy.py", (149,), "TORCH_CUDA_ARCH_LIST",
+        "the driver must be told the GPU's architecture",
+    ),
+    "equal-micro-batches": Seam(
+        MAIN, f"{POLICY}/lm_policy.py", (212,), '== config["logprob_batch_size"]',
+        "one micro-batch size for both passes at TP 4 and more",
+    ),
+    "gpus-per-copy": Seam(
+        MAIN, f"{POLICY}/lm_policy.py", (226, 235), "raise ValueError(",
+        "tensor x pipeline x context must divide the GPUs",
+    ),
+    "socket-per-gpu": Seam(
+        MAIN, f"{POLICY}/workers/base_policy_worker.py", (137,), "ipc:///tmp/",
+        "a refit has one socket per GPU of a machine",
+    ),
+    "gpu-by-number": Seam(
+        MAIN, f"{POLICY}/workers/megatron_policy_worker.py", (439,), "local_rank = int(gpu_ids[0])",
+        "Ray's GPU id is taken for a device's number",
+    ),
+    "calibrates": Seam(
+        MAIN, f"{POLICY}/workers/megatron_policy_worker.py", (3474,), "calibrate_qkv_fp8_scales",
+        "NeMo RL's own measuring of Q, K and V",
+    ),
+    "converted-model": Seam(
+        MAIN, "nemo_rl/models/megatron/setup.py", (578,), "pt_checkpoint_exists",
+        "any folder of a conversion is taken for a finished one",
+    ),
+    "engine-port": Seam(
+        MAIN, f"{ENGINE}/vllm_worker.py", (219,), "VLLM_PORT",
+        "engines that start together may take the same port",
+    ),
+    "engine-error": Seam(
+        MAIN, f"{ENGINE}/vllm_worker.py", (1184,), "except Exception as e",
+        "a worker's error is printed and answered with False",
+    ),
+    "hf-overrides": Seam(
+        V0_7_0, f"{ENGINE}/vllm_worker.py", (355,), "vllm_kwargs.update(fp8_kwargs)",
+        "FP8 replaces hf_config_overrides",
+    ),
+    "engine-ranks": Seam(
+        MAIN, f"{ENGINE}/vllm_generation.py", (121,), "cluster.world_size() %",
+        "rollout_tensor must divide the GPUs",
+    ),
+    "expert-ranks": Seam(
+        MAIN, f"{ENGINE}/vllm_generation.py", (135,), "self.ep_size % self.tp_size == 0",
+        "rollout_expert must be a multiple of rollout_tensor",
+    ),
+    "sleeps-or-wakes": Seam(
+        MAIN, f"{ENGINE}/vllm_generation.py", (1001, 1028), "Error during policy preparation",
+        "an engine that cannot sleep or wake up is printed and answered with False",
+    ),
+    "sleeps-or-wakes-v0.7.0": Seam(
+        V0_7_0, f"{ENGINE}/vllm_generation.py", (873, 900), "Error during policy preparation",
+        "the same",
+    ),
+    "executor-v1": Seam(
+        MAIN, f"{ENGINE}/quantization/fp8.py", (95,), "monkey_patch_vllm_ray_executor",
+        "vLLM's workers are patched through Ray executor V1 only",
+    ),
+    "scale-names": Seam(
+        MAIN, f"{ENGINE}/quantization/fp8_train_utils.py", (45,), "self_attn.attn.q_scale",
+        "vLLM's names of KV scales",
+    ),
+    "scale-alias": Seam(
+        V0_7_0, f"{ENGINE}/quantization/fp8.py", (509,), 'hasattr(layer, "weight_scale")',
+        "a second name for weight_scale_inv",
+    ),
+    "wakes-with-ones": Seam(
+        VLLM, "vllm/v1/worker/gpu_model_runner.py", (960,), "",
+        "model runner V1 fills KV scales with 1.0 when the cache wakes up",
+    ),
+    "gradients-of-masters": Seam(
+        MEGATRON, "megatron/core/optimizer/distrib_optimizer.py", (2782,),
+        "shard_model_grad.float()",
+        "gradients in FP32 beside the masters in an update",
+    ),
+}  # fmt: skip
