@@ -139,7 +139,7 @@ SEAMS = {
         "a second name for weight_scale_inv",
     ),
     "wakes-with-ones": Seam(
-        VLLM, "vllm/v1/worker/gpu_model_runner.py", (960,), "",
+        VLLM, "vllm/v1/worker/gpu_model_runner.py", (960,), "def post_kv_cache_wake_up",
         "model runner V1 fills KV scales with 1.0 when the cache wakes up",
     ),
     "gradients-of-masters": Seam(
