@@ -42,9 +42,7 @@ from fp8_nemo.glue.recalibrate import (
 )
 from fp8_nemo.glue.wire import kv_scale_names
 from fp8_nemo.nemo.step_metrics import OPENED
-from fp8_nemo.nemo.worker_settings import needs_plugin, observes
-from fp8_nemo.nemo_config.overrides import native_correction
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 WORKER = "fp8_nemo.nemo.policy_worker.Fp8PolicyWorker"
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
@@ -56,23 +54,23 @@ class WatchedPolicy(Policy):
     """NeMo RL's `Policy`, with our correction and the metrics of a step in `row`.
 
     Args:
-        recipe: of the plan.
+        settings: of the run.
         arguments: as `setup` gives them to its policy factory.
     """
 
-    def __init__(self, recipe: Recipe, **arguments: Any) -> None:
-        self.recipe, self.correction = recipe, recipe.correction
-        self.num_layers = recipe.model.shape.layers
+    def __init__(self, settings: WorkerSettings, **arguments: Any) -> None:
+        self.settings, self.correction = settings, settings.correction
+        self.num_layers = settings.shape.layers
         self.row: dict[str, float] = {}
         self.refit_bytes = 0
         self.proofs: Callable[[], list[dict[str, Any]]] = list
         self.kv_scales: dict[str, float] = {}
-        self.observer = AmaxObserver(self.num_layers, recipe.glue.recalibrate.history)
+        self.observer = AmaxObserver(self.num_layers, settings.glue.recalibrate.history)
         self.is_observed, self.has_trained = False, False
-        if needs_plugin(recipe):
+        if settings.needs_plugin:
             arguments["worker_extension_cls_fqn"] = WORKER
         super().__init__(**arguments)
-        if observes(recipe) and arguments.get("weights_path"):
+        if settings.observes and arguments.get("weights_path"):
             self._restore(ranges_file(arguments["weights_path"]))
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -88,7 +86,7 @@ class WatchedPolicy(Policy):
         tokens, sequences = int(pair.mask_BT.sum()), len(pair.mask_BT)
         self.row |= {"rollout/tokens": tokens, "rollout/mean_length": tokens / max(1, sequences)}
         self.row |= refit_metrics(self.proofs(), self.refit_bytes)
-        if native_correction(self.correction) is None:
+        if not self.settings.loss_corrects:
             data = corrected(data, multiplier, self.correction.renormalize_denominator)
         results = super().train(data, loss_fn, *arguments, **options)
         self.has_trained = True
@@ -104,7 +102,7 @@ class WatchedPolicy(Policy):
     def get_logprobs(self, *arguments: Any, **options: Any) -> Any:
         """`Policy.get_logprobs`; the workers observe Q, K and V where the recipe says so."""
         found = super().get_logprobs(*arguments, **options)
-        self.is_observed = observes(self.recipe)
+        self.is_observed = self.settings.observes
         return found
 
     def calibrate_qkv_fp8_scales(self, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -116,7 +114,7 @@ class WatchedPolicy(Policy):
         Raises:
             RecalibrateError: a scale is zero or not finite.
         """
-        settings = self.recipe.glue.recalibrate
+        settings = self.settings.glue.recalibrate
         if settings.source == "forward":
             options.setdefault("margin", settings.margin)
             found = super().calibrate_qkv_fp8_scales(*arguments, **options)
@@ -157,7 +155,7 @@ class WatchedPolicy(Policy):
     def save_checkpoint(self, weights_path: str, *arguments: Any, **options: Any) -> None:
         """`Policy.save_checkpoint`, and the ranges beside the weights."""
         super().save_checkpoint(weights_path, *arguments, **options)
-        if observes(self.recipe):
+        if self.settings.observes:
             content = {"amax_SL3": self.observer.read().tolist(), "kv_scales": self.kv_scales}
             ranges_file(weights_path).write_text(json.dumps(content) + "\n")
 

@@ -148,12 +148,12 @@ def test_collections_leave_alone_what_set_up_made_where_the_refit_is_ours(
 
     from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-    from fp8_nemo.nemo import worker_settings as settings
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
+    from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.compose import compose
 
     [recipe] = compose(["backend=nemo", "model=tiny-llama", "precision=fp8-kv-attn", *glue])
-    for name, value in settings.to_environment(recipe).items():
+    for name, value in WorkerSettings.of(recipe, loss_corrects=True).to_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(MegatronPolicyWorkerImpl, "prepare_refit_info", lambda worker: {"a": 1})
     made_by_set_up = [{} for _ in range(1000)]
@@ -173,13 +173,13 @@ def test_a_head_that_a_tied_checkpoint_holds_twice_is_not_sent(nemo_path, monkey
 
     from fp8_nemo.glue.ledger import Ledger
     from fp8_nemo.glue.wire import named_shapes, wire_specs
-    from fp8_nemo.nemo import worker_settings as settings
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
+    from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.compose import compose
 
     words = ["backend=nemo", "model=tiny-llama", "precision=fp8-linear", "model.shape.tied=true"]
     [recipe] = compose(words)
-    for name, value in settings.to_environment(recipe).items():
+    for name, value in WorkerSettings.of(recipe, loss_corrects=True).to_environment().items():
         monkeypatch.setenv(name, value)
     shapes = named_shapes(recipe.model.shape)
     exported = {name: torch.ones(shape).bfloat16() for name, shape in shapes.items()}
@@ -239,10 +239,11 @@ print("CLASH", clash)
 
 @imports
 def test_vllm_loads_our_plugin_by_its_entry_point_and_takes_our_receiver(tmp_path):
-    from fp8_nemo.nemo import worker_settings as settings
+    from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.options import Recipe
 
-    done = in_a_process(tmp_path, SEEN_BY_VLLM, **settings.to_environment(Recipe()))
+    settings = WorkerSettings.of(Recipe(), loss_corrects=True)
+    done = in_a_process(tmp_path, SEEN_BY_VLLM, **settings.to_environment())
     assert done.returncode == 0, done.stderr[-3000:]
     taken = "TAKEN fp8_nemo.nemo.receiver True nemo_rl.models.generation.vllm.vllm_backend"
     assert taken in done.stdout.splitlines()
@@ -316,7 +317,6 @@ def watched_policy(nemo_path, monkeypatch):
     from nemo_rl.models.policy.lm_policy import Policy
 
     from fp8_nemo.nemo.policy import WatchedPolicy
-    from fp8_nemo.recipe.options import Recipe
 
     workers = Workers()
 
@@ -340,16 +340,13 @@ def watched_policy(nemo_path, monkeypatch):
     monkeypatch.setattr(Policy, "save_checkpoint", lambda self, path: Path(path).mkdir())
 
     def make(**arguments):
-        import dataclasses
-
-        from fp8_nemo.recipe.options import Model, Precision, Shape
+        from fp8_nemo.nemo.worker_settings import WorkerSettings
+        from fp8_nemo.recipe.options import Correction, Glue, Precision, Shape
 
         shape = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
         precision = Precision(rollout_linear="fp8", rollout_kv="fp8", train_linear="bf16")
-        recipe = dataclasses.replace(
-            Recipe(), model=dataclasses.replace(Model(), shape=shape), precision=precision
-        )
-        return WatchedPolicy(recipe, **arguments), workers
+        settings = WorkerSettings(precision, shape, Glue(), Correction(), loss_corrects=True)
+        return WatchedPolicy(settings, **arguments), workers
 
     return make
 
