@@ -30,7 +30,7 @@ from fp8_nemo.glue.ledger import (
     checksum,
     manifest,
 )
-from fp8_nemo.glue.quantize import Formula, quantize_list
+from fp8_nemo.glue.quantize import quantize_list
 from fp8_nemo.recipe.options import Precision
 
 __all__ = ["Ledger", "RefitError", "RefitProof", "encode", "in_groups", "refit_stream"]
@@ -59,7 +59,6 @@ def refit_stream(
     num_layers: int,
     metadata_only: bool = False,
     checksums: bool = False,
-    formula: Formula = "exact",
 ) -> Iterator[tuple[str, Tensor]]:
     """Everything that one refit sends, by name.
 
@@ -71,7 +70,6 @@ def refit_stream(
         metadata_only: NeMo RL runs the stream once at set-up for names, types and shapes, before
             any KV scale exists: NaN stands in for them.
         checksums: let the manifest carry one per tensor (`verify: full`).
-        formula: `exact`, or `stock` to compare with NeMo RL's.
 
     Raises:
         RefitError: a weight is not finite, or a KV scale is missing or not finite and positive.
@@ -84,7 +82,7 @@ def refit_stream(
         if device is None:
             device = group[0][1].device
             yield SENTINEL, torch.zeros(SENTINEL_BYTES, dtype=torch.uint8, device=device)
-        encoded = encode(group, precision, num_layers=num_layers, formula=formula)
+        encoded = encode(group, precision, num_layers=num_layers)
         group.clear()  # one group lives at a time
         verdicts.append(encoded._replace(tensors=[]))
         names += [name for name, _ in encoded.tensors]
@@ -107,11 +105,7 @@ def refit_stream(
 
 
 def encode(
-    group: Sequence[tuple[str, Tensor]],
-    precision: Precision,
-    *,
-    num_layers: int,
-    formula: Formula = "exact",
+    group: Sequence[tuple[str, Tensor]], precision: Precision, *, num_layers: int
 ) -> Encoded:
     """Weights and slabs as they travel: by checkpoint name, each FP8 one with its scales.
 
@@ -119,7 +113,6 @@ def encode(
         group: at least one, all on one device.
         precision: decides which are FP8.
         num_layers: layers of the model.
-        formula: of `quantize_blocks`.
     """
     is_fp8 = {
         name: weights.is_fp8_weight(name, tuple(weight.shape), precision, num_layers)
@@ -131,7 +124,6 @@ def encode(
     quantized = quantize_list(
         [pieces[name] for name in chosen],
         pow2=precision.scales == "pow2",
-        formula=formula,
         nonfinite_N=nonfinite_N,
     )
     found = dict(zip(chosen, quantized, strict=True))

@@ -83,7 +83,6 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             num_layers=settings.shape.layers,
             metadata_only=self.fp8_nemo_wire is None,
             checksums=settings.glue.verify == "full",
-            formula=settings.formula,
         )
         yield from self.fp8_nemo_to_the_end(stream)
 

@@ -271,11 +271,9 @@ class Refit:
     def _load(
         self, tensors: list[tuple[str, Tensor]], load_as_stock: Callable[[list], None]
     ) -> None:
-        glue = self.settings.glue
-        quantizes = glue.transfer == "bf16" and self.settings.precision.rollout_linear == "fp8"
-        if not quantizes:
+        if self.settings.wire_precision == self.settings.precision:  # it travels as it is held
             self.engine.model.load_weights(weights=tensors)
-        elif glue.quantize == "stock":
+        elif self.settings.glue.quantize == "stock":
             load_as_stock(tensors)
         else:
             for group in in_groups(tensors):
@@ -287,9 +285,7 @@ class Refit:
         plain = [pair for pair in group if pair[1].dtype != torch.float32]
         found = [*scales]
         if plain:
-            rounding = self.settings.formula
-            encoded = encode(plain, precision, num_layers=layers, formula=rounding)
-            found += encoded.tensors
+            found += encode(plain, precision, num_layers=layers).tensors
         if self.ledger is not None:
             for name, tensor in found:
                 self.ledger.loading(name, tensor)

@@ -11,14 +11,10 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import fp8_nemo
 from fp8_nemo.recipe.options import Correction, Glue, Precision, Recipe, Shape
 from fp8_nemo.recipe.plain import from_plain
-
-if TYPE_CHECKING:  # a login node has no torch
-    from fp8_nemo.glue.quantize import Formula
 
 VARIABLE = "FP8_NEMO_WORKERS"
 PLUGIN = "fp8_nemo"
@@ -70,15 +66,10 @@ class WorkerSettings:
 
     @property
     def wire_precision(self) -> Precision:
-        """What travels: with `transfer: bf16` the receiver quantizes."""
-        if self.glue.transfer == "fp8":
+        """What travels: FP8 of our own quantizing; else BF16, and the receiver quantizes."""
+        if self.glue.transfer == "fp8" and self.glue.quantize == "fused":
             return self.precision
         return replace(self.precision, rollout_linear="bf16")
-
-    @property
-    def formula(self) -> Formula:
-        """`quantize: stock` is NeMo RL's rounding, wherever it is done."""
-        return "exact" if self.glue.quantize == "fused" else "stock"
 
 
 @functools.cache  # a worker asks in every step and every refit

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp8_nemo.glue.ledger import MANIFEST, SENTINEL, RefitError, checksum
-from fp8_nemo.glue.quantize import FP8, quantize_blocks
+from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import is_fp8_weight, kv_scale_names, named_shapes
 from fp8_nemo.nemo import receiver
@@ -157,16 +157,24 @@ class Worker:
     update_weights_from_collective = update_weights_via_ipc_zmq
 
     def _load_weights(self, weights):
-        """NeMo RL's own: quantizes what its engine holds in FP8."""
+        """NeMo RL's own: quantizes what its engine holds in FP8, by a rule of its own."""
         found = []
         for name, tensor in weights:
             self.as_stock.append(name)
             if is_fp8_weight(name, tuple(tensor.shape), self.model_runner.model.precision, 2):
-                fp8, scale_inv = quantize_blocks(tensor, formula="stock")
+                fp8, scale_inv = rounded_as_stock(tensor)
                 found += [(name, fp8), (name + "_scale_inv", scale_inv)]
             else:
                 found.append((name, tensor))
         self.model_runner.model.load_weights(found)
+
+
+def rounded_as_stock(weight):
+    """Not our rule, for weights of whole blocks: NeMo RL multiplies by a rounded reciprocal."""
+    blocks = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scale = FP8_MAX / blocks.abs().amax((1, 3))
+    fp8 = (blocks * scale[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return Fp8Weight(fp8.view(weight.shape), torch.reciprocal(scale))
 
 
 def weights_of(salt=0):
@@ -182,7 +190,7 @@ def wire_of(run, named=None):
         refit_stream(
             (named or weights_of()).items(), run.wire_precision,
             KV if run.precision.rollout_kv == "fp8" else None, num_layers=2,
-            checksums=run.glue.verify == "full", formula=run.formula,
+            checksums=run.glue.verify == "full",
         )
     )  # fmt: skip
 
@@ -202,11 +210,11 @@ def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision,
         worker.wire = wire_of(run, named)
         assert getattr(worker, path)() is True
         held = worker.model_runner.model.tensors
-        formula = "exact" if glue.quantize == "fused" else "stock"
+        rounded = quantize_blocks if glue.quantize == "fused" else rounded_as_stock
         for name, weight in named.items():
             target, start, stop = worker.model_runner.model._place(name)
             if is_fp8_weight(name, tuple(weight.shape), precision, 2):
-                fp8, scale_inv = quantize_blocks(weight, formula=formula)
+                fp8, scale_inv = rounded(weight)
                 found = held[target][start:stop].view(torch.uint8)
                 assert torch.equal(found, fp8.view(torch.uint8))
                 blocks = slice(start // 128, stop and stop // 128)
@@ -223,8 +231,10 @@ def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision,
         booked = {name: checksum(tensor).item() for name, tensor in worker.wire}
         del booked[SENTINEL], booked[MANIFEST]
         assert report["sent"] == (booked if glue.verify == "full" else {})
-    quantizes = precision is E2E and glue.transfer == "bf16" and glue.quantize == "stock"
-    assert bool(worker.as_stock) == quantizes
+    assert bool(worker.as_stock) == (precision is E2E and glue.quantize == "stock")
+    on_wire = {tensor.dtype for name, tensor in worker.wire if name.endswith("_proj.weight")}
+    fp8 = precision is E2E and glue.transfer == "fp8" and glue.quantize == "fused"
+    assert on_wire == {FP8 if fp8 else torch.bfloat16}
 
 
 def test_kv_scales_reach_the_kernels_buffers_and_host_copies_in_fp32():

@@ -215,7 +215,7 @@ def main():
         }
         stream = refit_stream(
             named.items(), run.wire_precision, scales, num_layers=shape.layers,
-            checksums=run.glue.verify == "full", formula=run.formula,
+            checksums=run.glue.verify == "full",
         )  # fmt: skip
         return [pair for pair in stream if pair[0] != lost]
 
