@@ -31,6 +31,7 @@ from fp8_nemo.glue.ledger import (
     manifest,
 )
 from fp8_nemo.glue.quantize import quantize_list
+from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
 from fp8_nemo.recipe.options import Precision
 
 __all__ = ["Ledger", "RefitError", "RefitProof", "encode", "in_groups", "refit_stream"]
@@ -197,14 +198,10 @@ def _nonfinite(verdicts: Sequence[Encoded]) -> Iterator[str]:
 def _checked_kv_scales(
     kv_scales: Mapping[str, float], num_layers: int, metadata_only: bool
 ) -> dict[str, float]:
-    """KV scales by name as they travel, rounded to FP32, in layer order."""
-    names = [name for layer in range(num_layers) for name in weights.kv_scale_names(layer)]
-    rounded = torch.tensor([kv_scales.get(name, math.nan) for name in names]).tolist()
-    wanted = dict(zip(names, rounded, strict=True))
-    broken = [name for name, scale in wanted.items() if not 0 < scale < math.inf]
-    if broken and not metadata_only:
-        raise RefitError(
-            f"{name}: KV scale {kv_scales.get(name)} must be finite and above 0 in FP32"
-            for name in broken
-        )
-    return wanted
+    if metadata_only:
+        layers = range(num_layers)
+        return {name: math.nan for layer in layers for name in weights.kv_scale_names(layer)}
+    try:
+        return check_scales(kv_scales, num_layers)
+    except RecalibrateError as error:
+        raise RefitError(error.problems) from error

@@ -80,7 +80,7 @@ def opened(
         if settings.needs_plugin:
             check_receivers(parts.generation)
             parts.policy.proofs = lambda: refit_reports(parts.generation)
-        if settings.observes and not parts.policy.kv_scales:
+        if settings.observes and not parts.policy.kv_scales.in_force:
             parts.policy.prepare_for_lp_inference()
             ranks = parts.policy.sharding_annotations.get_axis_size("data_parallel")
             count = plan.recipe.grpo.prompts_per_step or 1

@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8_nemo.glue.ledger import KV_SUFFIXES, RefitError
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream
-from fp8_nemo.nemo.qkv_hooks import watched
+from fp8_nemo.nemo.kv_scales import watched
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 

@@ -37,7 +37,13 @@ from fp8_nemo.glue.ledger import (
 )
 from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import WireSpec, named_shapes, wire_specs
-from fp8_nemo.nemo.vllm_layout import Rank, Slots, engine_parts, layers_with_experts, place_of
+from fp8_nemo.nemo.vllm_layout import (
+    ParameterCache,
+    Rank,
+    engine_parts,
+    layers_with_experts,
+    place_of,
+)
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.recipe.options import Precision
 
@@ -131,7 +137,7 @@ class EngineMemory:
 
     def __init__(self, model: Any, settings: WorkerSettings) -> None:
         self.model, self.shape, self.precision = model, settings.shape, settings.precision
-        self.slots: Slots | None = None
+        self.cache: ParameterCache | None = None
         self.attentions: list[Any] = []
         self.known_at: list[tuple | None] = []
         self.known: Destination | None = None
@@ -161,11 +167,11 @@ class EngineMemory:
         Raises:
             RefitError: it is not what the recipe's engine holds.
         """
-        slots, scales = self.look_again(), dict(self._kv_scales())
-        at = [*slots.places(), *map(place_of, scales.values())]
+        cache, scales = self.look_again(), dict(self._kv_scales())
+        at = [*cache.places(), *map(place_of, scales.values())]
         # `known` keeps the storages of what a refit fills: no other tensor gets their addresses.
         if self.known is None or at != self.known_at:
-            found = engine_parts(slots.parameters(), self.shape, self.precision, self.rank)
+            found = engine_parts(cache.parameters(), self.shape, self.precision, self.rank)
             found |= {name: Part(scale.view(1)) for name, scale in scales.items()}
             self.known_at, self.known = at, Destination(found, self.held)
         return self.known
@@ -182,13 +188,13 @@ class EngineMemory:
         """
         return self.known or self.destination()
 
-    def look_again(self) -> Slots:
+    def look_again(self) -> ParameterCache:
         """Walk the model, at first and if it has changed since; what attends is known after it."""
-        if self.slots is None or not self.slots.are_all():
+        if self.cache is None or not self.cache.are_all():
             fp8_kv = self.precision.rollout_kv == "fp8"
-            self.slots, self.known = Slots(self.model), None
+            self.cache, self.known = ParameterCache(self.model), None
             self.attentions = attentions(self.model, self.shape.layers) if fp8_kv else []
-        return self.slots
+        return self.cache
 
     def _kv_scales(self) -> Iterator[tuple[str, Tensor]]:
         for layer, attention in enumerate(self.attentions):

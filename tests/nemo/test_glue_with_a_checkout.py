@@ -354,7 +354,7 @@ def watched_policy(nemo_path, monkeypatch):
 def step(policy):
     """A step of `grpo_train`, as far as scales are concerned."""
     policy.get_logprobs()
-    policy.has_trained = True  # `train`
+    policy.kv_scales.trained()  # as `train` does
     return policy.calibrate_qkv_fp8_scales("batch", include_q=True)["layers"]
 
 
@@ -382,7 +382,7 @@ def test_a_step_without_a_logprob_forward_takes_nemo_rls_own(watched_policy):
     policy, workers = watched_policy()
     step(policy)
     assert workers.forwards == 0
-    policy.has_trained = True
+    policy.kv_scales.trained()
     policy.calibrate_qkv_fp8_scales("batch", include_q=True)
     assert workers.forwards == 1
 
@@ -456,13 +456,13 @@ def test_a_resumed_run_starts_with_the_saved_ranges_and_scales(watched_policy, t
     step(policy)
     policy.save_checkpoint(str(tmp_path / "weights"))
     resumed, workers = watched_policy(weights_path=str(tmp_path / "weights"))
-    assert resumed.kv_scales == policy.kv_scales
-    assert resumed.calibrate_qkv_fp8_scales("prompts")["layers"] == policy.kv_scales
+    assert resumed.kv_scales.in_force == policy.kv_scales.in_force
+    assert resumed.calibrate_qkv_fp8_scales("prompts")["layers"] == policy.kv_scales.in_force
     assert workers.forwards == 0
     workers.ranges = 2.0
     assert step(resumed)[K] == pytest.approx(8.0 * 1.05 / 448), "its history came along"
     fresh, _ = watched_policy(weights_path=str(tmp_path / "elsewhere" / "weights"))
-    assert fresh.kv_scales == {}
+    assert fresh.kv_scales.in_force == {}
 
 
 @imports

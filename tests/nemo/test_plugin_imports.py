@@ -8,6 +8,7 @@ LOADED = [
     "fp8_nemo.glue",
     "fp8_nemo.glue.ledger",
     "fp8_nemo.glue.quantize",
+    "fp8_nemo.glue.recalibrate",
     "fp8_nemo.glue.refit",
     "fp8_nemo.glue.wire",
     "fp8_nemo.nemo",

@@ -15,7 +15,7 @@ from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import is_fp8_weight, kv_scale_names, named_shapes
 from fp8_nemo.nemo import receiver
-from fp8_nemo.nemo.vllm_layout import Rank, Slots
+from fp8_nemo.nemo.vllm_layout import ParameterCache, Rank
 from fp8_nemo.nemo.worker_settings import VARIABLE, WorkerSettings
 from fp8_nemo.recipe.options import Correction, Glue, Precision, Recalibrate, Shape
 
@@ -332,27 +332,27 @@ def test_a_models_parameters_are_found_by_the_names_that_it_gives_them():
     model.lm_head = model.model.embed_tokens  # tied: named once
     model.plain, model.none = nn.Parameter(torch.ones(2)), None
     model.model.register_parameter("bias", None)
-    slots = Slots(model)
+    cache = ParameterCache(model)
 
     def walked():
         return {name: p.data_ptr() for name, p in model.named_parameters()}
 
     def found():
-        return {name: x.data_ptr() for name, x in slots.parameters().items()}
+        return {name: x.data_ptr() for name, x in cache.parameters().items()}
 
-    assert slots.are_all() and found() == walked()
+    assert cache.are_all() and found() == walked()
     model.model.bias = nn.Parameter(torch.ones(3))
     model.put(NORM, torch.ones(256))
-    assert slots.are_all() and found() == walked()
+    assert cache.are_all() and found() == walked()
     model.put("model.layers.0.self_attn.qkv_proj.bias", torch.ones(512))
-    assert not slots.are_all()
-    slots = Slots(model)
+    assert not cache.are_all()
+    cache = ParameterCache(model)
     del model.get_submodule("model.norm").weight
     model.put("model.norm.scale", torch.ones(256))
-    assert not slots.are_all(), "as many, by another name"
+    assert not cache.are_all(), "as many, by another name"
 
 
-@pytest.mark.parametrize("where", ["_open", "attentions", "Slots"])
+@pytest.mark.parametrize("where", ["_open", "attentions", "ParameterCache"])
 def test_whatever_fails_before_the_stream_is_raised_after_it(where, monkeypatch):
     run = told()
     worker = worker_of(run)
