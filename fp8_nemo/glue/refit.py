@@ -21,15 +21,8 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import (
-    MANIFEST,
-    SENTINEL,
-    Ledger,
-    RefitError,
-    RefitProof,
-    checksum,
-    manifest,
-)
+from fp8_nemo.glue.ledger import Ledger, RefitError, RefitProof
+from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum, manifest
 from fp8_nemo.glue.quantize import quantize_list
 from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
 from fp8_nemo.recipe.options import Precision

@@ -26,15 +26,8 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import (
-    MANIFEST,
-    SENTINEL,
-    Destination,
-    Ledger,
-    Part,
-    RefitError,
-    RefitProof,
-)
+from fp8_nemo.glue.ledger import Destination, Ledger, Part, RefitError, RefitProof
+from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import WireSpec, named_shapes, wire_specs
 from fp8_nemo.nemo.vllm_layout import (

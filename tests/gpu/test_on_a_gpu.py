@@ -10,7 +10,7 @@ from fp8_nemo.recipes import make_model as recipes_make_model
 
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.export import make_model
-from fp8_nemo.glue.ledger import checksum
+from fp8_nemo.glue.manifest import checksum
 from fp8_nemo.glue.quantize import (
     dequantize_blocks,
     dequantize_groups,

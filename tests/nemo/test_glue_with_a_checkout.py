@@ -112,7 +112,8 @@ def test_the_policy_worker_is_nemo_rls_with_our_methods(nemo_path, monkeypatch):
 def test_a_refused_stream_goes_on_to_its_known_end_and_is_raised_after_it(nemo_path, monkeypatch):
     import torch
 
-    from fp8_nemo.glue.ledger import MANIFEST, RefitError
+    from fp8_nemo.glue.ledger import RefitError
+    from fp8_nemo.glue.manifest import MANIFEST
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
 
     ones = torch.ones
@@ -264,7 +265,7 @@ def test_vllms_own_loader_stops_at_our_sentinel():
     from torch import nn
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    from fp8_nemo.glue.ledger import SENTINEL
+    from fp8_nemo.glue.manifest import SENTINEL
 
     model = nn.Module()
     model.model = nn.Linear(2, 2)

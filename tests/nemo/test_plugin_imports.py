@@ -7,6 +7,7 @@ LOADED = [
     "fp8_nemo",
     "fp8_nemo.glue",
     "fp8_nemo.glue.ledger",
+    "fp8_nemo.glue.manifest",
     "fp8_nemo.glue.quantize",
     "fp8_nemo.glue.recalibrate",
     "fp8_nemo.glue.refit",

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_nemo.glue.ledger import MANIFEST, SENTINEL, RefitError, checksum
+from fp8_nemo.glue.ledger import RefitError
+from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum
 from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import is_fp8_weight, kv_scale_names, named_shapes
