@@ -1,8 +1,9 @@
 """The FP8 contract as Triton kernels: quantizing, ranges and checksums.
 
 What they guarantee
-    Every byte, scale and value equals the torch reference of `quantize.py`. Of weights one program takes one 128x128 block: it is read once, held in registers while its
-    maximum is found, and written once, so a weight of N elements moves 3N bytes, where NeMo RL's
+    Every byte, scale and value equals the torch reference of `quantize.py`. Of weights one program
+    takes one 128x128 block: it is read once, held in registers while its maximum is found, and
+    written once, so a weight of N elements moves 3N bytes, where NeMo RL's
     `cast_tensor_to_fp8_blockwise` (main 7ea279a) moves about 49N. Nothing is read on the host.
 
 What they take care of

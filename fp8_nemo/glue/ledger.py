@@ -167,6 +167,14 @@ class Destination:
 class Ledger:
     """One refit, from the receiver's side; opening it poisons the destination.
 
+    Example: `engine` maps wire names to tensors, `stream` is what `refit_stream` sent::
+
+        ledger = Ledger(specs, Destination(engine, specs))
+        for name, tensor in stream:
+            if ledger.receive(name, tensor):
+                engine[name].copy_(tensor)
+        proof = ledger.close()
+
     Args:
         expected: what the wire brings, `weights.wire_specs`.
         destination: the engine's; what it holds whole need not be what is sent: a sender in BF16
