@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import record
 import torch
+from stock_formula import stock_quantize_blocks
 from torch import Tensor
 
 from fp8_nemo.glue.quantize import Fp8Weight, quantize_blocks, quantize_list
@@ -195,7 +196,7 @@ def bytes_of(others: dict[str, Callable[[Tensor], Fp8Weight]]) -> Iterator[dict[
         for name, shape in shapes.items():
             for spread, matrix in (("normal", weight(*shape)), ("heavy", heavy(*shape))):
                 exact = quantize_blocks(matrix)
-                like_stock = quantize_blocks(matrix, formula="stock")
+                like_stock = stock_quantize_blocks(matrix)
                 row: dict[str, Any] = {"weight": f"{model} {name}", "values": spread}
                 theirs = {other: quantize(matrix) for other, quantize in others.items()}
                 for other, found in theirs.items():

@@ -52,6 +52,7 @@ from fp8_nemo.glue.ledger import RefitError
 from fp8_nemo.glue.wire import kv_scale_names
 from fp8_nemo.launch import driver, session
 from fp8_nemo.launch.engine_checks import EngineError, refit_problems, refit_reports
+from fp8_nemo.launch.preflight import settings_of
 from fp8_nemo.nemo.worker_settings import VARIABLE
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.nemo_config.host import root_of
@@ -100,7 +101,7 @@ class Bench:
     def switch(self, glue: Glue) -> None:
         """Tell all workers another glue, and let the sides shake hands again."""
         self.recipe = dataclasses.replace(self.recipe, glue=glue)
-        content = json.dumps(dataclasses.asdict(self.recipe))
+        content = json.dumps(dataclasses.asdict(settings_of(self.recipe)))
         self.in_policy(set_recipe_of_policy, content)
         self.in_vllm(set_recipe_of_vllm, content)
         info = self.parts.policy.prepare_refit_info()
@@ -221,10 +222,10 @@ def set_recipe_of_vllm(worker: Any, content: str) -> None:
     import os
 
     worker = getattr(worker, "worker", worker)  # vLLM hands out its wrapper
-    from fp8_nemo.nemo.worker_settings import VARIABLE, from_environment
+    from fp8_nemo.nemo.worker_settings import VARIABLE, WorkerSettings
 
     os.environ[VARIABLE] = content
-    type(worker).fp8_nemo_recipe = from_environment()
+    type(worker).fp8_nemo_settings = WorkerSettings.from_environment()
     if '"quantize": "stock", "transfer": "bf16"' in content:  # its KV scales are BF16, ours FP32
         for name, parameter in worker.model_runner.model.named_parameters():
             if name.endswith((".attn.q_scale", ".attn.k_scale", ".attn.v_scale")):
@@ -471,7 +472,7 @@ def fp8_of_engine(worker: Any) -> dict[str, tuple[Any, Any]]:
     from fp8_nemo.nemo.receiver import EngineMemory
 
     worker = getattr(worker, "worker", worker)
-    engine = EngineMemory(worker.model_runner.model, type(worker).fp8_nemo_recipe)
+    engine = EngineMemory(worker.model_runner.model, type(worker).fp8_nemo_settings)
     parts = engine.destination().parts
     return {
         name: (parts[name].tensor.view(torch.uint8).cpu(), parts[scale].tensor.float().cpu())

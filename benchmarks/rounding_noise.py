@@ -30,11 +30,11 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from stock_formula import stock_quantize_list
 from torch import Tensor, nn
 
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.glue.refit import refit_stream
-from fp8_nemo.local import grpo
+from fp8_nemo.glue import refit
 from fp8_nemo.local.engine import Batch, Decoder, Engine
 from fp8_nemo.local.grpo import Run
 from fp8_nemo.local.modules.layers import Experts
@@ -116,7 +116,7 @@ def measure(model: str, precision: str, folder: Path) -> dict[str, Any]:
     if precision != "bf16":
         ours = copy(run.engine)
         ours.model = deepcopy(run.engine.model)
-        with patch.object(grpo, "refit_stream", partial(refit_stream, formula="stock")):
+        with patch.object(refit, "quantize_list", stock_quantize_list):
             stock = sample(run)
         for name, engine in (("same texts, ours", ours), ("same texts, stock weights", run.engine)):
             found[name] = [half_square(engine, run.policy, [batch, stock])]

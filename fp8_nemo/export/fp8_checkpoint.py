@@ -41,7 +41,6 @@ from fp8_nemo.glue.refit import encode, pieces_of
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options import Precision
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe")
 DTYPES = ("BF16", "F32")
 INDEX = "model.safetensors.index.json"
 BOOK = "quantization.json"
@@ -137,8 +136,8 @@ def read_config(source: Path) -> dict[str, Any]:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ConversionError(f"{source}: is quantized already ({method})")
     family = config.get("model_type")
-    if family not in FAMILIES:
-        families = ", ".join(FAMILIES)
+    if family not in weights.FAMILIES:
+        families = ", ".join(weights.FAMILIES)
         raise ConversionError(f"{file}: model_type={family}, must be one of {families}")
     if not isinstance(config.get("num_hidden_layers"), int):
         raise ConversionError(f"{file}: has no num_hidden_layers")

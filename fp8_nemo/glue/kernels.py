@@ -1,10 +1,9 @@
-"""The FP8 contract as Triton kernels: quantizing, products, ranges, checksums, a token's attention.
+"""The FP8 contract as Triton kernels: quantizing, ranges and checksums.
 
 What they guarantee
-    Every byte, scale and value equals the torch reference of `quantize.py`; products and attention
-    sum in another order than their references in `local/layers.py` and `local/attention.py`. Of
-    weights one program takes one 128x128 block: it is read once, held in registers while its
-    maximum is found, and written once, so a weight of N elements moves 3N bytes, where NeMo RL's
+    Every byte, scale and value equals the torch reference of `quantize.py`. Of weights one program
+    takes one 128x128 block: it is read once, held in registers while its maximum is found, and
+    written once, so a weight of N elements moves 3N bytes, where NeMo RL's
     `cast_tensor_to_fp8_blockwise` (main 7ea279a) moves about 49N. Nothing is read on the host.
 
 What they take care of
@@ -14,8 +13,7 @@ What they take care of
     not be the tensor's: every launch says where.
 
 Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts, N weights,
-R rows (tokens), H heads, D head dimension, T tokens. Of a product K is the axis that it sums; of
-attention B sequences, K key heads, G = H/K, S places in a cache.
+R rows (tokens), H heads, D head dimension, T tokens.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -35,7 +33,6 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 WARPS = 4  # within 3 points of the fastest of 4, 8, 16 (benchmarks/results/quantize-h200.json)
 COLUMNS = tl.constexpr(8)  # of the table of weights: three addresses, first block, O, I, P, Q
 ROWS_AT_ONCE = 16
-SIDE = 64  # of the square of a product that one program makes
 GROUPS_AT_ONCE = 32  # rows of activations that one program takes, one group of 128 of each
 HEADS_AT_ONCE = tl.constexpr(1024)  # values of a row that one turn reads
 BYTES_AT_ONCE = 8192  # of a checksum, that one program sums
@@ -115,37 +112,6 @@ def quantize_groups(x_TI: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     return fp8_TI, scale_inv_TQ
 
 
-def product(
-    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype
-) -> Tensor:
-    """`left right^T` of FP8 operands, 128 features at a time, each partial sum times its scales.
-
-    FP16 holds every E4M3 number, and its products are exact in FP32. The tensor cores' own FP8
-    products are summed with 14 bits on Hopper (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), which
-    is what DeepGEMM works around; a reference has no need to.
-
-    Args:
-        left: bytes `[E, T, K]` and scales `[E, T, Q]`, of any strides; of one for all, E is 1.
-        right: bytes `[E, O, K]` and scales `[E, O, Q]`, or `[E, P, Q]` of blocks, of any strides.
-        dtype: of the result.
-
-    Returns:
-        `[E, T, O]`.
-    """
-    (b, b_scale), (E, O, K) = right, right[0].shape
-    a, a_scale = (each.expand(E, -1, -1) for each in left)
-    T = a.shape[1]
-    result = torch.empty(E, T, O, dtype=dtype, device=a.device)
-    if result.numel():
-        with torch.cuda.device(a.device):
-            _product[(triton.cdiv(T, SIDE), triton.cdiv(O, SIDE), E)](
-                a, a_scale, b, b_scale, result, T, O, K,
-                *a.stride(), *a_scale.stride(), *b.stride(), *b_scale.stride(),
-                PER_SCALE=1 if b_scale.shape[1] == O else 128, SIDE=SIDE, num_warps=WARPS,
-            )  # fmt: skip
-    return result
-
-
 def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None:
     """Raise running maxima by the absolute values of the rows that are kept; one launch for three.
 
@@ -161,46 +127,6 @@ def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None
             *qkv_RHD, *sizes, keep_R, amax_3.view(torch.int32), R,
             ROWS=ROWS_AT_ONCE, num_warps=WARPS,
         )  # fmt: skip
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask_BS: Tensor,
-    exponent: Tensor,
-    v_scale: Tensor,
-    tile: int,
-    headroom: int,
-) -> Tensor:
-    """Attention of one new token over a cache, in FlashAttention 3's order, in one launch.
-
-    Places that hold no token are not read. The tiles are those found for FP8; of BF16 nothing is
-    claimed but its reference's numbers.
-
-    Args:
-        query: E4M3 or BF16 `[B, K, G, 1, D]`, contiguous, D a power of two.
-        key: as the query is, `[B, K, 1, S, D]`, any strides whose last is 1.
-        value: as `key`; probabilities are rounded to its type.
-        mask_BS: false where a place holds no token; any strides.
-        exponent: FP32 `[1]`, what a product is multiplied by before it is a power of two.
-        v_scale: FP32 `[1]`.
-        tile: keys whose probabilities are rounded against one maximum.
-        headroom: probabilities are scaled by two to this power before they are rounded.
-
-    Returns:
-        FP32 `[B, K, G, 1, D]`.
-    """
-    B, K, G, _, D = query.shape
-    output = torch.empty(query.shape, device=query.device)
-    with torch.cuda.device(query.device):
-        _attend[(B, K * G)](
-            query, key, value, mask_BS, exponent, v_scale, output, G, key.shape[-2],
-            *(key.stride(n) for n in (0, 1, 3)), *(value.stride(n) for n in (0, 1, 3)),
-            *mask_BS.stride(), headroom, torch.finfo(torch.float32).tiny,
-            D=D, TILE=tile, HELD=triton.next_power_of_2(tile), num_warps=WARPS,
-        )  # fmt: skip
-    return output
 
 
 def checksum(bytes_N: Tensor, period: int) -> Tensor:
@@ -324,37 +250,6 @@ def _quantize_groups(
 
 
 @triton.jit
-def _product(
-    a, a_scale, b, b_scale, result, T, O, K,
-    a_expert, a_row, a_column, a_scale_expert, a_scale_row, a_scale_column,
-    b_expert, b_row, b_column, b_scale_expert, b_scale_row, b_scale_column,
-    PER_SCALE: tl.constexpr, SIDE: tl.constexpr,
-):  # fmt: skip
-    expert = tl.program_id(2).to(tl.int64)
-    a, a_scale = a + expert * a_expert, a_scale + expert * a_scale_expert
-    b, b_scale = b + expert * b_expert, b_scale + expert * b_scale_expert
-    rows = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
-    columns = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
-    total = tl.zeros((SIDE, SIDE), tl.float32)
-    for n in range(tl.cdiv(K, BLOCK)):
-        places = n * BLOCK + tl.arange(0, BLOCK)
-        inside = (rows < T)[:, None] & (places < K)[None, :]
-        at = rows[:, None] * a_row + places[None, :] * a_column
-        left = tl.load(a + at, mask=inside, other=0.0).to(tl.float16)
-        inside = (places < K)[:, None] & (columns < O)[None, :]
-        at = places[:, None] * b_column + columns[None, :] * b_row
-        right = tl.load(b + at, mask=inside, other=0.0).to(tl.float16)
-        at = rows * a_scale_row + n * a_scale_column
-        left_scale = tl.load(a_scale + at, mask=rows < T, other=0.0)
-        at = columns // PER_SCALE * b_scale_row + n * b_scale_column
-        right_scale = tl.load(b_scale + at, mask=columns < O, other=0.0)
-        total += tl.dot(left, right) * (left_scale[:, None] * right_scale[None, :])
-    at = (expert * T + rows[:, None]) * O + columns[None, :]
-    inside = (rows < T)[:, None] & (columns < O)[None, :]
-    tl.store(result + at, total.to(result.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _scales(amax, largest, POW2: tl.constexpr):
     """Scale and its inverse of maxima, `quantize.exact_scales`."""
     scale = tl.div_rn(FP8_MAX, amax)
@@ -392,43 +287,6 @@ def _amax_of_rows(x, values, D, row_stride, head_stride, keep, amax, R, ROWS: tl
         bits = value.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
         largest = tl.maximum(largest, bits)
     tl.atomic_max(amax, tl.max(tl.max(largest, 1), 0) << 16)
-
-
-@triton.jit
-def _attend(
-    query, key, value, mask, exponent, v_scale, output, G, S,
-    key_row, key_head, key_place, value_row, value_head, value_place, mask_row, mask_place,
-    headroom, tiny, D: tl.constexpr, TILE: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    features, inner = tl.arange(0, D), tl.arange(0, HELD)
-    at = (row * tl.num_programs(1) + head) * D + features
-    asked = tl.load(query + at).to(tl.float32)
-    power = tl.load(exponent)
-    key += row * key_row + (head // G) * key_head
-    value += row * value_row + (head // G) * value_head
-    top, total = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
-    found = tl.zeros((D,), tl.float32)
-    tiles = tl.cdiv(S, TILE)
-    for n in range(tiles):
-        places = (tiles - 1 - n) * TILE + inner
-        inside = (inner < TILE) & (places < S)
-        seen = tl.load(mask + row * mask_row + places * mask_place, mask=inside, other=0) != 0
-        within = places[:, None] * key_place + features[None, :]
-        held = tl.load(key + within, mask=seen[:, None], other=0.0).to(tl.float32)
-        scores = tl.where(seen, tl.sum(held * asked[None, :], 1), float("-inf"))
-        raised = tl.maximum(top, tl.max(scores, 0))
-        none = raised == float("-inf")
-        origin = tl.where(none, 0.0, raised * power)
-        probability = tl.exp2(scores * power - (origin - headroom))
-        shrink = tl.where(none, 1.0, tl.exp2((top - raised) * power))
-        total = total * shrink + tl.sum(probability, 0)  # of P before it is rounded
-        rounded = probability.to(value.dtype.element_ty).to(tl.float32)
-        within = places[:, None] * value_place + features[None, :]
-        held = tl.load(value + within, mask=seen[:, None], other=0.0).to(tl.float32)
-        found = found * shrink + tl.sum(held * rounded[:, None], 0)
-        top = raised
-    tl.store(output + at, found * (tl.load(v_scale) / tl.maximum(total, tiny)))
 
 
 @triton.jit

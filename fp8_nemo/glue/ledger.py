@@ -20,9 +20,7 @@ out once.
 # torch._foreach_* is documented and public, its underscore notwithstanding.
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -32,16 +30,19 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
+from fp8_nemo.glue.manifest import (
+    KV_SUFFIXES,
+    MANIFEST,
+    SENTINEL,
+    Manifest,
+    checksum,
+    read_manifest,
+)
 from fp8_nemo.glue.quantize import FP8
 from fp8_nemo.glue.wire import WireSpec
 
-SENTINEL = "fp8_nemo.sentinel"
-MANIFEST = "fp8_nemo.manifest"
 SHOWN_PROBLEMS = 8  # a model of 18,000 expert weights may lose them all
 FP8_NAN = 0x7F  # E4M3's NaN
-KV_SUFFIXES = (".q_scale", ".k_scale", ".v_scale")
-CHECKSUM_PERIOD = 65521  # prime: shifting bytes by any block or row size changes their factors
-CHECKSUM_AT_ONCE = 2**26  # bytes, each of which takes 16 while it is summed
 
 
 class RefitError(RuntimeError):
@@ -78,33 +79,6 @@ class Part(NamedTuple):
     """The engine's own memory."""
     of_wire: tuple[slice, ...] = ()
     """Which part of the wire's tensor it holds; all of it if empty."""
-
-
-class Manifest(NamedTuple):
-    """What the sender has sent: `Manifest(["lm_head.weight", ...], [], {})`."""
-
-    names: list[str]
-    sums: list[int]
-    """Of each name's bytes, with `verify: full`."""
-    kv_scales: dict[str, float]
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """An order-sensitive sum of a tensor's bytes, INT64 scalar on its device.
-
-    Byte i counts `1 + i mod 65521` times, so a permutation of blocks shows; 5e11 bytes fit.
-    """
-    bytes_N = tensor.detach().contiguous().view(torch.uint8).flatten()
-    if bytes_N.is_cuda:
-        from fp8_nemo.glue import kernels
-
-        return kernels.checksum(bytes_N, CHECKSUM_PERIOD)
-    total = torch.zeros((), dtype=torch.int64, device=bytes_N.device)
-    for start in range(0, bytes_N.numel(), CHECKSUM_AT_ONCE):
-        some_N = bytes_N[start : start + CHECKSUM_AT_ONCE].long()
-        index_N = torch.arange(start, start + some_N.numel(), device=some_N.device)
-        total += (some_N * (1 + index_N % CHECKSUM_PERIOD)).sum()
-    return total
 
 
 class Destination:
@@ -192,6 +166,14 @@ class Destination:
 
 class Ledger:
     """One refit, from the receiver's side; opening it poisons the destination.
+
+    Example: `engine` maps wire names to tensors, `stream` is what `refit_stream` sent::
+
+        ledger = Ledger(specs, Destination(engine, specs))
+        for name, tensor in stream:
+            if ledger.receive(name, tensor):
+                engine[name].copy_(tensor)
+        proof = ledger.close()
 
     Args:
         expected: what the wire brings, `weights.wire_specs`.
@@ -358,32 +340,6 @@ def on_host(numbers: Mapping[str, Tensor]) -> dict[str, Any]:
         return {}
     flat = [number.flatten() for number in numbers.values()]
     return dict(zip(numbers, torch.cat(flat).tolist(), strict=True))
-
-
-def manifest(names: list[str], sums: list[Tensor], kv_scales: Mapping[str, float]) -> Tensor:
-    """Bytes of it, as many in every refit: NeMo RL's receiver knows shapes from its set-up.
-
-    Args:
-        names: of all tensors, in the order sent.
-        sums: their `checksum`, or none.
-        kv_scales: in FP32, in the order of `names`.
-    """
-    host_sums = torch.stack(sums).tolist() if sums else []
-    scales = struct.pack(f">{len(kv_scales)}f", *kv_scales.values()).hex()
-    book = {"names": names, "sums": [f"{value:016x}" for value in host_sums], "kv_scales": scales}
-    return torch.frombuffer(bytearray(json.dumps(book).encode()), dtype=torch.uint8)
-
-
-def read_manifest(tensor: Tensor) -> Manifest | None:
-    """What `manifest` wrote; None if it did not arrive whole."""
-    try:
-        book = json.loads(tensor.cpu().numpy().tobytes())
-        names = [name for name in book["names"] if name.endswith(KV_SUFFIXES)]
-        scales = struct.unpack(f">{len(names)}f", bytes.fromhex(book["kv_scales"]))
-        sums = [int(value, 16) for value in book["sums"]]
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
-        return None
-    return Manifest(book["names"], sums, dict(zip(names, scales, strict=True)))
 
 
 def spec_of(tensor: Tensor) -> WireSpec:

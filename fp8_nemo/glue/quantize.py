@@ -21,16 +21,13 @@ What it refuses
 On a CUDA device the exact formula runs as a Triton kernel (`kernels.py`), one pass and one launch
 for a weight, a slab, a list or activations; on a CPU as torch operations, which are its reference.
 
-`formula="stock"` repeats NeMo RL's `cast_tensor_to_fp8_blockwise` (main 7ea279a) for comparisons:
-it multiplies by a rounded reciprocal (two roundings) and pads with the last element's value.
-
 Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), T tokens, E experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +37,6 @@ from fp8_nemo.glue.wire import BLOCK
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-Formula = Literal["exact", "stock"]
 
 
 class Fp8Weight(NamedTuple):
@@ -58,61 +54,50 @@ class Fp8Groups(NamedTuple):
 
 
 def quantize_blocks(
-    weight_OI: Tensor,
-    *,
-    pow2: bool = False,
-    formula: Formula = "exact",
-    nonfinite: Tensor | None = None,
+    weight_OI: Tensor, *, pow2: bool = False, nonfinite: Tensor | None = None
 ) -> Fp8Weight:
     """Quantize a weight `[O, I]`, or a slab of experts `[E, O, I]`, in 128x128 blocks.
 
     Args:
         weight_OI: BF16 or FP32; FP32 is rounded to BF16 first.
         pow2: scales that are powers of two (UE8M0).
-        formula: `exact` (the contract) or `stock` (NeMo RL's, to compare with).
         nonfinite: boolean slot, set without a host read if the weight is not finite, and else left
             as it is.
 
     Raises:
-        ValueError: the weight holds NaN or Inf and no slot was given; or a ragged slab with
-            `formula="stock"`, which NeMo RL does not define.
+        ValueError: the weight holds NaN or Inf and no slot was given.
     """
     slot = nonfinite
     if slot is None:
         slot = torch.zeros((), dtype=torch.bool, device=weight_OI.device)
-    if weight_OI.is_cuda and formula == "exact":
+    if weight_OI.is_cuda:
         from fp8_nemo.glue import kernels
 
         quantized = Fp8Weight(*kernels.quantize(_bf16(weight_OI), pow2, slot))
     else:
-        quantized = _quantize_in_torch(weight_OI, pow2, formula, slot)
+        quantized = _quantize_in_torch(weight_OI, pow2, slot)
     if nonfinite is None and slot.item():
         raise ValueError("weight holds NaN or Inf: refused, FP8 would hide it")
     return quantized
 
 
 def quantize_list(
-    weights: Sequence[Tensor],
-    *,
-    pow2: bool = False,
-    formula: Formula = "exact",
-    nonfinite_N: Tensor,
+    weights: Sequence[Tensor], *, pow2: bool = False, nonfinite_N: Tensor
 ) -> list[Fp8Weight]:
     """`quantize_blocks` of N weights or slabs, on a CUDA device in one launch.
 
     Args:
         weights: all on one device; each as `quantize_blocks` takes it.
         pow2: scales that are powers of two.
-        formula: as `quantize_blocks`.
         nonfinite_N: boolean slots, one a weight.
     """
-    if weights and weights[0].is_cuda and formula == "exact":
+    if weights and weights[0].is_cuda:
         from fp8_nemo.glue import kernels
 
         found = kernels.quantize_list([_bf16(each) for each in weights], pow2, nonfinite_N)
         return [Fp8Weight(*each) for each in found]
     return [
-        quantize_blocks(weight, pow2=pow2, formula=formula, nonfinite=slot)
+        quantize_blocks(weight, pow2=pow2, nonfinite=slot)
         for weight, slot in zip(weights, nonfinite_N, strict=True)
     ]
 
@@ -121,19 +106,13 @@ def _bf16(weight_OI: Tensor) -> Tensor:
     return weight_OI.to(torch.bfloat16).contiguous()
 
 
-def _quantize_in_torch(
-    weight_OI: Tensor, pow2: bool, formula: Formula, nonfinite: Tensor
-) -> Fp8Weight:
+def _quantize_in_torch(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> Fp8Weight:
     O, I = weight_OI.shape[-2:]
     value_OI = weight_OI.to(torch.bfloat16).float()
-    padded_OI = _pad_to_blocks(value_OI, formula)
+    padded_OI = pad(value_OI, (0, -I % BLOCK, 0, -O % BLOCK))
     amax_PQ = _blocks(padded_OI).abs().amax(dim=(-3, -1))
     nonfinite.logical_or_(~torch.isfinite(amax_PQ).all())
-    scale_PQ, scale_inv_PQ = (
-        exact_scales(amax_PQ, torch.bfloat16, pow2)
-        if formula == "exact"
-        else _stock_scales(amax_PQ, pow2)
-    )
+    scale_PQ, scale_inv_PQ = exact_scales(amax_PQ, torch.bfloat16, pow2)
     scaled_OI = (_blocks(padded_OI) * scale_PQ[..., :, None, :, None]).reshape(padded_OI.shape)
     fp8_OI = _saturating_cast(scaled_OI[..., :O, :I])
     return Fp8Weight(fp8_OI.contiguous(), scale_inv_PQ)
@@ -203,30 +182,6 @@ def exact_scales(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, 
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     scale = torch.where(amax == 0, torch.ones_like(amax), scale)
     return scale, torch.ones_like(scale) / scale
-
-
-def _stock_scales(amax: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
-    if pow2:
-        exponent = torch.ceil(torch.log2(amax / FP8_MAX)).clamp(-127, 127) + 127
-        scale = torch.where(exponent == 0, 1.0, torch.exp2(127 - exponent))
-    else:
-        scale = torch.where(amax == 0, 1.0, FP8_MAX / amax)
-    return scale, torch.reciprocal(scale)
-
-
-def _pad_to_blocks(value_OI: Tensor, formula: Formula) -> Tensor:
-    O, I = value_OI.shape[-2:]
-    margins = (0, -I % BLOCK, 0, -O % BLOCK)
-    if not any(margins):
-        return value_OI
-    if formula == "exact":
-        return pad(value_OI, margins)
-    if value_OI.ndim != 2:
-        raise ValueError(
-            f"formula=stock: slab of shape {tuple(value_OI.shape)} is not a multiple of {BLOCK} "
-            "in both features; NeMo RL refuses it too"
-        )
-    return pad(value_OI, margins, value=value_OI[-1, -1].item())
 
 
 def _blocks(padded_OI: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ layers, S history steps; the last axis of 3 is Q, K, V.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,12 @@ from fp8_nemo.glue.wire import kv_scale_names
 
 
 class RecalibrateError(ValueError):
-    """A range that no scale can be made of, named by layer."""
+    """Ranges or scales that FP8 cannot use; `problems` names each."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = list(problems)
+        more = len(problems) - 1
+        super().__init__(problems[0] + (f"; and {more} more" if more else ""))
 
 
 class AmaxObserver:
@@ -137,16 +142,39 @@ def kv_scales(amax_SL3: Tensor, margin: float) -> dict[str, float]:
     Raises:
         RecalibrateError: a layer was never seen, or its range is not finite.
     """
-    scales: dict[str, float] = {}
-    for layer, maxima in enumerate(amax_SL3.amax(dim=0).tolist()):
-        for name, amax in zip(kv_scale_names(layer), maxima, strict=True):
-            if not (math.isfinite(amax) and amax > 0):
-                raise RecalibrateError(
-                    f"{name}: range {amax} cannot be a scale; it must be finite and above 0. "
-                    "Zero: no forward reached the layer; NaN or Inf: the policy diverged"
-                )
-            scales[name] = margin * amax / FP8_MAX
+    maxima_L3 = amax_SL3.amax(dim=0).tolist()
+    scales = {
+        name: margin * amax / FP8_MAX
+        for layer, maxima in enumerate(maxima_L3)
+        for name, amax in zip(kv_scale_names(layer), maxima, strict=True)
+    }
+    check_scales(scales, len(maxima_L3))
     return scales
+
+
+def check_scales(scales: Mapping[str, float], num_layers: int) -> dict[str, float]:
+    """Return KV scales as they travel: in FP32, three a layer, in layer order.
+
+    Args:
+        scales: by vLLM's names.
+        num_layers: layers of the model.
+
+    Raises:
+        RecalibrateError: naming every scale that is missing, or not finite and above 0 in FP32:
+            attention would divide by zero, or run with vLLM's 1.0.
+    """
+    names = [name for layer in range(num_layers) for name in kv_scale_names(layer)]
+    rounded = torch.tensor([scales.get(name, math.nan) for name in names]).tolist()
+    found = dict(zip(names, rounded, strict=True))
+    problems = [
+        f"{name}: KV scale {scales.get(name)} must be finite and above 0 in FP32 (missing or zero: "
+        "no forward reached the layer; NaN or Inf: the policy diverged)"
+        for name, scale in found.items()
+        if not 0 < scale < math.inf
+    ]
+    if problems:
+        raise RecalibrateError(*problems)
+    return found
 
 
 def saturated_fraction(amax_L3: Tensor, scales: dict[str, float]) -> float:

@@ -21,16 +21,10 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import (
-    MANIFEST,
-    SENTINEL,
-    Ledger,
-    RefitError,
-    RefitProof,
-    checksum,
-    manifest,
-)
-from fp8_nemo.glue.quantize import Formula, quantize_list
+from fp8_nemo.glue.ledger import Ledger, RefitError, RefitProof
+from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum, manifest
+from fp8_nemo.glue.quantize import quantize_list
+from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
 from fp8_nemo.recipe.options import Precision
 
 __all__ = ["Ledger", "RefitError", "RefitProof", "encode", "in_groups", "refit_stream"]
@@ -59,7 +53,6 @@ def refit_stream(
     num_layers: int,
     metadata_only: bool = False,
     checksums: bool = False,
-    formula: Formula = "exact",
 ) -> Iterator[tuple[str, Tensor]]:
     """Everything that one refit sends, by name.
 
@@ -71,7 +64,6 @@ def refit_stream(
         metadata_only: NeMo RL runs the stream once at set-up for names, types and shapes, before
             any KV scale exists: NaN stands in for them.
         checksums: let the manifest carry one per tensor (`verify: full`).
-        formula: `exact`, or `stock` to compare with NeMo RL's.
 
     Raises:
         RefitError: a weight is not finite, or a KV scale is missing or not finite and positive.
@@ -84,7 +76,7 @@ def refit_stream(
         if device is None:
             device = group[0][1].device
             yield SENTINEL, torch.zeros(SENTINEL_BYTES, dtype=torch.uint8, device=device)
-        encoded = encode(group, precision, num_layers=num_layers, formula=formula)
+        encoded = encode(group, precision, num_layers=num_layers)
         group.clear()  # one group lives at a time
         verdicts.append(encoded._replace(tensors=[]))
         names += [name for name, _ in encoded.tensors]
@@ -107,11 +99,7 @@ def refit_stream(
 
 
 def encode(
-    group: Sequence[tuple[str, Tensor]],
-    precision: Precision,
-    *,
-    num_layers: int,
-    formula: Formula = "exact",
+    group: Sequence[tuple[str, Tensor]], precision: Precision, *, num_layers: int
 ) -> Encoded:
     """Weights and slabs as they travel: by checkpoint name, each FP8 one with its scales.
 
@@ -119,7 +107,6 @@ def encode(
         group: at least one, all on one device.
         precision: decides which are FP8.
         num_layers: layers of the model.
-        formula: of `quantize_blocks`.
     """
     is_fp8 = {
         name: weights.is_fp8_weight(name, tuple(weight.shape), precision, num_layers)
@@ -131,7 +118,6 @@ def encode(
     quantized = quantize_list(
         [pieces[name] for name in chosen],
         pow2=precision.scales == "pow2",
-        formula=formula,
         nonfinite_N=nonfinite_N,
     )
     found = dict(zip(chosen, quantized, strict=True))
@@ -205,14 +191,10 @@ def _nonfinite(verdicts: Sequence[Encoded]) -> Iterator[str]:
 def _checked_kv_scales(
     kv_scales: Mapping[str, float], num_layers: int, metadata_only: bool
 ) -> dict[str, float]:
-    """KV scales by name as they travel, rounded to FP32, in layer order."""
-    names = [name for layer in range(num_layers) for name in weights.kv_scale_names(layer)]
-    rounded = torch.tensor([kv_scales.get(name, math.nan) for name in names]).tolist()
-    wanted = dict(zip(names, rounded, strict=True))
-    broken = [name for name, scale in wanted.items() if not 0 < scale < math.inf]
-    if broken and not metadata_only:
-        raise RefitError(
-            f"{name}: KV scale {kv_scales.get(name)} must be finite and above 0 in FP32"
-            for name in broken
-        )
-    return wanted
+    if metadata_only:
+        layers = range(num_layers)
+        return {name: math.nan for layer in layers for name in weights.kv_scale_names(layer)}
+    try:
+        return check_scales(kv_scales, num_layers)
+    except RecalibrateError as error:
+        raise RefitError(error.problems) from error

@@ -16,19 +16,60 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fp8_nemo.recipe.options import Precision, Shape
 
 BLOCK = 128
-NEVER_FP8 = frozenset({"mlp.gate", "mlp.shared_expert_gate"})
 SCALE_SUFFIX = "_scale_inv"
 
-_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_SLABS = {
-    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
-    "mlp.experts.down_proj": ("down_proj",),
+
+class Family(NamedTuple):
+    """What a family of models calls its weights, and what vLLM makes of them.
+
+    A projection is the name of a module in its layer, of its weight and of its bias: `q_proj`.
+    """
+
+    fused: Mapping[str, tuple[str, ...]]
+    """A module of vLLM's, and the projections whose out-features it holds, in this order."""
+    cut_along_in: frozenset[str]
+    """Projections of which a tensor-parallel rank holds some in-features; of others, some out."""
+    biases: tuple[str, ...] = ()
+    """Projections that have a bias."""
+    slabs: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """A slab of experts of transformers', and the projections that are stacked in it."""
+    experts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """The same of vLLM's."""
+    never_fp8: frozenset[str] = frozenset()
+    """Modules that stay in BF16: routers."""
+
+
+LLAMA = Family(
+    fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+    cut_along_in=frozenset({"o_proj", "down_proj"}),
+)
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen3": LLAMA,
+    "qwen3_moe": LLAMA._replace(
+        slabs={
+            "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+            "mlp.experts.down_proj": ("down_proj",),
+        },
+        experts={"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)},
+        never_fp8=frozenset({"mlp.gate", "mlp.shared_expert_gate"}),
+    ),
 }
+"""By `model_type` of a Hugging Face checkpoint. A name means the same in all of them."""
+
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_ROWS = FAMILIES.values()
+_SLABS = {slab: parts for row in _ROWS for slab, parts in row.slabs.items()}
+_FUSED = {part: held for row in _ROWS for held in row.fused.items() for part in held[1]}
+_EXPERTS = {part: held for row in _ROWS for held in row.experts.items() for part in held[1]}
+_CUT_ALONG_IN = {part for row in _ROWS for part in row.cut_along_in}
+_NEVER_FP8 = {module for row in _ROWS for module in row.never_fp8}
 
 
 class WireSpec(NamedTuple):
@@ -63,13 +104,32 @@ def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_l
     if rest in _SLABS:
         return len(shape) == 3
     module, _, kind = rest.rpartition(".")
-    return kind == "weight" and len(shape) == 2 and module not in NEVER_FP8
+    return kind == "weight" and len(shape) == 2 and module not in _NEVER_FP8
 
 
 def slab_projections(name: str) -> tuple[str, ...]:
     """The projections stacked in a slab of experts; empty if the name is a single weight."""
     found = _in_layer(name)
     return _SLABS.get(found[1], ()) if found else ()
+
+
+def fused_module(projection: str) -> tuple[str, tuple[str, ...]]:
+    """Return vLLM's module that holds a projection, and all that it holds, in order.
+
+    `("qkv_proj", ("q_proj", "k_proj", "v_proj"))` for any of the three; a projection that vLLM
+    keeps alone is its own.
+    """
+    return _FUSED.get(projection, (projection, (projection,)))
+
+
+def expert_slab(projection: str) -> tuple[str, tuple[str, ...]]:
+    """Return vLLM's slab that holds an expert's projection, and all that it holds, in order."""
+    return _EXPERTS[projection]
+
+
+def is_cut_along_in(projection: str) -> bool:
+    """Whether tensor-parallel ranks share a projection's in-features instead of its out."""
+    return projection in _CUT_ALONG_IN
 
 
 def wire_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -140,18 +200,24 @@ def _weight_specs(
 
 
 def named_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's weights, from the numbers of a model option.
+    """Return names and shapes of a checkpoint's weights, from the numbers of a model option.
 
-    Covers the three families of `conf/model`: Llama, Qwen3 and Qwen3-MoE.
+    Covers the `FAMILIES`.
     """
+    family = FAMILIES["qwen3_moe" if shape.experts else "qwen3" if shape.qk_norm else "llama"]
     query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
     for layer in range(shape.layers):
         at = f"model.layers.{layer}"
-        named[f"{at}.self_attn.q_proj.weight"] = (query, shape.hidden)
-        named[f"{at}.self_attn.k_proj.weight"] = (value, shape.hidden)
-        named[f"{at}.self_attn.v_proj.weight"] = (value, shape.hidden)
-        named[f"{at}.self_attn.o_proj.weight"] = (shape.hidden, query)
+        for projection, size in (
+            ("q_proj", (query, shape.hidden)),
+            ("k_proj", (value, shape.hidden)),
+            ("v_proj", (value, shape.hidden)),
+            ("o_proj", (shape.hidden, query)),
+        ):
+            named[f"{at}.self_attn.{projection}.weight"] = size
+            if projection in family.biases:
+                named[f"{at}.self_attn.{projection}.bias"] = size[:1]
         if shape.qk_norm:
             named[f"{at}.self_attn.q_norm.weight"] = (shape.head_dim,)
             named[f"{at}.self_attn.k_norm.weight"] = (shape.head_dim,)

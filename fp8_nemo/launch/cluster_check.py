@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8_nemo.launch import probe
-from fp8_nemo.launch.preflight import hub_mistakes
+from fp8_nemo.launch.preflight import hub_mistakes, settings_of
 from fp8_nemo.launch.ray_nodes import connect, node_names
-from fp8_nemo.nemo.worker_settings import PLUGIN, needs_plugin, own_folder
+from fp8_nemo.nemo.worker_settings import PLUGIN, own_folder
 from fp8_nemo.nemo_config.checkout import read_host
 from fp8_nemo.nemo_config.host import HostError, root_of
 from fp8_nemo.plan.plan import Plan
@@ -221,7 +221,7 @@ def needed_versions(plan: Plan, environment: str) -> dict[str, str | None]:
 def needed_plugins(plan: Plan, environment: str) -> set[str]:
     """The vLLM plugins of ours that an environment with vLLM in it must show."""
     with_vllm = environment == "vLLM" or plan.recipe.cluster.interpreter == "system"
-    ours = plan.backend == "nemo" and with_vllm and needs_plugin(plan.recipe)
+    ours = plan.backend == "nemo" and with_vllm and settings_of(plan.recipe).needs_plugin
     return {PLUGIN} if ours else set()
 
 

@@ -22,9 +22,10 @@ from typing import Any, TextIO
 
 from fp8_nemo.correction.health import append_judged
 from fp8_nemo.launch import session
+from fp8_nemo.launch.preflight import settings_of
 from fp8_nemo.launch.session import CONVERSIONS
 from fp8_nemo.nemo.step_metrics import OverheardLogger
-from fp8_nemo.nemo.worker_settings import VARIABLE, own_folder, to_environment
+from fp8_nemo.nemo.worker_settings import VARIABLE, own_folder
 from fp8_nemo.nemo_config.checkout import read_host
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
@@ -83,7 +84,7 @@ def prepare(plan: Plan, root: Path) -> None:
         if os.environ.setdefault(name, value) != value:
             print(f"{name}={os.environ[name]}: as the environment has it, the plan says {value}")
     os.environ.pop(VARIABLE, None)  # of a run that this one was started from
-    os.environ |= to_environment(plan.recipe)
+    os.environ |= settings_of(plan.recipe).to_environment()
     model = plan.recipe.model
     source = None if model.hub_id else model_path(model)
     given = os.environ.get(CONVERSIONS)

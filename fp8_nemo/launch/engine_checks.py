@@ -15,18 +15,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from fp8_nemo.glue.wire import is_fp8_weight, named_shapes
+from fp8_nemo.glue.wire import fused_module, is_fp8_weight, named_shapes
 from fp8_nemo.recipe.options import Recipe
-
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
-"""vLLM holds these projections as one weight."""
-
 
 AFTER_AN_ERROR = 30.0
 """Seconds for the engine to say what failed, as many as NeMo RL gives its workers to end."""
@@ -162,7 +152,7 @@ def engine_weight(name: str) -> str:
         return f"{stem}.experts.{'w2' if second else 'w13'}"
     module = re.sub(r"\.weight$", "", name)
     head, _, last = module.rpartition(".")
-    return f"{head}.{FUSED.get(last, last)}"
+    return f"{head}.{fused_module(last)[0]}"
 
 
 def _dtypes_of_actor(actor: Any) -> list[dict[str, str]]:

@@ -12,10 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.nemo.worker_settings import PLUGIN, PLUGINS, needs_plugin, own_folder, to_environment
+from fp8_nemo.nemo.worker_settings import PLUGIN, PLUGINS, WorkerSettings, own_folder
 from fp8_nemo.nemo_config.checkout import REMEDY, read_host
 from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, root_of
 from fp8_nemo.nemo_config.limits import host_mistakes
+from fp8_nemo.nemo_config.overrides import native_correction
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_mistakes, model_path, shape_mistakes
@@ -28,6 +29,11 @@ NEEDED_PYTHON = (3, 12)
 BRIDGE = "3rdparty/Megatron-Bridge-workspace/Megatron-Bridge"
 """A submodule of NeMo RL, whose own submodule is Megatron-LM."""
 NEEDED_PACKAGES = ("ray", "torch", "transformers", "megatron", "vllm", "pydantic")
+
+
+def settings_of(recipe: Recipe) -> WorkerSettings:
+    """Return what a run of this recipe tells its workers."""
+    return WorkerSettings.of(recipe, loss_corrects=native_correction(recipe.correction) is not None)
 
 
 def problems_with(plan: Plan) -> list[str]:
@@ -127,7 +133,7 @@ def _software(recipe: Recipe, host: Host) -> Iterator[str]:
     if recipe.cluster.interpreter == "container":
         if importlib.util.find_spec("ray") is None:
             yield "ray is not installed here; run in NeMo RL's container (docs/nemo.md)"
-        if to_environment(recipe) and own_folder() is None:
+        if settings_of(recipe).needs_plugin and own_folder() is None:
             yield (
                 "fp8-nemo is installed among the driver's own packages, where NeMo RL's workers "
                 "cannot reach it; run from a clone (pip install --no-deps -e .), or glue=stock"
@@ -139,7 +145,7 @@ def _software(recipe: Recipe, host: Host) -> Iterator[str]:
             f"cluster.interpreter=system: {', '.join(missing)} cannot be imported here; install "
             "what docs/nemo.md lists, or run in NeMo RL's container"
         )
-    elif needs_plugin(recipe) and (problem := _plugin_problem()):
+    elif settings_of(recipe).needs_plugin and (problem := _plugin_problem()):
         yield problem
     elif (found := metadata.version("vllm").split("+")[0]) != host.vllm:
         yield (

@@ -27,11 +27,11 @@ from fp8_nemo.launch.engine_checks import (
     refit_reports,
     stop_if_it_cannot_sleep_or_wake,
 )
+from fp8_nemo.launch.preflight import settings_of
 from fp8_nemo.launch.ray_cluster import open_for_anyone
 from fp8_nemo.launch.ray_nodes import own_code_first
-from fp8_nemo.nemo.worker_settings import needs_plugin, observes
 from fp8_nemo.nemo_config.checkout import config_of
-from fp8_nemo.nemo_config.overrides import native_correction, path_overrides
+from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.plan import Plan
 
 CONVERSIONS = "NRL_MEGATRON_CHECKPOINT_DIR"
@@ -76,10 +76,11 @@ def opened(
         dtypes = engine_dtypes(parts.generation)
         (path / "log" / "engine.json").write_text(json.dumps(dtypes, indent=1) + "\n")
         check_engine(dtypes, plan.recipe)
-        if needs_plugin(plan.recipe):
+        settings = settings_of(plan.recipe)
+        if settings.needs_plugin:
             check_receivers(parts.generation)
             parts.policy.proofs = lambda: refit_reports(parts.generation)
-        if observes(plan.recipe) and not parts.policy.kv_scales:
+        if settings.observes and not parts.policy.kv_scales.in_force:
             parts.policy.prepare_for_lp_inference()
             ranks = parts.policy.sharding_annotations.get_axis_size("data_parallel")
             count = plan.recipe.grpo.prompts_per_step or 1
@@ -147,15 +148,16 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
         tokenizer, config.data, config.env
     )
     with one_conversion(Path(os.environ[CONVERSIONS])), one_engine_start() as engine_is_up:
+        settings = settings_of(plan.recipe)
 
         def policy_after_engine(**arguments: Any) -> WatchedPolicy:
             engine_is_up()  # colocated: `setup` makes the engine first
-            return WatchedPolicy(plan.recipe, **arguments)
+            return WatchedPolicy(settings, **arguments)
 
         made = setup(config, tokenizer, dataset, validation, policy_factory=policy_after_engine)
     policy, generation, _, _, loader, validation_loader, loss_fn, *rest = made
     logger, checkpointer, state, config, *_ = rest
-    if native_correction(plan.recipe.correction) is None:
+    if not settings.loss_corrects:
         loss_fn = without_correction(loss_fn)
     return Session(
         policy, generation, loader, validation_loader, tokenizer, loss_fn, environments,

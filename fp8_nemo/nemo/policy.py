@@ -18,7 +18,6 @@ Shapes: B sequences, T tokens, the first of which nothing predicts.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 from collections.abc import Callable
@@ -32,19 +31,9 @@ from nemo_rl.models.policy.lm_policy import Policy
 from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.glue.ledger import RefitError
-from fp8_nemo.glue.quantize import FP8_MAX
-from fp8_nemo.glue.recalibrate import (
-    AmaxObserver,
-    RecalibrateError,
-    kv_scales,
-    max_drift,
-    saturated_fraction,
-)
-from fp8_nemo.glue.wire import kv_scale_names
+from fp8_nemo.nemo.kv_scales import KvScales
 from fp8_nemo.nemo.step_metrics import OPENED
-from fp8_nemo.nemo.worker_settings import needs_plugin, observes
-from fp8_nemo.nemo_config.overrides import native_correction
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 WORKER = "fp8_nemo.nemo.policy_worker.Fp8PolicyWorker"
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
@@ -56,24 +45,21 @@ class WatchedPolicy(Policy):
     """NeMo RL's `Policy`, with our correction and the metrics of a step in `row`.
 
     Args:
-        recipe: of the plan.
+        settings: of the run.
         arguments: as `setup` gives them to its policy factory.
     """
 
-    def __init__(self, recipe: Recipe, **arguments: Any) -> None:
-        self.recipe, self.correction = recipe, recipe.correction
-        self.num_layers = recipe.model.shape.layers
+    def __init__(self, settings: WorkerSettings, **arguments: Any) -> None:
+        self.settings, self.correction = settings, settings.correction
         self.row: dict[str, float] = {}
         self.refit_bytes = 0
         self.proofs: Callable[[], list[dict[str, Any]]] = list
-        self.kv_scales: dict[str, float] = {}
-        self.observer = AmaxObserver(self.num_layers, recipe.glue.recalibrate.history)
-        self.is_observed, self.has_trained = False, False
-        if needs_plugin(recipe):
+        self.kv_scales = KvScales(settings.shape.layers, settings.glue.recalibrate)
+        if settings.needs_plugin:
             arguments["worker_extension_cls_fqn"] = WORKER
         super().__init__(**arguments)
-        if observes(recipe) and arguments.get("weights_path"):
-            self._restore(ranges_file(arguments["weights_path"]))
+        if settings.observes and arguments.get("weights_path"):
+            self.kv_scales.restore(ranges_file(arguments["weights_path"]))
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         """`Policy.train` on the corrected batch; the caller's batch stays as it is.
@@ -88,10 +74,10 @@ class WatchedPolicy(Policy):
         tokens, sequences = int(pair.mask_BT.sum()), len(pair.mask_BT)
         self.row |= {"rollout/tokens": tokens, "rollout/mean_length": tokens / max(1, sequences)}
         self.row |= refit_metrics(self.proofs(), self.refit_bytes)
-        if native_correction(self.correction) is None:
+        if not self.settings.loss_corrects:
             data = corrected(data, multiplier, self.correction.renormalize_denominator)
         results = super().train(data, loss_fn, *arguments, **options)
-        self.has_trained = True
+        self.kv_scales.trained()
         self.row["train/grad_norm"] = float(torch.as_tensor(results["grad_norm"]).max())
         return results
 
@@ -104,7 +90,8 @@ class WatchedPolicy(Policy):
     def get_logprobs(self, *arguments: Any, **options: Any) -> Any:
         """`Policy.get_logprobs`; the workers observe Q, K and V where the recipe says so."""
         found = super().get_logprobs(*arguments, **options)
-        self.is_observed = observes(self.recipe)
+        if self.settings.observes:
+            self.kv_scales.saw_ranges()
         return found
 
     def calibrate_qkv_fp8_scales(self, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -116,25 +103,20 @@ class WatchedPolicy(Policy):
         Raises:
             RecalibrateError: a scale is zero or not finite.
         """
-        settings = self.recipe.glue.recalibrate
+        settings = self.settings.glue.recalibrate
         if settings.source == "forward":
             options.setdefault("margin", settings.margin)
             found = super().calibrate_qkv_fp8_scales(*arguments, **options)
-            scales = checked_scales(found["layers"], self.num_layers)
-            self._take_scales(scales, ranges_of(scales, settings.margin))
+            self.row |= self.kv_scales.take_scales(found["layers"])
             return found
-        if not self.is_observed and (self.has_trained or not self.kv_scales):
+        if self.kv_scales.needs_forward:
             super().calibrate_qkv_fp8_scales(*arguments, **options)
-            self.is_observed = True
-        if self.is_observed:
-            margin = settings.margin if self.has_trained else settings.first_margin
+            self.kv_scales.saw_ranges()
+        if self.kv_scales.is_observed:
             amax_L3 = torch.tensor(self.run_all_workers_single_data("fp8_nemo_take_ranges")[0])
-            self.observer.next_step()
-            self.observer.amax_SL3[0] = amax_L3
-            scales = checked_scales(kv_scales(self.observer.read(), margin), self.num_layers)
-            self._take_scales(scales, amax_L3)
-        self.is_observed, self.has_trained = False, False
-        return {"format": "fp8", "margin": settings.margin, "layers": self.kv_scales}
+            self.row |= self.kv_scales.take_ranges(amax_L3)
+        self.kv_scales.done()
+        return {"format": "fp8", "margin": settings.margin, "layers": self.kv_scales.in_force}
 
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int, kv_scales: dict[str, float] | None = None
@@ -142,7 +124,7 @@ class WatchedPolicy(Policy):
         """`Policy.stream_weights_via_ipc_zmq`, never without the scales in force."""
         self._note_refit()
         return super().stream_weights_via_ipc_zmq(
-            buffer_size_bytes, kv_scales=kv_scales or self.kv_scales or None
+            buffer_size_bytes, kv_scales=kv_scales or self.kv_scales.in_force or None
         )
 
     def broadcast_weights_for_collective(
@@ -151,28 +133,14 @@ class WatchedPolicy(Policy):
         """`Policy.broadcast_weights_for_collective`, never without the scales in force."""
         self._note_refit()
         return super().broadcast_weights_for_collective(
-            kv_scales=kv_scales or self.kv_scales or None, **options
+            kv_scales=kv_scales or self.kv_scales.in_force or None, **options
         )
 
     def save_checkpoint(self, weights_path: str, *arguments: Any, **options: Any) -> None:
         """`Policy.save_checkpoint`, and the ranges beside the weights."""
         super().save_checkpoint(weights_path, *arguments, **options)
-        if observes(self.recipe):
-            content = {"amax_SL3": self.observer.read().tolist(), "kv_scales": self.kv_scales}
-            ranges_file(weights_path).write_text(json.dumps(content) + "\n")
-
-    def _restore(self, file: Path) -> None:
-        """Ranges of a checkpoint; one that NeMo RL saved alone has none, and is measured anew."""
-        if file.is_file():
-            content = json.loads(file.read_text())
-            self.observer.load_state_dict({"amax_SL3": torch.tensor(content["amax_SL3"])})
-            self.kv_scales = content["kv_scales"]
-
-    def _take_scales(self, scales: dict[str, float], amax_L3: torch.Tensor) -> None:
-        if self.kv_scales:
-            self.row["recalibrate/saturated_fraction"] = saturated_fraction(amax_L3, self.kv_scales)
-            self.row["recalibrate/max_drift"] = max_drift(self.kv_scales, scales)
-        self.kv_scales = scales
+        if self.settings.observes:
+            self.kv_scales.save(ranges_file(weights_path))
 
     def _note_refit(self) -> None:
         """Before the step's training it opens the step; after it, it is a validation's."""
@@ -231,30 +199,6 @@ def without_correction(loss_fn: ClippedPGLossFn) -> ClippedPGLossFn:
 def refit_bytes(info: dict[str, Any]) -> int:
     """Bytes of a refit from NeMo RL's metadata, `{name: (shape, dtype)}`."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in info.values())
-
-
-def checked_scales(scales: dict[str, float], num_layers: int) -> dict[str, float]:
-    """Scales as they are, by vLLM's names.
-
-    Raises:
-        RecalibrateError: one is missing, zero or not finite: the engine would run with 1.0.
-    """
-    for layer in range(num_layers):
-        for name in kv_scale_names(layer):
-            if not (math.isfinite(scales.get(name, 0.0)) and scales.get(name, 0.0) > 0):
-                raise RecalibrateError(
-                    f"{name}: scale {scales.get(name)}; it must be finite and above 0. Missing or "
-                    "zero: no forward reached the layer; NaN or Inf: the policy diverged"
-                )
-    return scales
-
-
-def ranges_of(scales: dict[str, float], margin: float) -> torch.Tensor:
-    """The ranges `[L, 3]` behind NeMo RL's scales."""
-    layers = len(scales) // 3
-    return torch.tensor([[scales[name] for name in kv_scale_names(n)] for n in range(layers)]) * (
-        FP8_MAX / margin
-    )
 
 
 def ranges_file(weights_path: str | os.PathLike[str]) -> Path:

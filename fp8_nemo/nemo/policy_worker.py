@@ -19,17 +19,12 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 from torch import Tensor
 
-from fp8_nemo.glue.ledger import KV_SUFFIXES, RefitError
+from fp8_nemo.glue.ledger import RefitError
+from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream
-from fp8_nemo.nemo.qkv_hooks import watched
-from fp8_nemo.nemo.worker_settings import (
-    formula,
-    from_environment,
-    observes,
-    wire_precision,
-)
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.nemo.kv_scales import watched
+from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 
 class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
@@ -52,7 +47,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         self.fp8_nemo_wire = None
         wire: dict[str, Any] = super().prepare_refit_info()
         self.fp8_nemo_wire = wire
-        if _recipe().glue.has_receiver:
+        if _settings().glue.has_receiver:
             gc.collect()
             gc.freeze()
         return wire
@@ -74,20 +69,21 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     def _iter_params_with_optional_kv_scales(
         self, kv_scales: dict[str, float] | None = None, **options: Any
     ) -> Iterator[tuple[str, Tensor]]:
-        recipe = _recipe()
-        if not recipe.glue.has_receiver:
+        settings = _settings()
+        if not settings.glue.has_receiver:
             yield from super()._iter_params_with_optional_kv_scales(kv_scales, **options)
             return
         exported = super()._iter_params_with_optional_kv_scales(None, **options)
-        head = recipe.model.shape.tied * ("lm_head.weight",)  # some checkpoints hold it twice
+        left_out = KV_SUFFIXES
+        if settings.shape.tied:
+            left_out += ("lm_head.weight",)  # some checkpoints hold it twice
         stream = refit_stream(
-            ((name, x) for name, x in exported if not name.endswith((*KV_SUFFIXES, *head))),
-            wire_precision(recipe),
+            ((name, x) for name, x in exported if not name.endswith(left_out)),
+            settings.wire_precision,
             kv_scales,
-            num_layers=recipe.model.shape.layers,
+            num_layers=settings.shape.layers,
             metadata_only=self.fp8_nemo_wire is None,
-            checksums=recipe.glue.verify == "full",
-            formula=formula(recipe.glue),
+            checksums=settings.glue.verify == "full",
         )
         yield from self.fp8_nemo_to_the_end(stream)
 
@@ -128,11 +124,11 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
 
     def get_logprobs(self, *, data: Any, **options: Any) -> Any:
         """NeMo RL's, observed."""
-        recipe = _recipe()
-        if self.fp8_nemo_is_reference or not observes(recipe):
+        settings = _settings()
+        if self.fp8_nemo_is_reference or not settings.observes:
             return super().get_logprobs(data=data, **options)
         if self.fp8_nemo_observer is None:
-            self.fp8_nemo_observer = AmaxObserver(recipe.model.shape.layers, 1, "cuda")
+            self.fp8_nemo_observer = AmaxObserver(settings.shape.layers, 1, "cuda")
         from megatron.core import parallel_state
 
         with watched(
@@ -163,7 +159,7 @@ class Fp8PolicyWorker(Fp8PolicyWorkerImpl):
     """The Ray actor."""
 
 
-def _recipe() -> Recipe:
-    recipe = from_environment()
-    assert recipe, "the driver sets it before Ray starts"
-    return recipe
+def _settings() -> WorkerSettings:
+    settings = WorkerSettings.from_environment()
+    assert settings, "the driver sets them before Ray starts"
+    return settings

@@ -26,24 +26,19 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import (
-    MANIFEST,
-    SENTINEL,
-    Destination,
-    Ledger,
-    Part,
-    RefitError,
-    RefitProof,
-)
+from fp8_nemo.glue.ledger import Destination, Ledger, Part, RefitError, RefitProof
+from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import WireSpec, named_shapes, wire_specs
-from fp8_nemo.nemo.vllm_layout import Rank, Slots, engine_parts, layers_with_experts, place_of
-from fp8_nemo.nemo.worker_settings import (
-    formula,
-    from_environment,
-    wire_precision,
+from fp8_nemo.nemo.vllm_layout import (
+    ParameterCache,
+    Rank,
+    engine_parts,
+    layers_with_experts,
+    place_of,
 )
-from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.nemo.worker_settings import WorkerSettings
+from fp8_nemo.recipe.options import Precision
 
 EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
 
@@ -53,27 +48,27 @@ def register() -> None:
 
     vLLM may call it more than once, and in processes that hold no weights.
     """
-    recipe = from_environment()
-    if recipe is None:
+    settings = WorkerSettings.from_environment()
+    if settings is None:
         return
     from nemo_rl.models.generation.vllm import vllm_backend
 
     for name in EXTENSIONS:
         stock = getattr(vllm_backend, name, None)
         if stock is not None and not hasattr(stock, "fp8_nemo_report"):
-            setattr(vllm_backend, name, receiver(stock, recipe))
+            setattr(vllm_backend, name, receiver(stock, settings))
 
 
-def receiver(stock: type, recipe: Recipe) -> type:
+def receiver(stock: type, settings: WorkerSettings) -> type:
     """A subclass of NeMo RL's worker extension that receives what our policy workers send.
 
     Args:
         stock: `VllmInternalWorkerExtension` of main 7ea279a or v0.7.0.
-        recipe: of the run.
+        settings: of the run.
     """
 
     class Receiver(stock):  # type: ignore[misc]
-        fp8_nemo_recipe = recipe
+        fp8_nemo_settings = settings
         fp8_nemo_engine: EngineMemory | None = None
         fp8_nemo_refit: Refit | None = None
         fp8_nemo_proof: RefitProof | None = None
@@ -92,26 +87,26 @@ def receiver(stock: type, recipe: Recipe) -> type:
                 self.fp8_nemo_refit.take(weights, super()._load_weights)
 
         def _weight_update_errors_are_fatal(self) -> bool:
-            return self.fp8_nemo_recipe.glue.has_receiver
+            return self.fp8_nemo_settings.glue.has_receiver
 
         def fp8_nemo_proven(self, update: Callable[[], bool]) -> bool:
             """NeMo RL's update, as one refit of ours; what failed in it is kept to be asked for."""
             self.fp8_nemo_refit, self.fp8_nemo_proof, self.fp8_nemo_problems = None, None, ()
-            model, recipe = self.model_runner.model, self.fp8_nemo_recipe
-            if not recipe.glue.has_receiver:  # recalibration alone is ours
+            model, settings = self.model_runner.model, self.fp8_nemo_settings
+            if not settings.glue.has_receiver:  # recalibration alone is ours
                 landed = update()
             else:
                 if self.fp8_nemo_engine is None:
-                    self.fp8_nemo_engine = EngineMemory(model, recipe)
-                self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, recipe)
+                    self.fp8_nemo_engine = EngineMemory(model, settings)
+                self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, settings)
                 try:
                     self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
                 except RefitError as error:  # NeMo RL's actor prints it, and says False
                     self.fp8_nemo_problems = error.problems
                     raise
                 landed = True
-            if recipe.precision.rollout_kv == "fp8":
-                _keep_kv_scales(self.model_runner, attentions(model, recipe.model.shape.layers))
+            if settings.precision.rollout_kv == "fp8":
+                _keep_kv_scales(self.model_runner, attentions(model, settings.shape.layers))
             return landed
 
         def fp8_nemo_report(self) -> dict[str, Any]:
@@ -130,12 +125,12 @@ class EngineMemory:
 
     Args:
         model: vLLM's.
-        recipe: of the run; its model and its precision count.
+        settings: of the run; its shape and its precision count.
     """
 
-    def __init__(self, model: Any, recipe: Recipe) -> None:
-        self.model, self.shape, self.precision = model, recipe.model.shape, recipe.precision
-        self.slots: Slots | None = None
+    def __init__(self, model: Any, settings: WorkerSettings) -> None:
+        self.model, self.shape, self.precision = model, settings.shape, settings.precision
+        self.cache: ParameterCache | None = None
         self.attentions: list[Any] = []
         self.known_at: list[tuple | None] = []
         self.known: Destination | None = None
@@ -165,11 +160,11 @@ class EngineMemory:
         Raises:
             RefitError: it is not what the recipe's engine holds.
         """
-        slots, scales = self.look_again(), dict(self._kv_scales())
-        at = [*slots.places(), *map(place_of, scales.values())]
+        cache, scales = self.look_again(), dict(self._kv_scales())
+        at = [*cache.places(), *map(place_of, scales.values())]
         # `known` keeps the storages of what a refit fills: no other tensor gets their addresses.
         if self.known is None or at != self.known_at:
-            found = engine_parts(slots.parameters(), self.shape, self.precision, self.rank)
+            found = engine_parts(cache.parameters(), self.shape, self.precision, self.rank)
             found |= {name: Part(scale.view(1)) for name, scale in scales.items()}
             self.known_at, self.known = at, Destination(found, self.held)
         return self.known
@@ -186,13 +181,13 @@ class EngineMemory:
         """
         return self.known or self.destination()
 
-    def look_again(self) -> Slots:
+    def look_again(self) -> ParameterCache:
         """Walk the model, at first and if it has changed since; what attends is known after it."""
-        if self.slots is None or not self.slots.are_all():
+        if self.cache is None or not self.cache.are_all():
             fp8_kv = self.precision.rollout_kv == "fp8"
-            self.slots, self.known = Slots(self.model), None
+            self.cache, self.known = ParameterCache(self.model), None
             self.attentions = attentions(self.model, self.shape.layers) if fp8_kv else []
-        return self.slots
+        return self.cache
 
     def _kv_scales(self) -> Iterator[tuple[str, Tensor]]:
         for layer, attention in enumerate(self.attentions):
@@ -205,18 +200,18 @@ class Refit:
 
     Args:
         engine: the worker's.
-        recipe: of the run.
+        settings: of the run.
     """
 
-    def __init__(self, engine: EngineMemory, recipe: Recipe) -> None:
-        self.engine, self.recipe = engine, recipe
+    def __init__(self, engine: EngineMemory, settings: WorkerSettings) -> None:
+        self.engine, self.settings = engine, settings
         self.failed: Exception | None = None
         self.ledger: Ledger | None = None
         try:
             engine.look_again()
             _clear_kv_scales(engine.attentions)
-            if recipe.glue.verify != "off":
-                self.ledger = _open(engine, recipe)
+            if settings.glue.verify != "off":
+                self.ledger = _open(engine, settings)
                 _wait()  # the poison must be in before NCCL's receiver loads on its own streams
         except Exception as error:  # raised when the stream has ended
             self.failed = error
@@ -275,25 +270,21 @@ class Refit:
     def _load(
         self, tensors: list[tuple[str, Tensor]], load_as_stock: Callable[[list], None]
     ) -> None:
-        glue = self.recipe.glue
-        quantizes = glue.transfer == "bf16" and self.recipe.precision.rollout_linear == "fp8"
-        if not quantizes:
+        if self.settings.wire_precision == self.settings.precision:  # it travels as it is held
             self.engine.model.load_weights(weights=tensors)
-        elif glue.quantize == "stock":
+        elif self.settings.glue.quantize == "stock":
             load_as_stock(tensors)
         else:
             for group in in_groups(tensors):
                 self._quantize_and_load(group)
 
     def _quantize_and_load(self, group: list[tuple[str, Tensor]]) -> None:
-        layers, precision = self.recipe.model.shape.layers, self.recipe.precision
+        layers, precision = self.settings.shape.layers, self.settings.precision
         scales = [pair for pair in group if pair[1].dtype == torch.float32]  # those of K and V
         plain = [pair for pair in group if pair[1].dtype != torch.float32]
         found = [*scales]
         if plain:
-            rounding = formula(self.recipe.glue)
-            encoded = encode(plain, precision, num_layers=layers, formula=rounding)
-            found += encoded.tensors
+            found += encode(plain, precision, num_layers=layers).tensors
         if self.ledger is not None:
             for name, tensor in found:
                 self.ledger.loading(name, tensor)
@@ -308,11 +299,11 @@ def _reason(error: Exception) -> str:
     return ", ".join([f"{text} at {at.filename}:{at.lineno}, `{at.line}`", *notes])
 
 
-def _open(engine: EngineMemory, recipe: Recipe) -> Ledger:
+def _open(engine: EngineMemory, settings: WorkerSettings) -> Ledger:
     return Ledger(
-        engine.sent(wire_precision(recipe)),
+        engine.sent(settings.wire_precision),
         engine.last_seen(),
-        checksums=recipe.glue.verify == "full",
+        checksums=settings.glue.verify == "full",
     )
 
 

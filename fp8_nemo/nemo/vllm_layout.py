@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue.ledger import Part
-from fp8_nemo.glue.wire import BLOCK, is_fp8_weight, named_shapes, scale_name
+from fp8_nemo.glue.wire import (
+    BLOCK,
+    expert_slab,
+    fused_module,
+    is_cut_along_in,
+    is_fp8_weight,
+    named_shapes,
+    scale_name,
+)
 from fp8_nemo.recipe.options import Precision, Shape
 
 OWN_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
@@ -46,11 +54,12 @@ class _Place(NamedTuple):
     wire: tuple[slice, ...]
 
 
-class Slots:
-    """Where a model keeps its parameters, so that they are found again without walking it.
+class ParameterCache:
+    """The dictionaries in which a model's modules keep their parameters, found by one walk.
 
-    A parameter with other memory, or another in its place, is found; a model with another module,
-    or a parameter of another name, is to be walked again.
+    A walk of a large model takes milliseconds, and a refit asks twice. Looking into the cached
+    dictionaries finds a parameter with other memory, and another in its place. What it would miss,
+    another module or a parameter of another name, `are_all` sees: then the model is walked again.
     """
 
     def __init__(self, model: Any) -> None:
@@ -109,8 +118,9 @@ def engine_parts(
     """
     parts: dict[str, Part] = {}
     used: set[str] = set()
-    for name, size in named_shapes(shape).items():
-        place = _place(name, size, parameters, shape, rank) if rank.holds(name) else None
+    named = named_shapes(shape)
+    for name, size in named.items():
+        place = _place(name, named, parameters, shape, rank) if rank.holds(name) else None
         if place is None or place.parameter not in parameters:
             continue
         used.add(place.parameter)
@@ -145,34 +155,41 @@ def layers_with_experts(names: Mapping[str, object]) -> Iterator[tuple[int, str]
 
 
 def _place(
-    name: str, size: tuple[int, ...], parameters: Mapping[str, Tensor], shape: Shape, rank: Rank
+    name: str,
+    named: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, Tensor],
+    shape: Shape,
+    rank: Rank,
 ) -> _Place | None:
-    stem, _, projection = name.removesuffix(".weight").rpartition(".")
-    if len(size) == 1 or projection == "gate":
-        return _Place(name, (slice(None),), tuple(slice(0, side) for side in size))
+    """Where one of the `named_shapes` lies; vLLM keeps whole what no line here cuts."""
+    size = named[name]
+    module, _, kind = name.rpartition(".")
+    stem, _, projection = module.rpartition(".")
     if found := _expert(name):
         return _expert_place(found, size, parameters, rank)
     if projection in ("embed_tokens", "lm_head"):
         return _vocabulary_place(name, size, parameters, rank)
-    if projection in ("o_proj", "down_proj"):
+    fused, together = fused_module(projection)
+    if len(together) > 1:
+        held = {
+            each: _rows(each, named[f"{stem}.{each}.{kind}"][0], shape, rank) for each in together
+        }
+        above = together[: together.index(projection)]
+        start = sum(_length(held[each]) for each in above)
+        rows = held[projection]
+        here = slice(start, start + _length(rows))
+        return _Place(f"{stem}.{fused}.{kind}", (here,), (rows, *_whole(size[1:])))
+    if is_cut_along_in(projection) and kind == "weight":
         return _Place(name, (slice(None),), (slice(0, size[0]), _share(size[1], rank)))
-    if projection in ("gate_proj", "up_proj"):
-        rows = _share(size[0], rank)
-        start = (projection == "up_proj") * (rows.stop - rows.start)
-        return _fused(f"{stem}.gate_up_proj.weight", start, rows, size)
-    query, head = shape.heads * shape.head_dim // rank.tensor_size, shape.head_dim
-    if projection == "q_proj":
-        return _fused(f"{stem}.qkv_proj.weight", 0, _share(size[0], rank), size)
-    copies = max(1, rank.tensor_size // shape.kv_heads)  # ranks that hold the same K/V head
-    held = max(1, shape.kv_heads // rank.tensor_size) * head
-    first = rank.tensor_rank // copies * held
-    start = query + (projection == "v_proj") * held
-    return _fused(f"{stem}.qkv_proj.weight", start, slice(first, first + held), size)
+    return _Place(name, (slice(None),), _whole(size))
 
 
-def _fused(parameter: str, start: int, rows: slice, size: tuple[int, ...]) -> _Place:
-    here = slice(start, start + rows.stop - rows.start)
-    return _Place(parameter, (here,), (rows, slice(0, size[1])))
+def _rows(projection: str, side: int, shape: Shape, rank: Rank) -> slice:
+    """Out-features that are here; of more ranks than K/V heads, several hold the same head."""
+    copies = 1
+    if projection in ("k_proj", "v_proj"):
+        copies = max(1, rank.tensor_size // shape.kv_heads)
+    return _share(side, Rank(rank.tensor_rank // copies, rank.tensor_size // copies))
 
 
 def _vocabulary_place(
@@ -196,18 +213,18 @@ def _expert_place(
     layer, number, projection = expert
     local = number if rank.experts is None else rank.experts[layer][number]
     cut = rank if rank.experts is None else Rank()
-    slab = "w2_weight" if projection == "down_proj" else "w13_weight"
+    slab, together = expert_slab(projection)
     modules = (f"model.layers.{layer}{suffix}.{slab}" for suffix in EXPERTS)
     parameter = next((name for name in modules if name in parameters), None)
     if parameter is None:
         return None
-    if projection == "down_proj":
-        wire = (slice(0, size[0]), _share(size[1], cut))
-        return _Place(parameter, (local,), wire)
+    if is_cut_along_in(projection):
+        return _Place(parameter, (local,), (slice(0, size[0]), _share(size[1], cut)))
     rows = _share(size[0], cut)
-    held = rows.stop - rows.start
-    start = (projection == "up_proj") * held
-    return _Place(parameter, (local, slice(start, start + held)), (rows, slice(0, size[1])))
+    start = together.index(projection) * _length(rows)
+    return _Place(
+        parameter, (local, slice(start, start + _length(rows))), (rows, *_whole(size[1:]))
+    )
 
 
 def _expert(name: str) -> tuple[int, int, str] | None:
@@ -217,6 +234,14 @@ def _expert(name: str) -> tuple[int, int, str] | None:
         return None
     number, projection, *_ = rest.split(".")
     return int(stem.rpartition(".")[2]), int(number), projection
+
+
+def _whole(size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(0, side) for side in size)
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
 
 
 def _share(side: int, rank: Rank) -> slice:

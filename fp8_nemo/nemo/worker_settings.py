@@ -1,4 +1,4 @@
-"""What the glue inside NeMo RL's workers is told: the recipe, by one environment variable.
+"""What the glue inside NeMo RL's workers is told, by one environment variable.
 
 The driver sets it before Ray starts, and every worker process inherits it; a process without it
 leaves NeMo RL as it is.
@@ -6,71 +6,82 @@ leaves NeMo RL as it is.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import fp8_nemo
-from fp8_nemo.recipe.options import Glue, Precision, Recipe
+from fp8_nemo.recipe.options import Correction, Glue, Precision, Recipe, Shape
 from fp8_nemo.recipe.plain import from_plain
 
-if TYPE_CHECKING:  # a login node has no torch
-    from fp8_nemo.glue.quantize import Formula
-
-VARIABLE = "FP8_NEMO_RECIPE"
+VARIABLE = "FP8_NEMO_WORKERS"
 PLUGIN = "fp8_nemo"
 """Our entry point of the group `PLUGINS`, by which vLLM finds our receiver."""
 PLUGINS = "vllm.general_plugins"
 
 
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The part of a recipe that the glue needs: `WorkerSettings.of(recipe, loss_corrects=True)`."""
+
+    precision: Precision
+    shape: Shape
+    glue: Glue
+    correction: Correction
+    loss_corrects: bool
+    """Whether NeMo RL's own loss applies the correction; else ours multiplies the advantages."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, *, loss_corrects: bool) -> WorkerSettings:
+        """Take the settings out of a recipe."""
+        return cls(
+            recipe.precision, recipe.model.shape, recipe.glue, recipe.correction, loss_corrects
+        )
+
+    @classmethod
+    def from_environment(cls) -> WorkerSettings | None:
+        """Read the settings of the run that this process works for; None outside one.
+
+        Raises:
+            TypeError: another version of this package wrote them.
+        """
+        text = os.environ.get(VARIABLE)
+        return None if text is None else _read(text)
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the variable for the workers of a run; nothing where nothing in them is ours."""
+        return {VARIABLE: json.dumps(asdict(self))} if self.needs_plugin else {}
+
+    @property
+    def observes(self) -> bool:
+        """Whether the policy's workers watch Q, K and V in the logprob forward."""
+        return self.precision.rollout_kv == "fp8" and self.glue.recalibrate.source == "logprob"
+
+    @property
+    def needs_plugin(self) -> bool:
+        """Whether vLLM's workers must be ours: they receive, or keep the observed scales."""
+        return self.glue.has_receiver or self.observes
+
+    @property
+    def wire_precision(self) -> Precision:
+        """What travels: FP8 of our own quantizing; else BF16, and the receiver quantizes."""
+        if self.glue.transfer == "fp8" and self.glue.quantize == "fused":
+            return self.precision
+        return replace(self.precision, rollout_linear="bf16")
+
+
+@functools.cache  # a worker asks in every step and every refit
+def _read(text: str) -> WorkerSettings:
+    return from_plain(WorkerSettings, json.loads(text))
+
+
 def own_folder() -> Path | None:
-    """What a worker's path needs to find this package; None where it lies among others.
+    """Return what a worker's path needs to find this package; None where it lies among others.
 
     A clone, or a job's frozen copy; a driver's whole `site-packages` would bring packages of
     another Python into the workers.
     """
     folder = Path(fp8_nemo.__file__).parents[1]
     return None if folder.name in ("site-packages", "dist-packages") else folder
-
-
-def to_environment(recipe: Recipe) -> dict[str, str]:
-    """The variable for the workers of a run; empty where nothing in them is ours."""
-    if not needs_plugin(recipe):
-        return {}
-    return {VARIABLE: json.dumps(dataclasses.asdict(recipe))}
-
-
-def from_environment() -> Recipe | None:
-    """The recipe of the run that this process works for; None outside one, or with glue=stock."""
-    text = os.environ.get(VARIABLE)
-    return None if text is None else _recipe(text)
-
-
-@functools.cache  # a worker asks in every step and every refit
-def _recipe(text: str) -> Recipe:
-    return from_plain(Recipe, json.loads(text))
-
-
-def observes(recipe: Recipe) -> bool:
-    """Whether the policy's workers watch Q, K and V in the logprob forward."""
-    return recipe.precision.rollout_kv == "fp8" and recipe.glue.recalibrate.source == "logprob"
-
-
-def needs_plugin(recipe: Recipe) -> bool:
-    """Whether vLLM's workers must be ours: they receive, or keep the scales that were observed."""
-    return recipe.glue.has_receiver or observes(recipe)
-
-
-def wire_precision(recipe: Recipe) -> Precision:
-    """What travels: with `transfer: bf16` the receiver quantizes."""
-    if recipe.glue.transfer == "fp8":
-        return recipe.precision
-    return dataclasses.replace(recipe.precision, rollout_linear="bf16")
-
-
-def formula(glue: Glue) -> Formula:
-    """`quantize: stock` is NeMo RL's rounding, wherever it is done."""
-    return "exact" if glue.quantize == "fused" else "stock"

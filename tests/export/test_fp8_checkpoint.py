@@ -24,7 +24,7 @@ from fp8_nemo.export.fp8_checkpoint import (
     by_layer,
     quantize_checkpoint,
 )
-from fp8_nemo.glue.ledger import MANIFEST, SENTINEL
+from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local.grpo import Run
 from fp8_nemo.recipe.compose import compose

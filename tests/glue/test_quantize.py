@@ -2,17 +2,14 @@
 
 That second one shares no code with the package: E4M3 from its definition, rounding by rational
 arithmetic, blocks by slices of NumPy arrays. FP8 equality is equality of bytes; nothing here has a
-tolerance. With NEMO_RL_ROOT, a checkout of NeMo RL, `formula="stock"` is held against its own code.
+tolerance.
 """
 
-import ast
 import hashlib
 import json
 import math
-import os
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,8 +21,6 @@ from fp8_nemo.glue.quantize import quantize_blocks, quantize_groups
 BF16_MAX, FP32_MAX = (Fraction(torch.finfo(t).max) for t in (torch.bfloat16, torch.float32))
 POSITIVE_BF16 = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
 ALL_BF16 = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
-FORMULAS = ["exact", "stock"]
-STOCK = "nemo_rl/models/generation/vllm/quantization/fp8.py", "cast_tensor_to_fp8_blockwise"
 GOLDENS = Path(__file__).parent / "golden" / "quantize.json"
 RAGGED = [(1, 1), (127, 129), (128, 384), (130, 257), (200, 300), (256, 128)]
 # E4M3 by definition: bias 7, three mantissa bits, codes in the order of their magnitudes.
@@ -196,30 +191,28 @@ def test_an_fp32_master_gives_the_bytes_of_its_bf16_rounding():
     assert (quantize_blocks(master).fp8_OI.view(torch.uint8).numpy() != unrounded_codes).any()
 
 
-@pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3.4e38])
-def test_a_weight_that_is_not_finite_in_bf16_is_refused_or_sets_its_slot(value, formula):
+def test_a_weight_that_is_not_finite_in_bf16_is_refused_or_sets_its_slot(value):
     nonfinite_N = torch.zeros(3, dtype=torch.bool)
     weight = made(130, 200)
     weight[129, 199] = value  # 3.4e38 is finite in FP32 and rounds to Inf in BF16
     with pytest.raises(ValueError, match="NaN or Inf"):
-        quantize_blocks(weight, formula=formula)
-    quantize_blocks(weight, formula=formula, nonfinite=nonfinite_N[1])
-    quantize_blocks(made(130, 200), formula=formula, nonfinite=nonfinite_N[2])
+        quantize_blocks(weight)
+    quantize_blocks(weight, nonfinite=nonfinite_N[1])
+    quantize_blocks(made(130, 200), nonfinite=nonfinite_N[2])
     assert nonfinite_N.tolist() == [False, True, False]
-    quantize_blocks(made(130, 200), formula=formula, nonfinite=nonfinite_N[1])
+    quantize_blocks(made(130, 200), nonfinite=nonfinite_N[1])
     assert nonfinite_N[1], "a slot is read once a refit: nothing may clear it before"
 
 
-@pytest.mark.parametrize("formula", FORMULAS)
-def test_a_list_quantizes_as_each_weight_alone(formula):
+def test_a_list_quantizes_as_each_weight_alone():
     weights = [made(130, 200), made(256, 128).bfloat16(), made(3, 128, 256)]
     weights[1][0, 0] = float("nan")
     nonfinite_N = torch.zeros(3, dtype=torch.bool)
-    found = quantize.quantize_list(weights, formula=formula, nonfinite_N=nonfinite_N)
+    found = quantize.quantize_list(weights, nonfinite_N=nonfinite_N)
     assert nonfinite_N.tolist() == [False, True, False]
     for weight, each in zip(weights[::2], found[::2], strict=True):
-        assert_same(each, quantize_blocks(weight, formula=formula))
+        assert_same(each, quantize_blocks(weight))
 
 
 @pytest.mark.parametrize("shape", [(3, 256, 128), (3, 130, 200)])
@@ -276,39 +269,3 @@ def test_bytes_and_scales_are_those_of_the_committed_goldens(case):
     assert scale_inv.flatten()[:2].tolist() == case["first_scales"]
     content = b"".join(each.view(torch.uint8).numpy().tobytes() for each in (fp8, scale_inv))
     assert hashlib.sha256(content).hexdigest() == case["sha256"]
-
-
-def test_stock_scale_inv_is_one_or_two_ulp_off_the_exact_one_for_25_of_the_128_mantissas():
-    weight = torch.arange(128, 256).repeat_interleave(128).repeat(128, 1).bfloat16()
-    exact, stock = (quantize_blocks(weight, formula=each)[1].view(torch.int32) for each in FORMULAS)
-    assert (exact - stock).abs().flatten().bincount().tolist() == [103, 20, 5]
-
-
-def test_stock_padding_repeats_the_last_element_and_inflates_the_edge_blocks():
-    weight = torch.full((130, 130), 0.5, dtype=torch.bfloat16)
-    weight[-1, -1] = 64.0
-    centre, edge = float(fp32(Fraction(1, 896))), float(fp32(Fraction(1, 7)))
-    found = quantize_blocks(weight, formula="stock").scale_inv_PQ.tolist()
-    assert found == [[centre, edge], [edge, edge]]
-    with pytest.raises(ValueError, match="NeMo RL refuses it too"):
-        quantize_blocks(weight[None], formula="stock")
-
-
-def stock_quantizer(root, pow2):
-    """NeMo RL's own function, alone: its module would import vllm and ray."""
-    path, name = Path(root, STOCK[0]), STOCK[1]
-    body = [n for n in ast.parse(path.read_text()).body if getattr(n, "name", "") == name]
-    space = {"torch": torch, "global_fp8_config": SimpleNamespace(use_weight_pow2_scale=pow2)}
-    exec(compile(ast.Module(body, []), str(path), "exec"), space)
-    return space[name]
-
-
-@pytest.mark.skipif("NEMO_RL_ROOT" not in os.environ, reason="NEMO_RL_ROOT: no checkout of NeMo RL")
-@pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize("shape", RAGGED)
-def test_stock_equals_nemo_rls_own_quantizer_in_every_byte_and_scale(shape, pow2):
-    weight = (made(*shape) * torch.logspace(-3, 3, shape[1])).bfloat16()
-    weight[:128, :128] = 0
-    fp8, scale_inv = stock_quantizer(os.environ["NEMO_RL_ROOT"], pow2)(weight, [128, 128])
-    found = quantize_blocks(weight, pow2=pow2, formula="stock")
-    assert_same(found, [fp8.contiguous(), scale_inv.squeeze(-1)])

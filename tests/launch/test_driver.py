@@ -21,8 +21,8 @@ from fp8_nemo.glue.ledger import RefitError
 from fp8_nemo.launch import driver, preflight, session
 from fp8_nemo.launch import engine_checks as engine
 from fp8_nemo.launch.engine_checks import EngineError, check_engine, engine_weight, planned_weights
-from fp8_nemo.nemo import worker_settings as settings
 from fp8_nemo.nemo.step_metrics import OPENED, OverheardLogger
+from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.nemo_config import checkout
 from fp8_nemo.nemo_config.host import MAIN, Host
 from fp8_nemo.plan.cells import compose_plans
@@ -538,7 +538,8 @@ def test_workers_inherit_the_plan_and_a_variable_of_the_users_own_is_kept_and_to
     told = "VLLM_NO_USAGE_STATS=0: as the environment has it, the plan says 1\n"
     assert capsys.readouterr().out == told and os.environ["VLLM_NO_USAGE_STATS"] == "0"
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0"
-    assert settings.from_environment() == plan.recipe
+    sent = WorkerSettings.from_environment()
+    assert sent == WorkerSettings.of(plan.recipe, loss_corrects=True)
     assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
     assert os.environ["NRL_MEGATRON_CHECKPOINT_DIR"].startswith(f"{tmp_path}/outputs/.megatron")
 

@@ -112,7 +112,8 @@ def test_the_policy_worker_is_nemo_rls_with_our_methods(nemo_path, monkeypatch):
 def test_a_refused_stream_goes_on_to_its_known_end_and_is_raised_after_it(nemo_path, monkeypatch):
     import torch
 
-    from fp8_nemo.glue.ledger import MANIFEST, RefitError
+    from fp8_nemo.glue.ledger import RefitError
+    from fp8_nemo.glue.manifest import MANIFEST
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
 
     ones = torch.ones
@@ -148,12 +149,12 @@ def test_collections_leave_alone_what_set_up_made_where_the_refit_is_ours(
 
     from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-    from fp8_nemo.nemo import worker_settings as settings
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
+    from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.compose import compose
 
     [recipe] = compose(["backend=nemo", "model=tiny-llama", "precision=fp8-kv-attn", *glue])
-    for name, value in settings.to_environment(recipe).items():
+    for name, value in WorkerSettings.of(recipe, loss_corrects=True).to_environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(MegatronPolicyWorkerImpl, "prepare_refit_info", lambda worker: {"a": 1})
     made_by_set_up = [{} for _ in range(1000)]
@@ -173,13 +174,13 @@ def test_a_head_that_a_tied_checkpoint_holds_twice_is_not_sent(nemo_path, monkey
 
     from fp8_nemo.glue.ledger import Ledger
     from fp8_nemo.glue.wire import named_shapes, wire_specs
-    from fp8_nemo.nemo import worker_settings as settings
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
+    from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.compose import compose
 
     words = ["backend=nemo", "model=tiny-llama", "precision=fp8-linear", "model.shape.tied=true"]
     [recipe] = compose(words)
-    for name, value in settings.to_environment(recipe).items():
+    for name, value in WorkerSettings.of(recipe, loss_corrects=True).to_environment().items():
         monkeypatch.setenv(name, value)
     shapes = named_shapes(recipe.model.shape)
     exported = {name: torch.ones(shape).bfloat16() for name, shape in shapes.items()}
@@ -239,10 +240,11 @@ print("CLASH", clash)
 
 @imports
 def test_vllm_loads_our_plugin_by_its_entry_point_and_takes_our_receiver(tmp_path):
-    from fp8_nemo.nemo import worker_settings as settings
+    from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.options import Recipe
 
-    done = in_a_process(tmp_path, SEEN_BY_VLLM, **settings.to_environment(Recipe()))
+    settings = WorkerSettings.of(Recipe(), loss_corrects=True)
+    done = in_a_process(tmp_path, SEEN_BY_VLLM, **settings.to_environment())
     assert done.returncode == 0, done.stderr[-3000:]
     taken = "TAKEN fp8_nemo.nemo.receiver True nemo_rl.models.generation.vllm.vllm_backend"
     assert taken in done.stdout.splitlines()
@@ -263,7 +265,7 @@ def test_vllms_own_loader_stops_at_our_sentinel():
     from torch import nn
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    from fp8_nemo.glue.ledger import SENTINEL
+    from fp8_nemo.glue.manifest import SENTINEL
 
     model = nn.Module()
     model.model = nn.Linear(2, 2)
@@ -316,7 +318,6 @@ def watched_policy(nemo_path, monkeypatch):
     from nemo_rl.models.policy.lm_policy import Policy
 
     from fp8_nemo.nemo.policy import WatchedPolicy
-    from fp8_nemo.recipe.options import Recipe
 
     workers = Workers()
 
@@ -340,16 +341,13 @@ def watched_policy(nemo_path, monkeypatch):
     monkeypatch.setattr(Policy, "save_checkpoint", lambda self, path: Path(path).mkdir())
 
     def make(**arguments):
-        import dataclasses
-
-        from fp8_nemo.recipe.options import Model, Precision, Shape
+        from fp8_nemo.nemo.worker_settings import WorkerSettings
+        from fp8_nemo.recipe.options import Correction, Glue, Precision, Shape
 
         shape = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
         precision = Precision(rollout_linear="fp8", rollout_kv="fp8", train_linear="bf16")
-        recipe = dataclasses.replace(
-            Recipe(), model=dataclasses.replace(Model(), shape=shape), precision=precision
-        )
-        return WatchedPolicy(recipe, **arguments), workers
+        settings = WorkerSettings(precision, shape, Glue(), Correction(), loss_corrects=True)
+        return WatchedPolicy(settings, **arguments), workers
 
     return make
 
@@ -357,7 +355,7 @@ def watched_policy(nemo_path, monkeypatch):
 def step(policy):
     """A step of `grpo_train`, as far as scales are concerned."""
     policy.get_logprobs()
-    policy.has_trained = True  # `train`
+    policy.kv_scales.trained()  # as `train` does
     return policy.calibrate_qkv_fp8_scales("batch", include_q=True)["layers"]
 
 
@@ -385,7 +383,7 @@ def test_a_step_without_a_logprob_forward_takes_nemo_rls_own(watched_policy):
     policy, workers = watched_policy()
     step(policy)
     assert workers.forwards == 0
-    policy.has_trained = True
+    policy.kv_scales.trained()
     policy.calibrate_qkv_fp8_scales("batch", include_q=True)
     assert workers.forwards == 1
 
@@ -459,13 +457,13 @@ def test_a_resumed_run_starts_with_the_saved_ranges_and_scales(watched_policy, t
     step(policy)
     policy.save_checkpoint(str(tmp_path / "weights"))
     resumed, workers = watched_policy(weights_path=str(tmp_path / "weights"))
-    assert resumed.kv_scales == policy.kv_scales
-    assert resumed.calibrate_qkv_fp8_scales("prompts")["layers"] == policy.kv_scales
+    assert resumed.kv_scales.in_force == policy.kv_scales.in_force
+    assert resumed.calibrate_qkv_fp8_scales("prompts")["layers"] == policy.kv_scales.in_force
     assert workers.forwards == 0
     workers.ranges = 2.0
     assert step(resumed)[K] == pytest.approx(8.0 * 1.05 / 448), "its history came along"
     fresh, _ = watched_policy(weights_path=str(tmp_path / "elsewhere" / "weights"))
-    assert fresh.kv_scales == {}
+    assert fresh.kv_scales.in_force == {}
 
 
 @imports

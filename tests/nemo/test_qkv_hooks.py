@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fp8_nemo.glue.recalibrate import AmaxObserver, RecalibrateError, real_rows
-from fp8_nemo.nemo.qkv_hooks import attentions, watched
+from fp8_nemo.nemo.kv_scales import attentions, watched
 
 PADDING = 1e6
 

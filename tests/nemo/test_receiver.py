@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_nemo.glue.ledger import MANIFEST, SENTINEL, RefitError, checksum
-from fp8_nemo.glue.quantize import FP8, quantize_blocks
+from fp8_nemo.glue.ledger import RefitError
+from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum
+from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import is_fp8_weight, kv_scale_names, named_shapes
 from fp8_nemo.nemo import receiver
-from fp8_nemo.nemo import worker_settings as settings
-from fp8_nemo.nemo.vllm_layout import Rank, Slots
-from fp8_nemo.recipe.options import Cluster, Glue, Model, Precision, Recalibrate, Recipe, Shape
+from fp8_nemo.nemo.vllm_layout import ParameterCache, Rank
+from fp8_nemo.nemo.worker_settings import VARIABLE, WorkerSettings
+from fp8_nemo.recipe.options import Correction, Glue, Precision, Recalibrate, Shape
 
 SHAPE = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
 E2E = Precision(name="e2e", rollout_linear="fp8", rollout_kv="fp8", train_linear="bf16")
@@ -37,9 +38,8 @@ def one_rank(monkeypatch):
     monkeypatch.setattr(receiver, "_rank", lambda model: Rank())
 
 
-def recipe(glue=None, precision=E2E):
-    model = dataclasses.replace(Model(), shape=SHAPE)
-    return dataclasses.replace(Recipe(), model=model, precision=precision, glue=glue or Glue())
+def told(glue=None, precision=E2E):
+    return WorkerSettings(precision, SHAPE, glue or Glue(), Correction(), loss_corrects=True)
 
 
 class Attention(nn.Module):
@@ -158,16 +158,24 @@ class Worker:
     update_weights_from_collective = update_weights_via_ipc_zmq
 
     def _load_weights(self, weights):
-        """NeMo RL's own: quantizes what its engine holds in FP8."""
+        """NeMo RL's own: quantizes what its engine holds in FP8, by a rule of its own."""
         found = []
         for name, tensor in weights:
             self.as_stock.append(name)
             if is_fp8_weight(name, tuple(tensor.shape), self.model_runner.model.precision, 2):
-                fp8, scale_inv = quantize_blocks(tensor, formula="stock")
+                fp8, scale_inv = rounded_as_stock(tensor)
                 found += [(name, fp8), (name + "_scale_inv", scale_inv)]
             else:
                 found.append((name, tensor))
         self.model_runner.model.load_weights(found)
+
+
+def rounded_as_stock(weight):
+    """Not our rule, for weights of whole blocks: NeMo RL multiplies by a rounded reciprocal."""
+    blocks = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scale = FP8_MAX / blocks.abs().amax((1, 3))
+    fp8 = (blocks * scale[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return Fp8Weight(fp8.view(weight.shape), torch.reciprocal(scale))
 
 
 def weights_of(salt=0):
@@ -181,9 +189,9 @@ def weights_of(salt=0):
 def wire_of(run, named=None):
     return list(
         refit_stream(
-            (named or weights_of()).items(), settings.wire_precision(run),
+            (named or weights_of()).items(), run.wire_precision,
             KV if run.precision.rollout_kv == "fp8" else None, num_layers=2,
-            checksums=run.glue.verify == "full", formula=settings.formula(run.glue),
+            checksums=run.glue.verify == "full",
         )
     )  # fmt: skip
 
@@ -196,18 +204,18 @@ def worker_of(run):
 @pytest.mark.parametrize("precision", [E2E, BF16], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("path", ["update_weights_via_ipc_zmq", "update_weights_from_collective"])
 def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision, path):
-    run = recipe(glue, precision)
+    run = told(glue, precision)
     worker = worker_of(run)
     for salt in (0, 1):  # the second refit is held to the same as the first
         named = weights_of(salt)
         worker.wire = wire_of(run, named)
         assert getattr(worker, path)() is True
         held = worker.model_runner.model.tensors
-        formula = "exact" if glue.quantize == "fused" else "stock"
+        rounded = quantize_blocks if glue.quantize == "fused" else rounded_as_stock
         for name, weight in named.items():
             target, start, stop = worker.model_runner.model._place(name)
             if is_fp8_weight(name, tuple(weight.shape), precision, 2):
-                fp8, scale_inv = quantize_blocks(weight, formula=formula)
+                fp8, scale_inv = rounded(weight)
                 found = held[target][start:stop].view(torch.uint8)
                 assert torch.equal(found, fp8.view(torch.uint8))
                 blocks = slice(start // 128, stop and stop // 128)
@@ -224,12 +232,14 @@ def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision,
         booked = {name: checksum(tensor).item() for name, tensor in worker.wire}
         del booked[SENTINEL], booked[MANIFEST]
         assert report["sent"] == (booked if glue.verify == "full" else {})
-    quantizes = precision is E2E and glue.transfer == "bf16" and glue.quantize == "stock"
-    assert bool(worker.as_stock) == quantizes
+    assert bool(worker.as_stock) == (precision is E2E and glue.quantize == "stock")
+    on_wire = {tensor.dtype for name, tensor in worker.wire if name.endswith("_proj.weight")}
+    fp8 = precision is E2E and glue.transfer == "fp8" and glue.quantize == "fused"
+    assert on_wire == {FP8 if fp8 else torch.bfloat16}
 
 
 def test_kv_scales_reach_the_kernels_buffers_and_host_copies_in_fp32():
-    run = recipe()
+    run = told()
     worker = worker_of(run)
     worker.wire = wire_of(run)
     worker.update_weights_via_ipc_zmq()
@@ -240,13 +250,11 @@ def test_kv_scales_reach_the_kernels_buffers_and_host_copies_in_fp32():
 
 @pytest.mark.parametrize("glue", [Glue(), Glue("x", "stock", "bf16", "off")], ids=["all", "ranges"])
 def test_kv_scales_survive_the_waking_of_the_cache_refit_after_refit(glue):
-    run = recipe(glue)
+    run = told(glue)
     worker = worker_of(run)
     for factor in (1.0, 2.0):
         scales = {name: factor * scale for name, scale in KV.items()}
-        stream = refit_stream(
-            weights_of().items(), settings.wire_precision(run), scales, num_layers=2
-        )
+        stream = refit_stream(weights_of().items(), run.wire_precision, scales, num_layers=2)
         ours = glue.has_receiver
         worker.wire = [pair for pair in stream if ours or pair[0] not in (SENTINEL, MANIFEST)]
         assert worker.update_weights_via_ipc_zmq()
@@ -260,7 +268,7 @@ def test_kv_scales_survive_the_waking_of_the_cache_refit_after_refit(glue):
 
 
 def test_scales_that_are_lost_are_named_even_if_they_have_not_changed():
-    run = recipe()
+    run = told()
     worker = worker_of(run)
     worker.wire = wire_of(run)
     worker.update_weights_via_ipc_zmq()
@@ -272,7 +280,7 @@ def test_scales_that_are_lost_are_named_even_if_they_have_not_changed():
 
 
 def test_a_failure_is_kept_for_the_driver_to_ask_and_gone_after_the_next_refit():
-    run = recipe()
+    run = told()
     worker = worker_of(run)
     wire = wire_of(run)
     worker.wire = without(Q)(wire)
@@ -285,7 +293,7 @@ def test_a_failure_is_kept_for_the_driver_to_ask_and_gone_after_the_next_refit()
 
 
 def test_the_engine_is_looked_up_again_only_where_a_parameter_has_moved():
-    run = recipe()
+    run = told()
     worker = worker_of(run)
     worker.wire = wire_of(run)
     worker.update_weights_via_ipc_zmq()
@@ -325,29 +333,29 @@ def test_a_models_parameters_are_found_by_the_names_that_it_gives_them():
     model.lm_head = model.model.embed_tokens  # tied: named once
     model.plain, model.none = nn.Parameter(torch.ones(2)), None
     model.model.register_parameter("bias", None)
-    slots = Slots(model)
+    cache = ParameterCache(model)
 
     def walked():
         return {name: p.data_ptr() for name, p in model.named_parameters()}
 
     def found():
-        return {name: x.data_ptr() for name, x in slots.parameters().items()}
+        return {name: x.data_ptr() for name, x in cache.parameters().items()}
 
-    assert slots.are_all() and found() == walked()
+    assert cache.are_all() and found() == walked()
     model.model.bias = nn.Parameter(torch.ones(3))
     model.put(NORM, torch.ones(256))
-    assert slots.are_all() and found() == walked()
+    assert cache.are_all() and found() == walked()
     model.put("model.layers.0.self_attn.qkv_proj.bias", torch.ones(512))
-    assert not slots.are_all()
-    slots = Slots(model)
+    assert not cache.are_all()
+    cache = ParameterCache(model)
     del model.get_submodule("model.norm").weight
     model.put("model.norm.scale", torch.ones(256))
-    assert not slots.are_all(), "as many, by another name"
+    assert not cache.are_all(), "as many, by another name"
 
 
-@pytest.mark.parametrize("where", ["_open", "attentions", "Slots"])
+@pytest.mark.parametrize("where", ["_open", "attentions", "ParameterCache"])
 def test_whatever_fails_before_the_stream_is_raised_after_it(where, monkeypatch):
-    run = recipe()
+    run = told()
     worker = worker_of(run)
     worker.wire = wire_of(run)
     monkeypatch.setattr(receiver, where, lambda *_: 1 / 0)
@@ -387,7 +395,7 @@ K_SCALE = "model.layers.0.self_attn.k_scale"
 def test_a_fault_on_the_wire_stops_the_refit_by_name_after_the_stream_has_ended(
     verify, fault, message
 ):
-    run = recipe(Glue(verify=verify))
+    run = told(Glue(verify=verify))
     worker = worker_of(run)
     worker.wire = fault(wire_of(run))
     with pytest.raises(RefitError, match=message):
@@ -396,7 +404,7 @@ def test_a_fault_on_the_wire_stops_the_refit_by_name_after_the_stream_has_ended(
 
 
 def test_a_loader_that_skips_a_weight_or_breaks_is_named_after_the_stream_has_ended():
-    run = recipe()
+    run = told()
     worker = worker_of(run)
     worker.wire = wire_of(run)
     engine = worker.model_runner.model
@@ -415,7 +423,7 @@ def test_a_loader_that_skips_a_weight_or_breaks_is_named_after_the_stream_has_en
 
 
 def test_a_loader_that_asserts_without_a_message_is_named_by_its_line_and_its_tensors(capsys):
-    worker = worker_of(run := recipe())
+    worker = worker_of(run := told())
     worker.wire = wire_of(run)
 
     def asserts(weights):
@@ -432,7 +440,7 @@ def test_a_loader_that_asserts_without_a_message_is_named_by_its_line_and_its_te
 
 
 def test_scales_that_the_kernels_do_not_read_are_named():
-    run = recipe()
+    run = told()
     worker = worker_of(run)
     worker.wire, worker.processes = wire_of(run), False
     with pytest.raises(RefitError, match=r"q_scale: the engine holds nan, sent 0\.003"):
@@ -452,7 +460,7 @@ def test_scales_that_the_kernels_do_not_read_are_named():
 
 @pytest.mark.parametrize("glue", [Glue(), Glue(transfer="bf16")], ids=["fp8", "bf16"])
 def test_an_engine_that_holds_other_weights_in_fp8_is_refused_and_nothing_is_loaded(glue):
-    run = recipe(glue)
+    run = told(glue)
     worker = worker_of(run)
     worker.wire = wire_of(run)
     engine = worker.model_runner.model
@@ -469,7 +477,7 @@ def test_an_error_of_nemo_rls_own_is_told_with_what_was_lost():
             super().update_weights_via_ipc_zmq()
             assert self.model_runner.model.attention[0].k_scale > 0  # as fp8.py:1332 does
 
-    run = recipe()
+    run = told()
     worker = receiver.receiver(Failing, run)(run.precision)
     worker.wire = without(K_SCALE)(wire_of(run))
     with pytest.raises(RefitError, match=rf"(?s)AssertionError.*{K_SCALE}: never arrived"):
@@ -482,33 +490,31 @@ def test_nemo_rls_own_failure_is_not_taken_for_a_landing():
             return False  # as v0.7.0 does after it has printed why
 
     with pytest.raises(RefitError, match="its message is in the log"):
-        receiver.receiver(Failing, recipe())(E2E).update_weights_via_ipc_zmq()
+        receiver.receiver(Failing, told())(E2E).update_weights_via_ipc_zmq()
 
 
 def test_with_recalibration_alone_ours_nemo_rl_receives_as_it_does():
-    run = recipe(Glue("x", "stock", "bf16", "off"))
+    run = told(Glue("x", "stock", "bf16", "off"))
     worker = worker_of(run)
     worker.wire = list(weights_of().items())
     assert worker.update_weights_via_ipc_zmq() is True and worker.as_stock
     assert worker.fp8_nemo_report() == {} and not worker._weight_update_errors_are_fatal()
-    assert worker_of(recipe())._weight_update_errors_are_fatal()
+    assert worker_of(told())._weight_update_errors_are_fatal()
 
 
 def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
-    run = recipe(Glue(verify="full"))
-    for name, value in settings.to_environment(run).items():
-        monkeypatch.setenv(name, value)
-    assert settings.from_environment() == run
-    shell = dataclasses.replace(run, cluster=Cluster(setup="export CACHE=${HOME}/x"))
-    for name, value in settings.to_environment(shell).items():
-        monkeypatch.setenv(name, value)
-    assert settings.from_environment() == shell  # resolved once, before
-    monkeypatch.delenv(settings.VARIABLE)
-    assert settings.from_environment() is None
-    forward = Recalibrate(source="forward")
-    stock = Glue("stock", "stock", "bf16", "off", forward)
-    assert settings.to_environment(recipe(stock)) == {}
-    assert settings.to_environment(recipe(stock, BF16)) == {}
+    for run in (told(Glue(verify="full")), told(precision=BF16)):
+        run = dataclasses.replace(run, loss_corrects=False)
+        for name, value in run.to_environment().items():
+            monkeypatch.setenv(name, value)
+        assert WorkerSettings.from_environment() == run
+    monkeypatch.setenv(VARIABLE, '{"precision": {"rollout": "fp8"}}')
+    with pytest.raises(TypeError, match="Precision: has no key rollout"):
+        WorkerSettings.from_environment()
+    monkeypatch.delenv(VARIABLE)
+    assert WorkerSettings.from_environment() is None
+    stock = Glue("stock", "stock", "bf16", "off", Recalibrate(source="forward"))
+    assert told(stock).to_environment() == told(stock, BF16).to_environment() == {}
     watching = dataclasses.replace(stock, recalibrate=Recalibrate())
-    assert settings.to_environment(recipe(watching)) and settings.observes(recipe(watching))
-    assert not settings.observes(recipe(watching, BF16))
+    assert told(watching).to_environment() and told(watching).observes
+    assert not told(watching, BF16).observes

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 
+from fp8_nemo.glue import wire
 from fp8_nemo.glue.ledger import Destination, Ledger, RefitError
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import is_fp8_weight, named_shapes, wire_specs
@@ -52,7 +53,7 @@ def key_or_value(tensor, rank, shape, unit):
 def engine(wire, shape, rank, prefix):
     """What a vLLM worker would hold of the wire's tensors, by vLLM's names."""
     held = {}
-    for suffix in ("weight", "weight_scale_inv"):
+    for suffix in ("weight", "weight_scale_inv", "bias"):
         for layer in range(shape.layers):
             at = f"model.layers.{layer}"
             if f"{at}.self_attn.q_proj.{suffix}" not in wire:
@@ -61,6 +62,8 @@ def engine(wire, shape, rank, prefix):
             fused = [rows(query, rank)]
             fused += [key_or_value(x, rank, shape, suffix) for x in (key, value)]
             held[f"{at}.self_attn.qkv_proj.{suffix}"] = torch.cat(fused)
+            if suffix == "bias":
+                continue
             name = f"{at}.self_attn.o_proj.{suffix}"
             held[name] = columns(wire[name], rank)
             if not shape.experts:
@@ -82,7 +85,7 @@ def engine(wire, shape, rank, prefix):
             held[f"{stem}{prefix}.w13_{suffix}"] = torch.stack(w13)
             held[f"{stem}{prefix}.w2_{suffix}"] = torch.stack(w2)
     for name, tensor in wire.items():
-        if tensor.ndim == 1 or name.endswith("mlp.gate.weight"):
+        if name.endswith(("norm.weight", "mlp.gate.weight")):
             held[name] = tensor
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             side = 64 * rank.tensor_size  # the last of four ranks holds padding alone
@@ -127,6 +130,19 @@ def test_each_part_holds_the_bytes_of_its_place_on_the_wire(case):
         there = wire[name][part.of_wire]
         assert there.shape == part.tensor.shape, name
         assert torch.equal(there.view(torch.uint8), part.tensor.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("rank", [*ranks(DENSE)], ids=str)
+def test_biases_are_fused_and_cut_as_their_weights_by_a_row_of_the_table_alone(rank, monkeypatch):
+    """Qwen2.5's row, under the type that this shape has."""
+    with_biases = wire.LLAMA._replace(biases=("q_proj", "k_proj", "v_proj"))
+    monkeypatch.setitem(wire.FAMILIES, "qwen3", with_biases)
+    sent = dict(of_stream(DENSE, FP8)[1:-1])
+    assert sent["model.layers.1.self_attn.k_proj.bias"].shape == (256,)
+    parts = engine_parts(engine(sent, DENSE, rank, ""), DENSE, FP8, rank)
+    assert parts.keys() == sent.keys()
+    for name, part in parts.items():
+        assert torch.equal(sent[name][part.of_wire].float(), part.tensor.float()), name
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=str)

@@ -303,23 +303,6 @@ def test_the_batch_of_the_caller_is_left_as_it_is(nemo_path):
 
 
 @imports
-def test_scales_of_a_missing_layer_stop_the_run(nemo_path):
-    from fp8_nemo.glue.recalibrate import RecalibrateError, kv_scales
-    from fp8_nemo.glue.wire import kv_scale_names
-    from fp8_nemo.nemo.policy import checked_scales, ranges_of
-
-    scales = {name: 0.02 for layer in range(2) for name in kv_scale_names(layer)}
-    assert checked_scales(scales, 2) == scales
-    with pytest.raises(RecalibrateError, match=r"model\.layers\.2\.self_attn\.attn\.q_scale"):
-        checked_scales(scales, 3)
-    with pytest.raises(RecalibrateError, match=r"scale 0\.0"):
-        checked_scales(scales | {"model.layers.1.self_attn.k_scale": 0.0}, 2)
-    grown = scales | {"model.layers.1.self_attn.k_scale": 0.03}
-    again = kv_scales(ranges_of(grown, 1.05)[None], 1.05)
-    assert again == pytest.approx(grown), "the ranges behind NeMo RL's scales"
-
-
-@imports
 def test_a_run_goes_as_far_as_asking_ray_for_a_gpu(tmp_path, nemo_path):
     command = [sys.executable, "-m", "fp8_nemo.recipes.grpo", "backend=nemo", "model=tiny-llama"]
     command += ["glue=stock", "cluster.gpus_per_node=1", "cluster.interpreter=system"]

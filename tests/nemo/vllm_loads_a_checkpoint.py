@@ -44,7 +44,7 @@ def main():
     folder, name, precision, port = sys.argv[1:]
     vllm.platforms._current_platform = Hopper()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    from fp8_nemo.glue.ledger import KV_SUFFIXES
+    from fp8_nemo.glue.manifest import KV_SUFFIXES
     from fp8_nemo.nemo.vllm_layout import Rank, engine_parts
     from fp8_nemo.recipe.compose import compose
 

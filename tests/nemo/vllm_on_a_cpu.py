@@ -155,7 +155,7 @@ def patch_fp8(recipe, size):
         fp8.apply_fp8_patches(None, fp8.FP8Config(model_parallel_size=size, kv_cache_dtype=kv))
 
 
-def worker_of(stock, recipe, model, config):
+def worker_of(stock, settings, model, config):
     """Our receiver on NeMo RL's extension, fed from a list by its own lifecycle."""
     from fp8_nemo.nemo import receiver
 
@@ -176,7 +176,7 @@ def worker_of(stock, recipe, model, config):
         def _load_draft_weights(self, weights):
             return
 
-    worker = receiver.receiver(Fed, recipe)()
+    worker = receiver.receiver(Fed, settings)()
     worker.model_config, worker.device = config.model_config, torch.device("cpu")
     worker.model_runner = SimpleNamespace(
         model=model, vllm_config=config, model_config=config.model_config
@@ -191,13 +191,14 @@ def main():
     from fp8_nemo.glue.ledger import RefitError
     from fp8_nemo.glue.refit import refit_stream
     from fp8_nemo.glue.wire import kv_scale_names, named_shapes
-    from fp8_nemo.nemo import worker_settings as settings
+    from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.compose import compose
     from fp8_nemo.recipe.options import Glue
 
     [recipe] = compose([f"model={name}", "backend=nemo", f"precision={precision}", "glue=ours"])
     shape = shape_of(recipe.model.shape.experts > 0)
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, shape=shape))
+    settings = WorkerSettings.of(recipe, loss_corrects=True)
     with tempfile.TemporaryDirectory() as folder:
         config_of(shape).save_pretrained(folder)
         model, config = vllm_model(folder, recipe, int(rank), int(size), port, experts == "experts")
@@ -214,8 +215,8 @@ def main():
             for n, s in named_shapes(shape).items()
         }
         stream = refit_stream(
-            named.items(), settings.wire_precision(run), scales, num_layers=shape.layers,
-            checksums=run.glue.verify == "full", formula=settings.formula(run.glue),
+            named.items(), run.wire_precision, scales, num_layers=shape.layers,
+            checksums=run.glue.verify == "full",
         )  # fmt: skip
         return [pair for pair in stream if pair[0] != lost]
 
@@ -227,13 +228,13 @@ def main():
         for verify in ("full", "ledger")
     ]
     for salt, glue in enumerate(glues):
-        run = dataclasses.replace(recipe, glue=glue)
+        run = dataclasses.replace(settings, glue=glue)
         worker = worker_of(stock, run, model, config)
         worker.wire = wire(run, salt)
         worker.update_weights_via_ipc_zmq()
         key = f"{glue.quantize} {glue.transfer} {glue.verify}"
         found["landed"][key] = worker.fp8_nemo_report()["verified_weights"]
-    run = dataclasses.replace(recipe, glue=Glue())
+    run = dataclasses.replace(settings, glue=Glue())
     lost = ["model.layers.1.self_attn.q_proj.weight", "lm_head.weight"]
     lost += ["model.layers.1.self_attn.k_scale"] * kv
     for each in lost:

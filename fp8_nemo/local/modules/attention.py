@@ -130,7 +130,7 @@ def _attend_token(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, exponent: Tensor, v_scale: Tensor,
     headroom: int,
 ) -> Tensor:  # fmt: skip
-    from fp8_nemo.glue import kernels
+    from fp8_nemo.local.modules import kernels
 
     return kernels.attend(
         query.contiguous(), key, value, mask[:, 0, 0, 0], exponent, v_scale,

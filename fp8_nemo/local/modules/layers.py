@@ -72,7 +72,7 @@ def scaled_mm(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
         assert isinstance(right, Tensor)
         return (left @ right.mT).to(dtype)
     assert not isinstance(right, Tensor)
-    from fp8_nemo.glue import kernels
+    from fp8_nemo.local.modules import kernels
 
     if right[0].ndim == 3:
         return kernels.product(left, right, dtype)
