@@ -40,9 +40,10 @@ from fp8_nemo.glue.manifest import (
 )
 from fp8_nemo.glue.quantize import FP8
 from fp8_nemo.glue.wire import WireSpec
+from fp8_nemo.recipe.options import FORMATS
 
 SHOWN_PROBLEMS = 8  # a model of 18,000 expert weights may lose them all
-FP8_NAN = 0x7F  # E4M3's NaN
+FP8_NAN = FORMATS["fp8"].nan
 
 
 class RefitError(RuntimeError):

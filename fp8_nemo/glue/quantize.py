@@ -102,6 +102,10 @@ def quantize_list(
     ]
 
 
+QUANTIZERS = {"fp8": quantize_list}
+"""What quantizes a list of weights, by the format's name (`recipe/options.py`, FORMATS)."""
+
+
 def _bf16(weight_OI: Tensor) -> Tensor:
     return weight_OI.to(torch.bfloat16).contiguous()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.ledger import Ledger, RefitError, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum, manifest
-from fp8_nemo.glue.quantize import quantize_list
+from fp8_nemo.glue.quantize import QUANTIZERS
 from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
 from fp8_nemo.recipe.options import Precision
 
@@ -88,7 +88,7 @@ def refit_stream(
     if not metadata_only and (broken := list(_nonfinite(verdicts))):
         raise RefitError(f"{name}: holds NaN or Inf in the trainer" for name in broken)
     scales: dict[str, float] = {}
-    if precision.rollout_kv == "fp8":
+    if precision.cache.is_quantized:
         scales = _checked_kv_scales(kv_scales or {}, num_layers, metadata_only)
         together_N = torch.tensor([*scales.values()]).to(device)
         for name, tensor in zip(scales, together_N.split(1), strict=True):
@@ -115,12 +115,14 @@ def encode(
     pieces = {name: pieces_of(name, weight) for name, weight in group}
     chosen = [name for name in pieces if is_fp8[name]]
     nonfinite_N = torch.zeros(len(chosen), dtype=torch.bool, device=group[0][1].device)
-    quantized = quantize_list(
-        [pieces[name] for name in chosen],
-        pow2=precision.scales == "pow2",
-        nonfinite_N=nonfinite_N,
-    )
-    found = dict(zip(chosen, quantized, strict=True))
+    found = {}
+    if chosen:
+        quantized = QUANTIZERS[precision.rollout.name](
+            [pieces[name] for name in chosen],
+            pow2=precision.scales == "pow2",
+            nonfinite_N=nonfinite_N,
+        )
+        found = dict(zip(chosen, quantized, strict=True))
     plain = {name: pieces[name].to(torch.bfloat16) for name in pieces if not is_fp8[name]}
     tensors = []
     for name, weight in group:

@@ -19,9 +19,10 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options import FORMATS, Precision, Shape
 
-BLOCK = 128
+BF16 = FORMATS["bf16"]
+BLOCK = FORMATS["fp8"].block
 SCALE_SUFFIX = "_scale_inv"
 
 
@@ -96,7 +97,7 @@ def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_l
         num_layers: layers of the model, for `precision.last_layers_bf16`.
     """
     found = _in_layer(name)
-    if precision.rollout_linear != "fp8" or not found:
+    if not precision.rollout.is_quantized or not found:
         return False
     layer, rest = found
     if not precision.first_layers_bf16 <= layer < num_layers - precision.last_layers_bf16:
@@ -181,7 +182,7 @@ def wire_specs(
     specs: dict[str, WireSpec] = {}
     for name, shape in named_shapes.items():
         specs.update(_weight_specs(name, shape, precision, num_layers))
-    if precision.rollout_kv == "fp8":
+    if precision.cache.is_quantized:
         for layer in range(num_layers):
             specs.update(dict.fromkeys(kv_scale_names(layer), WireSpec("float32", (1,))))
     return specs
@@ -194,9 +195,9 @@ def _weight_specs(
     wire_shape = (shape[1] // len(projections), shape[2]) if projections else shape
     fp8 = is_fp8_weight(name, shape, precision, num_layers)
     for wire in wire_names(name, shape):
-        yield wire, WireSpec("float8_e4m3fn" if fp8 else "bfloat16", wire_shape)
+        yield wire, WireSpec((precision.rollout if fp8 else BF16).dtype, wire_shape)
         if fp8:
-            yield scale_name(wire), WireSpec("float32", scale_shape(wire_shape))
+            yield scale_name(wire), WireSpec(precision.rollout.scale_dtype, scale_shape(wire_shape))
 
 
 def named_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:

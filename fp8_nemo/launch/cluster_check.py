@@ -208,7 +208,7 @@ def needed_versions(plan: Plan, environment: str) -> dict[str, str | None]:
     except HostError:
         vllm = None
     policy: dict[str, str | None] = {"torch": None}
-    if plan.recipe.precision.train_linear == "fp8":
+    if plan.recipe.precision.train.is_quantized:
         policy["transformer-engine"] = None  # NeMo RL's own, made from source, has no -torch
     if environment == "policy":
         return policy

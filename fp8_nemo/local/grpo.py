@@ -76,7 +76,7 @@ class Run:
         )
         self.engine = Engine(self.policy.model.config, precision, device)
         self.num_layers = self.policy.model.config.num_hidden_layers
-        self.fp8_kv = precision.rollout_kv == "fp8"
+        self.fp8_kv = precision.cache.is_quantized
         observer = recalibrate.AmaxObserver(
             self.num_layers, self.recipe.glue.recalibrate.history, device
         )

@@ -105,7 +105,7 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
                     self.fp8_nemo_problems = error.problems
                     raise
                 landed = True
-            if settings.precision.rollout_kv == "fp8":
+            if settings.precision.cache.is_quantized:
                 _keep_kv_scales(self.model_runner, attentions(model, settings.shape.layers))
             return landed
 
@@ -184,7 +184,7 @@ class EngineMemory:
     def look_again(self) -> ParameterCache:
         """Walk the model, at first and if it has changed since; what attends is known after it."""
         if self.cache is None or not self.cache.are_all():
-            fp8_kv = self.precision.rollout_kv == "fp8"
+            fp8_kv = self.precision.cache.is_quantized
             self.cache, self.known = ParameterCache(self.model), None
             self.attentions = attentions(self.model, self.shape.layers) if fp8_kv else []
         return self.cache

@@ -57,7 +57,7 @@ class WorkerSettings:
     @property
     def observes(self) -> bool:
         """Whether the policy's workers watch Q, K and V in the logprob forward."""
-        return self.precision.rollout_kv == "fp8" and self.glue.recalibrate.source == "logprob"
+        return self.precision.cache.is_quantized and self.glue.recalibrate.source == "logprob"
 
     @property
     def needs_plugin(self) -> bool:

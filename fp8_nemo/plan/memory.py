@@ -149,7 +149,7 @@ def kv_cache_tokens(recipe: Recipe, memory: MemoryByPhase) -> int:
 def _parameters(recipe: Recipe) -> tuple[int, int, int]:
     """Parameters outside experts, in experts, and how many of them are linear weights of blocks."""
     shape = recipe.model.shape
-    all_fp8 = Precision(rollout_linear="fp8")
+    all_fp8 = Precision(rollout_linear="fp8")  # the same linears in every quantized format
     dense = expert = quantized = 0
     for name, size in named_shapes(shape).items():
         count = math.prod(size)

@@ -341,7 +341,7 @@ def _drop_repeated(group: list[Run]) -> list[str]:
 
 def _numbers(group: Sequence[Run], runs: Sequence[Run]) -> dict[str, Estimate | None]:
     same_model = [run for run in runs if run.recipe.model == group[0].recipe.model]
-    bf16 = [run for run in same_model if run.recipe.precision.rollout_linear == "bf16"]
+    bf16 = [run for run in same_model if not run.recipe.precision.rollout.is_quantized]
     numbers = {}
     for column in COLUMNS:
         values = _measured(column, group)
