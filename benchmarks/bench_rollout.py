@@ -254,7 +254,7 @@ class Bench:
     def in_nemo(self, folder: Path) -> None:
         """Through NeMo RL's generation worker, an actor of Ray on one GPU."""
         start = time.perf_counter()
-        from fp8_nemo.launch import driver, ray_nodes
+        from fp8_nemo.launch import driver, ray_cluster
 
         assert self.plan.nemo
         settings = nemo_settings(self.plan, folder, self.options)
@@ -262,7 +262,7 @@ class Bench:
         for name, value in self.plan.nemo.environment.items():
             os.environ.setdefault(name, value)
         with driver.own_ray():
-            ray_nodes.connect(60)
+            ray_cluster.connect(60)
             import ray
             from nemo_rl.models.generation.vllm.vllm_worker import (
                 VllmGenerationWorker,

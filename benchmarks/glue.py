@@ -48,8 +48,7 @@ import held_alike
 import record
 
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.glue.ledger import RefitError
-from fp8_nemo.glue.wire import kv_scale_names
+from fp8_nemo.glue.wire import RefitError, kv_scale_names
 from fp8_nemo.launch import driver, session
 from fp8_nemo.launch.engine_checks import EngineError, refit_problems, refit_reports
 from fp8_nemo.launch.preflight import settings_of

@@ -15,7 +15,8 @@ import shutil
 from pathlib import Path
 
 from fp8_nemo.report.compare import find_runs, read_run
-from fp8_nemo.runs.run_dir import ENVIRONMENT, METRICS, PLAN, RECIPE
+from fp8_nemo.runs.metrics import METRICS
+from fp8_nemo.runs.run_dir import ENVIRONMENT, PLAN, RECIPE
 
 
 def main() -> None:

@@ -24,8 +24,9 @@ from typing import Any
 from fp8_nemo.correction.measure import measure, read_pairs
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.options import Correction
+from fp8_nemo.runs.metrics import read_metrics
 from fp8_nemo.runs.provenance import environment
-from fp8_nemo.runs.run_dir import read_metrics, run_path
+from fp8_nemo.runs.run_dir import run_path
 
 
 def later(arguments: list[str]) -> list[dict[str, float]]:

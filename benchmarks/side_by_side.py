@@ -28,7 +28,9 @@ from rich.progress import Progress
 
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import ComposeError
-from fp8_nemo.runs.run_dir import INTERRUPTED, Frozen, RunDirError, freeze
+from fp8_nemo.runs.metrics import RunDirError
+from fp8_nemo.runs.process import INTERRUPTED
+from fp8_nemo.runs.run_dir import Frozen, freeze
 
 LOG = "side-by-side.log"
 

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8_nemo.runs.run_dir import RunDirError, read_plan
+from fp8_nemo.runs.metrics import RunDirError
+from fp8_nemo.runs.run_dir import read_plan
 
 
 def main(arguments: list[str] | None = None) -> int:

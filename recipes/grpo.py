@@ -15,7 +15,9 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs import slurm as submit
-from fp8_nemo.runs.run_dir import INTERRUPTED, Frozen, RunDirError, call_verb, freeze
+from fp8_nemo.runs.metrics import RunDirError
+from fp8_nemo.runs.process import INTERRUPTED, call_verb
+from fp8_nemo.runs.run_dir import Frozen, freeze
 
 from .run import problems_with  # as recipes.run here, as fp8_nemo.recipes.run when frozen
 

@@ -26,7 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Print, and write the measurement; 2 if there is nothing to measure, or nowhere to write."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
     require("torch")
-    from fp8_nemo.correction.measure import MeasureError, measure, read_pairs
+    from fp8_nemo.correction.measure import measure, read_pairs
+    from fp8_nemo.correction.quantiles import MeasureError
     from fp8_nemo.report.mismatch_tables import tables, write_option
 
     try:

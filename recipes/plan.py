@@ -15,7 +15,8 @@ from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import changes, differences, stock_command, table
 from fp8_nemo.recipe.compose import ComposeError
-from fp8_nemo.runs.run_dir import RunDirError, run_path
+from fp8_nemo.runs.metrics import RunDirError
+from fp8_nemo.runs.run_dir import run_path
 from fp8_nemo.runs.slurm import notes, sbatch_command
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from fp8_nemo.local.preflight import NEEDED_PACKAGES, require
-from fp8_nemo.runs.run_dir import INTERRUPTED
+from fp8_nemo.runs.process import INTERRUPTED
 
 
 def main(arguments: list[str] | None = None) -> int:

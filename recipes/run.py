@@ -10,7 +10,9 @@ from importlib import import_module
 from pathlib import Path
 
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.runs.run_dir import INTERRUPTED, RunDirError, changed_versions, read_plan
+from fp8_nemo.runs.metrics import RunDirError
+from fp8_nemo.runs.process import INTERRUPTED
+from fp8_nemo.runs.run_dir import changed_versions, read_plan
 
 PREFLIGHT = {"local": "fp8_nemo.local.preflight", "nemo": "fp8_nemo.launch.preflight"}
 DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.launch.driver"}

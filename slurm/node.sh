@@ -153,7 +153,7 @@ in_front() { # a command that the job's end ends too
     return "$code"
 }
 stage="waiting for the nodes"
-in_front "${python[@]}" -m fp8_nemo.launch.ray_nodes "$FP8_NEMO_JOIN_TIMEOUT" "${nodes[@]}" || exit
+in_front "${python[@]}" -m fp8_nemo.launch.ray_cluster wait "$FP8_NEMO_JOIN_TIMEOUT" "${nodes[@]}" || exit
 if ((FP8_NEMO_PREFLIGHT)); then
     stage="recipes.check_cluster"
     in_front "${python[@]}" -m fp8_nemo.recipes.check_cluster "$run_dir" || exit
@@ -165,7 +165,7 @@ in_front "${python[@]}" -m fp8_nemo.recipes.run "$run_dir"
 code=$?
 echo "$code" >"$attempt/code"
 if ((code)) && [[ ! -e $attempt/stop && ! -e $attempt/term ]]; then
-    missing=$("${python[@]}" -m fp8_nemo.launch.ray_nodes 0 "${nodes[@]}" 2>/dev/null) ||
+    missing=$("${python[@]}" -m fp8_nemo.launch.ray_cluster wait 0 "${nodes[@]}" 2>/dev/null) ||
         { [[ -n $missing ]] && echo "$missing" >"$attempt/lost"; }
 fi
 exit "$code"

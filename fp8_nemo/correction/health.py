@@ -16,10 +16,7 @@ run that learned. Growth is over a window against the run's first steps: in NeMo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from fp8_nemo.runs.run_dir import append_metrics, read_metrics
+from typing import NamedTuple
 
 STATES = ("healthy", "watch", "unstable")
 STATE = "health/state"
@@ -89,33 +86,6 @@ def judge(rows: Sequence[Row]) -> Verdict:
         STATES[worst],
         [_reason(signal, value) for signal, value in found if signal.state(value) == worst > 0],
     )
-
-
-def append_judged(run_dir: Path, row: dict[str, Any], stop: bool) -> str:
-    """Append a step's metrics and its `health/state`, 0 to 2.
-
-    Args:
-        run_dir: of the run.
-        row: the step's metrics.
-        stop: whether an unstable step ends the run.
-
-    Returns:
-        What a terminal says where the state changed: `step 7: watch: REASONS`; else nothing.
-
-    Raises:
-        UnstableError: with the reasons; the row is written.
-    """
-    before = read_metrics(run_dir)
-    verdict = judge([*before, row])
-    state, why = STATES.index(verdict.state), "; ".join(verdict.reasons)
-    append_metrics(run_dir, row | {STATE: state})
-    if stop and verdict.state == STATES[-1]:
-        raise UnstableError(
-            f"step {row['step']} is unstable: {why} (grpo.stop_when_unstable=false goes on)"
-        )
-    if state == (before[-1].get(STATE, 0) if before else 0):
-        return ""
-    return ": ".join(filter(None, (f"step {row['step']}", verdict.state, why)))
 
 
 def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fp8_nemo.correction.correct import STATISTICS, correct, correction_metrics
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.correction.quantiles import POINTS, VETO, Measurement
+from fp8_nemo.correction.quantiles import POINTS, VETO, MeasureError, Measurement
 from fp8_nemo.recipe.options import Correction
 
 KEPT_TOKENS = 2**20  # of one step: 4 MiB kept, and 190 MiB while all statistics are measured
@@ -28,10 +28,6 @@ NEMO_STEPS = 16
 """Of a run inside NeMo RL, which keeps every step: 100 of 2 million tokens would take 37 GB."""
 FOLDER = "mismatch"
 NEMO_FILES = "log/nemo/**/train_data_step*.jsonl"
-
-
-class MeasureError(ValueError):
-    """Nothing to measure; one line."""
 
 
 class Effect(NamedTuple):
@@ -215,7 +211,7 @@ def _read(file: Path) -> LogprobPair:
 
 
 def _read_nemo(file: Path) -> LogprobPair:
-    """One step as NeMo RL logs it, a sequence a line (grpo.py:3645); prompts are left out."""
+    """One step as NeMo RL logs it, a sequence a line (seam logged-step); prompts are left out."""
     sequences, tokens = [], 0
     with file.open() as lines:
         for row in map(json.loads, lines):

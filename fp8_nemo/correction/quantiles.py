@@ -23,6 +23,10 @@ VETO = "min-token"
 """The smallest token ratio of a sequence, which a veto looks at."""
 
 
+class MeasureError(ValueError):
+    """Nothing to measure; one line."""
+
+
 class MeasurementError(ValueError):
     """A file that is no measurement; one line."""
 

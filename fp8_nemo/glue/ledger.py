@@ -21,7 +21,7 @@ out once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -39,24 +39,10 @@ from fp8_nemo.glue.manifest import (
     read_manifest,
 )
 from fp8_nemo.glue.quantize import FP8
-from fp8_nemo.glue.wire import WireSpec
+from fp8_nemo.glue.wire import RefitError, WireSpec
 from fp8_nemo.recipe.options import FORMATS
 
-SHOWN_PROBLEMS = 8  # a model of 18,000 expert weights may lose them all
 FP8_NAN = FORMATS["fp8"].nan
-
-
-class RefitError(RuntimeError):
-    """A refit that did not land whole; `problems` names every tensor that failed."""
-
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = list(problems)
-        more = len(self.problems) - SHOWN_PROBLEMS
-        shown = self.problems[:SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
-        super().__init__("refit failed: " + "; ".join(shown))
-
-    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
-        return RefitError, (self.problems,)  # through Ray, by its names and not its text
 
 
 @dataclass(frozen=True)

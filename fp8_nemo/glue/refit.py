@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import Ledger, RefitError, RefitProof
+from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum, manifest
 from fp8_nemo.glue.quantize import QUANTIZERS
 from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.recipe.options import Precision
 
 __all__ = ["Ledger", "RefitError", "RefitProof", "encode", "in_groups", "refit_stream"]

@@ -14,7 +14,7 @@ Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E exper
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -24,6 +24,22 @@ from fp8_nemo.recipe.options import FORMATS, Precision, Shape
 BF16 = FORMATS["bf16"]
 BLOCK = FORMATS["fp8"].block
 SCALE_SUFFIX = "_scale_inv"
+
+
+SHOWN_PROBLEMS = 8  # a model of 18,000 expert weights may lose them all
+
+
+class RefitError(RuntimeError):
+    """A refit that did not land whole; `problems` names every tensor that failed."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        more = len(self.problems) - SHOWN_PROBLEMS
+        shown = self.problems[:SHOWN_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
+        super().__init__("refit failed: " + "; ".join(shown))
+
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
+        return RefitError, (self.problems,)  # through Ray, by its names and not its text
 
 
 class Family(NamedTuple):
@@ -164,7 +180,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def kv_scale_names(layer: int) -> tuple[str, str, str]:
-    """VLLM's names of a layer's Q, K and V scales (NeMo RL, `fp8_train_utils.py:22-50`)."""
+    """VLLM's names of a layer's Q, K and V scales (seam scale-names)."""
     attention = f"model.layers.{layer}.self_attn"
     return f"{attention}.attn.q_scale", f"{attention}.k_scale", f"{attention}.v_scale"
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from fp8_nemo.launch import probe
 from fp8_nemo.launch.preflight import hub_mistakes, settings_of
-from fp8_nemo.launch.ray_nodes import connect, node_names
+from fp8_nemo.launch.ray_cluster import connect, node_names
 from fp8_nemo.nemo.worker_settings import PLUGIN, own_folder
 from fp8_nemo.nemo_config.checkout import read_host
 from fp8_nemo.nemo_config.host import HostError, root_of
@@ -28,6 +28,7 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_mistakes
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.problems import DataError, load_problems
+from fp8_nemo.runs.provenance import gpus
 
 WORKERS = {
     "policy": "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
@@ -111,7 +112,7 @@ def look(plan: Seen, pythons: dict[str, str], canary: str, written: str) -> Seen
     recipe = plan_from_json(plan).recipe
     file = Path(canary)
     return {
-        "gpus": gpus_here(),
+        "gpus": [each._asdict() for each in gpus() or []],
         "environments": {name: _probe(python) for name, python in pythons.items()},
         "folder": "" if file.is_file() and file.read_text() == written else "missing",
         "model": [str(mistake) for mistake in _model_mistakes(recipe)],
@@ -146,33 +147,21 @@ def findings(plan: Plan, node: str, seen: Seen) -> Iterator[Finding]:
     )
 
 
-def gpus_here() -> list[dict[str, str]]:
-    """Name, driver, total and used memory (MiB) of this node's GPUs, by the driver's own tool."""
-    keys = ("name", "driver_version", "memory.total", "memory.used")
-    call = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(call, capture_output=True, text=True, timeout=20).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[word.strip() for word in line.split(",")] for line in lines]
-    return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
-
-
 def _cluster_findings(recipe: Recipe, names: dict[str, str]) -> Iterator[Finding]:
     wanted, found = recipe.cluster.nodes, len(names)
     problem = "" if found >= wanted else f"cluster.nodes={wanted}"
     yield Finding("Ray", "all", f"{found} node{'s' * (found != 1)}", problem)
 
 
-def _gpu_finding(plan: Plan, node: str, gpus: list[dict[str, str]]) -> Finding:
+def _gpu_finding(plan: Plan, node: str, seen: list[Seen]) -> Finding:
     cluster, needed = plan.recipe.cluster, plan.backend == "nemo"
-    kinds = sorted({f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in gpus})
-    found = f"{len(gpus)} x {' and '.join(kinds)}" if gpus else "none"
-    busy = [n for n, gpu in enumerate(gpus) if float(gpu["memory.used"]) / 1024 > BUSY_GIB]
+    kinds = sorted({f"{gpu['name']}, driver {gpu['driver']}" for gpu in seen})
+    found = f"{len(seen)} x {' and '.join(kinds)}" if seen else "none"
+    busy = [n for n, gpu in enumerate(seen) if gpu["used"] / 1024 > BUSY_GIB]
     problem = ""
-    if needed and len(gpus) < cluster.gpus_per_node:
+    if needed and len(seen) < cluster.gpus_per_node:
         problem = f"cluster.gpus_per_node={cluster.gpus_per_node}"
-    elif needed and not all(cluster.gpu in gpu["name"].lower() for gpu in gpus):
+    elif needed and not all(cluster.gpu in gpu["name"].lower() for gpu in seen):
         problem = f"cluster.gpu={cluster.gpu} is not what is here; set the one that is"
     elif needed and busy:
         problem = f"GPU {', '.join(map(str, busy))}: another process holds memory on it"

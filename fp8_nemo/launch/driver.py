@@ -20,7 +20,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 from typing import Any, TextIO
 
-from fp8_nemo.correction.health import append_judged
 from fp8_nemo.launch import session
 from fp8_nemo.launch.preflight import settings_of
 from fp8_nemo.launch.session import CONVERSIONS
@@ -29,12 +28,12 @@ from fp8_nemo.nemo.worker_settings import VARIABLE, own_folder
 from fp8_nemo.nemo_config.checkout import read_host
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.checks import seconds
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import load_problems, write_problems
-from fp8_nemo.runs import run_dir
-from fp8_nemo.runs.starting_point import origin
+from fp8_nemo.runs import metrics, process, run_dir
+from fp8_nemo.runs.metrics import append_judged
+from fp8_nemo.runs.starting_point import starting_point
 
 SAVE_BY = "checkpoint_must_save_by"
 """NeMo RL's, of `checkpointing`: how long after its set-up it saves and ends."""
@@ -43,14 +42,14 @@ SAVE_BY = "checkpoint_must_save_by"
 def run(plan: Plan, path: Path) -> int:
     """Train; 0 when NeMo RL ends by itself, 2 for an unusable directory, 1 if the run broke.
 
-    Ctrl-C stops it without saving: `run_dir.INTERRUPTED`.
+    Ctrl-C stops it without saving: `process.INTERRUPTED`.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # NeMo RL saves by its own clock, `save_within`
     try:
         with run_dir.locked(path):
-            began = origin(plan.recipe, path)
+            began = starting_point(plan.recipe, path)
             return _logged(plan, path, began, run_dir.attempt_log(path))
-    except (run_dir.RunDirError, OSError) as error:
+    except (metrics.RunDirError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
 
@@ -61,17 +60,17 @@ def _logged(plan: Plan, path: Path, began: dict[str, str], log: Path) -> int:
             _attempt(plan, path, began)
     except KeyboardInterrupt:
         print(f"{path}: stopped; the same line goes on from its last checkpoint", file=sys.stderr)
-        return run_dir.INTERRUPTED
+        return process.INTERRUPTED
     except Exception as error:  # whatever breaks in there, in one line and whole in the log
         with log.open("a") as file:
             traceback.print_exc(file=file)
         print(f"{path}: {_reason(error)} (the whole story: {log})", file=sys.stderr)
         return 1
-    steps = run_dir.steps_done(run_dir.read_metrics(path))
+    steps = metrics.steps_done(metrics.read_metrics(path))
     for saved in run_dir.checkpoints(path)[-1:]:
         if run_dir.checkpoint_step(saved) > steps:  # killed after the checkpoint, before its row
             steps = run_dir.checkpoint_step(saved)
-            run_dir.append_metrics(path, {"step": steps})
+            metrics.append_metrics(path, {"step": steps})
     finished = steps >= plan.recipe.grpo.steps
     print(f"{path}: finished, {steps} steps" if finished else f"{path}: stopped at step {steps}")
     return 0
@@ -116,7 +115,7 @@ def own_ray() -> Iterator[None]:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     cluster = subprocess.Popen(
-        [sys.executable, "-m", "fp8_nemo.launch.ray_cluster"],
+        [sys.executable, "-m", "fp8_nemo.launch.ray_cluster", "hold"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -186,7 +185,7 @@ def _attempt(plan: Plan, path: Path, began: dict[str, str]) -> None:
         problems = load_problems(plan.recipe.data, plan.recipe.seed)
         write_problems(run_dir.data_dir(path), problems)
     saved = run_dir.checkpoints(path)
-    run_dir.rewind_metrics(path, run_dir.checkpoint_step(saved[-1]) if saved else -1)
+    metrics.rewind_metrics(path, run_dir.checkpoint_step(saved[-1]) if saved else -1)
     with own_ray():
         train(plan, path, root)
 
@@ -196,7 +195,7 @@ def train(plan: Plan, path: Path, root: Path) -> None:
     with session.opened(plan, path, root) as parts:
         # After the set-up, which takes minutes: NeMo RL counts from here on.
         if f"checkpointing.{SAVE_BY}" not in leaves(plan.recipe.nemo):
-            end = job_end(plan.recipe.cluster.time)
+            end = job_end()
             left = save_within(end, plan.recipe.cluster.save_before_end, time.time())
             parts.config.checkpointing[SAVE_BY] = left
         overheard = OverheardLogger(
@@ -211,16 +210,13 @@ def _write(plan: Plan, path: Path, row: dict[str, Any]) -> None:
         print(f"{plan.cell}  {health}")
 
 
-def job_end(limit: str) -> float | None:
-    """When Slurm ends this job, in seconds since 1970; None without a limit.
+def job_end() -> float | None:
+    """Return when Slurm ends this job, in seconds since 1970; None without a limit.
 
-    Read from what grpo.sbatch asked Slurm, because `init_ray` removes Slurm's variables; NeMo RL's
-    ray.sub leaves its own start.
+    grpo.sbatch has asked Slurm, because `init_ray` removes Slurm's variables.
     """
-    if end := os.environ.get("FP8_NEMO_JOB_END"):
-        return float(end)
-    start = os.environ.get("NRL_JOB_START_EPOCH")
-    return float(start) + (seconds(limit) or 0) if start else None
+    end = os.environ.get("FP8_NEMO_JOB_END")
+    return float(end) if end else None
 
 
 def save_within(end: float | None, save_before_end: int, now: float) -> str | None:

@@ -53,7 +53,7 @@ def refit_reports(generation: Any) -> list[dict[str, Any]]:
 def refit_problems(generation: Any) -> list[str]:
     """What failed in the last refit, each tensor once, over all of vLLM's workers.
 
-    NeMo RL's generation actor prints a worker's error and answers False (vllm_worker.py:1184), so
+    NeMo RL's generation actor prints a worker's error and answers False (seam engine-error), so
     the loop knows only that something failed. Engines that do not answer are left out, dead ones
     too: a worker that fell in a step of tensor parallel leaves the others waiting for it.
     """
@@ -90,8 +90,7 @@ def stop_if_it_cannot_sleep_or_wake(generation: type) -> None:
 
     vLLM has given its memory back when it finds less of it free than before and raises; it does not
     note that it sleeps, so it is never woken, and the next refit writes to memory that is gone
-    (vllm_generation.py:1001 and 1028 of main 7ea279a, 873 and 900 of v0.7.0; gpu_worker.py:210 and
-    abstract.py:333 of vLLM 0.25.1).
+    (seam sleeps-or-wakes; vLLM's gpu_worker.py and abstract.py).
 
     Args:
         generation: NeMo RL's class `VllmGeneration`, two of whose methods are replaced: `setup`

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -23,6 +22,7 @@ from fp8_nemo.recipe.model_dir import model_mistakes, model_path, shape_mistakes
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import DataError, load_problems
+from fp8_nemo.runs.provenance import gpus
 
 NEEDED_PYTHON = (3, 12)
 """NeMo RL's pydantic models use `typing.TypedDict`, which needs it."""
@@ -93,13 +93,12 @@ def _machine(recipe: Recipe) -> Iterator[Mistake]:
 
 def visible_gpus() -> int | None:
     """GPUs that a run may use here; None where no driver can be asked."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
+    visible, found = os.environ.get("CUDA_VISIBLE_DEVICES"), gpus()
+    if found is None:
         return None
-    count = listed.stdout.count("GPU ")
-    return count if visible is None else len([word for word in visible.split(",") if word.strip()])
+    if visible is None:
+        return len(found)
+    return len([word for word in visible.split(",") if word.strip()])
 
 
 def _resume(recipe: Recipe, root: Path) -> Iterator[str]:

@@ -1,24 +1,42 @@
-"""A Ray cluster for one run on this machine: `python -m fp8_nemo.launch.ray_cluster`.
+"""The Ray cluster of a run: `python -m fp8_nemo.launch.ray_cluster hold | wait SECONDS NODE...`.
 
-Prints its address, then lives until a line, or the end, of its standard input. NeMo RL's Megatron
-worker takes Ray's GPU id for a device's number (megatron_policy_worker.py:439), so a cluster that
-sees `CUDA_VISIBLE_DEVICES=2` gives it a device that does not exist. This one sees all GPUs, by
-their own numbers, and holds those that the run was not given.
+`hold` starts one on this machine, prints its address, then lives until a line, or the end, of its
+standard input. NeMo RL's Megatron worker takes Ray's GPU id for a device's number (seam
+gpu-by-number), so a cluster that sees `CUDA_VISIBLE_DEVICES=2` gives it a device that does not
+exist. This one sees all GPUs, by their own numbers, and holds those that the run was not given.
+
+`wait` waits until every node of a Slurm job has joined, and names those that have not.
+slurm/node.sh gives each Ray node a resource `slurm-NAME`, because two nodes may share a host name,
+or an address behind a bridge.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportFunctionMemberAccess=false, reportArgumentType=false
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, suppress
+from pathlib import Path
 
+import fp8_nemo
 from fp8_nemo.launch.preflight import visible_gpus
+from fp8_nemo.nemo_config.seams import SEAMS
+
+RESOURCE = "slurm-"
 
 
-def main() -> int:
-    """Start, hold, print, wait."""
+def main(arguments: list[str] | None = None) -> int:
+    """Hold a cluster, or wait for one; the exit code."""
+    command, *words = sys.argv[1:] if arguments is None else arguments
+    return hold() if command == "hold" else wait(int(words[0]), words[1:])
+
+
+def hold() -> int:
+    """Start a cluster on this machine, hold the other GPUs, print its address, wait to be ended."""
     mine = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     # All, by number: under tensor parallelism vLLM's workers look their own up in it.
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(visible_gpus() or 0)))
@@ -69,7 +87,7 @@ def taken(given: list[str]) -> str:
         return ""
     return (
         f"GPU {', '.join(busy)}: another run is on it, and NeMo RL's refit has one socket per GPU "
-        "(base_policy_worker.py:137); name others in CUDA_VISIBLE_DEVICES"
+        f"({SEAMS['socket-per-gpu']}); name others in CUDA_VISIBLE_DEVICES"
     )
 
 
@@ -102,6 +120,73 @@ class _Holder:
         import ray
 
         return ray.get_gpu_ids()[0]
+
+
+def wait(limit: int, names: list[str]) -> int:
+    """Wait for nodes; 0 when all are there, 1 when time is up. `RAY_ADDRESS` names the cluster."""
+    connect(limit)
+    missing = wait_for(names, limit)
+    for name in missing:
+        late = f"has not joined Ray within {limit} s; its part of the log says why"
+        print(f"{name}: {late if limit else 'is gone from Ray'}")
+    if not missing and limit:
+        print(f"Ray: {len(names)} of {len(names)} nodes: {', '.join(names)}", flush=True)
+    return 1 if missing else 0
+
+
+def connect(limit: int) -> None:
+    """Attach to the cluster in `RAY_ADDRESS`, which may still be starting; without it, start one.
+
+    Raises:
+        ConnectionError: it did not start in `limit` seconds.
+    """
+    import ray
+
+    deadline = time.monotonic() + limit
+    while True:
+        try:
+            # Never whatever Ray ran on this machine last, which is what no address would mean.
+            address = os.environ.get("RAY_ADDRESS", "local")
+            with own_code_first():
+                ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        except ConnectionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
+@contextmanager
+def own_code_first() -> Iterator[None]:
+    """Connect to Ray from the folder of this code: Ray's workers import from where that was.
+
+    It hands them the driver's working directory before `PYTHONPATH` (`worker.py`, `code_paths`);
+    a job's is the clone it was submitted from, which may have been edited since.
+    """
+    with chdir(Path(fp8_nemo.__file__).parents[1]):
+        yield
+
+
+def wait_for(names: list[str], limit: float) -> list[str]:
+    """The nodes that have not joined after `limit` seconds; returns as soon as all have."""
+    deadline = time.monotonic() + limit
+    while missing := [name for name in names if name not in node_names().values()]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    return missing
+
+
+def node_names() -> dict[str, str]:
+    """Living nodes, Ray's id to Slurm's name; to the host's name outside Slurm."""
+    import ray
+
+    return {node["NodeID"]: _name(node) for node in ray.nodes() if node["Alive"]}
+
+
+def _name(node: dict) -> str:
+    given = [each for each in node["Resources"] if each.startswith(RESOURCE)]
+    return given[0].removeprefix(RESOURCE) if given else node["NodeManagerHostname"]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8_nemo.glue.ledger import RefitError
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.launch.engine_checks import (
     check_engine,
     check_receivers,
@@ -28,8 +28,7 @@ from fp8_nemo.launch.engine_checks import (
     stop_if_it_cannot_sleep_or_wake,
 )
 from fp8_nemo.launch.preflight import settings_of
-from fp8_nemo.launch.ray_cluster import open_for_anyone
-from fp8_nemo.launch.ray_nodes import own_code_first
+from fp8_nemo.launch.ray_cluster import open_for_anyone, own_code_first
 from fp8_nemo.nemo_config.checkout import config_of
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.plan import Plan
@@ -169,7 +168,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
 def one_engine_start() -> Iterator[Callable[[], None]]:
     """Runs on one machine start their engines one after the other; gives what ends a start.
 
-    Every vLLM takes the first free port from 7000 on (vllm_worker.py:219), seconds before it binds
+    Every vLLM takes the first free port from 7000 on (seam engine-port), seconds before it binds
     it: of runs that start together, some find it taken (`EADDRINUSE`).
     """
     with open(open_for_anyone("/tmp/fp8-nemo-engine-start.lock")) as lock:
@@ -181,7 +180,8 @@ def one_engine_start() -> Iterator[Callable[[], None]]:
 def one_conversion(folder: Path) -> Iterator[None]:
     """Runs that start together convert a model to Megatron's format once, the others wait.
 
-    NeMo RL takes any folder of a conversion for a finished one (setup.py:578), also one that
+    NeMo RL takes any folder of a conversion for a finished one (seam
+    converted-model), also one that
     another run is still writing, or that a killed run has left. Here `.whole` says that it is.
     """
     whole = folder / ".whole"

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
-from fp8_nemo.correction.health import append_judged
 from fp8_nemo.correction.measure import save_pair
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.glue import recalibrate
-from fp8_nemo.glue.ledger import RefitError
 from fp8_nemo.glue.refit import refit_stream
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.local import checkpoint
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Batch, Engine, pad_left
@@ -38,7 +37,8 @@ from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.problems import Problem, load_problems, reward, write_problems
 from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS
-from fp8_nemo.runs import run_dir
+from fp8_nemo.runs import metrics, run_dir
+from fp8_nemo.runs.metrics import append_judged
 
 CLIP = 0.2
 STD_EPSILON = 1e-6
@@ -115,17 +115,17 @@ class Run:
         saved = run_dir.checkpoints(self.path)
         if saved:
             checkpoint.load(saved[-1], self.policy, self.progress)
-            run_dir.rewind_metrics(self.path, self.progress.step)
+            metrics.rewind_metrics(self.path, self.progress.step)
             self._refit()
             return
-        run_dir.rewind_metrics(self.path, -1)
+        metrics.rewind_metrics(self.path, -1)
         row: dict[str, Any] = {"step": 0}
         if self.fp8_kv:
             self.progress.kv_scales = self._scales_of_prompts()
         row |= self._refit()
         if self.recipe.grpo.validate_first:
             row["val/accuracy"] = self._validate()
-        run_dir.append_metrics(self.path, row)
+        metrics.append_metrics(self.path, row)
         report(row)
 
     def _step(self, step: int) -> dict[str, Any]:

@@ -24,15 +24,15 @@ from rich.table import Column
 
 from fp8_nemo.correction.health import UnstableError
 from fp8_nemo.correction.mismatch import LogprobError
-from fp8_nemo.glue.ledger import RefitError
 from fp8_nemo.glue.recalibrate import RecalibrateError
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import Report, Run
 from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.runs import run_dir
+from fp8_nemo.runs import metrics, process, run_dir
 from fp8_nemo.runs.provenance import environment
-from fp8_nemo.runs.starting_point import origin
+from fp8_nemo.runs.starting_point import starting_point
 
 DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError)
 SHOWN = {
@@ -74,7 +74,7 @@ def run(plan: Plan, path: Path) -> int:
     try:
         with run_dir.locked(path):
             step = _attempt(plan, path, stop)
-    except (CheckpointError, run_dir.RunDirError, OSError, *DIVERGED) as error:
+    except (CheckpointError, metrics.RunDirError, OSError, *DIVERGED) as error:
         if logging.getLogger().hasHandlers():  # there is a log: the directory is this attempt's
             logging.exception("stopped")
         print(error if str(path) in str(error) else f"{path}: {error}", file=sys.stderr)
@@ -83,12 +83,12 @@ def run(plan: Plan, path: Path) -> int:
         saved = run_dir.checkpoints(path)
         goes_on = f"goes on from {saved[-1].name}" if saved else "begins again, nothing was saved"
         print(f"{path}: stopped; the same line {goes_on}", file=sys.stderr)
-        return run_dir.INTERRUPTED
+        return process.INTERRUPTED
     if step < plan.recipe.grpo.steps:
         print(f"{path}: stopped, step {step} is saved; the same line goes on", file=sys.stderr)
-        return run_dir.INTERRUPTED
+        return process.INTERRUPTED
     print(f"{path}: finished, {plan.recipe.grpo.steps} steps")
-    if _learned_nothing([row for row in run_dir.read_metrics(path) if row["step"]]):
+    if _learned_nothing([row for row in metrics.read_metrics(path) if row["step"]]):
         print(NOTHING_LEARNED)
     return 0
 
@@ -102,7 +102,7 @@ def _learned_nothing(rows: list[dict[str, Any]]) -> bool:
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
-    run_dir.write_environment(path, **origin(plan.recipe, path))
+    run_dir.write_environment(path, **starting_point(plan.recipe, path))
     logging.info("environment %s", environment())
     with progress(plan) as report:
         return Run(plan, path).train(report, stop.is_set)

@@ -30,7 +30,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 
 from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.glue.ledger import RefitError
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.kv_scales import KvScales
 from fp8_nemo.nemo.step_metrics import OPENED
 from fp8_nemo.nemo.worker_settings import WorkerSettings
@@ -185,7 +185,7 @@ def corrected(data: Any, multiplier: Multiplier, renormalize: bool) -> Any:
 def without_correction(loss_fn: ClippedPGLossFn) -> ClippedPGLossFn:
     """NeMo RL's own loss with a multiplier of exactly 1.
 
-    Its configuration must ask for the correction under FP8 (grpo.py:1321); the loss object that
+    Its configuration must ask for the correction under FP8 (seam needs-correction); the loss object that
     trains need not.
     """
     plain = copy.copy(loss_fn)

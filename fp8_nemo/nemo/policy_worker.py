@@ -19,10 +19,10 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 from torch import Tensor
 
-from fp8_nemo.glue.ledger import RefitError
 from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.kv_scales import watched
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import Destination, Ledger, Part, RefitError, RefitProof
+from fp8_nemo.glue.ledger import Destination, Ledger, Part, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
-from fp8_nemo.glue.wire import WireSpec, named_shapes, wire_specs
+from fp8_nemo.glue.wire import RefitError, WireSpec, named_shapes, wire_specs
 from fp8_nemo.nemo.vllm_layout import (
     ParameterCache,
     Rank,
@@ -351,7 +351,7 @@ def _keep_kv_scales(runner: Any, of: Sequence[Any]) -> None:
     """Put the scales of K and V back when the cache wakes up.
 
     vLLM's model runner V1, which Qwen3-MoE gets and every engine over several GPUs, fills them with
-    1.0 then (gpu_model_runner.py:964, 0.25.1), after the refit. Runner V2 leaves them alone.
+    1.0 then (seam wakes-with-ones), after the refit. Runner V2 leaves them alone.
     """
     reset = getattr(type(runner), "init_fp8_kv_scales", None)
     if reset is None:

@@ -141,7 +141,7 @@ def engine_parts(
 
 
 def _is_alias(name: str, parameters: Mapping[str, Tensor]) -> bool:
-    """Whether a `weight_scale` is a second name for the `weight_scale_inv` (v0.7.0, fp8.py:510)."""
+    """Whether a `weight_scale` is a second name for the `weight_scale_inv` (seam scale-alias)."""
     other = parameters.get(f"{name}_inv")
     return other is not None and other.data_ptr() == parameters[name].data_ptr()
 

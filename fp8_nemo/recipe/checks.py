@@ -266,8 +266,3 @@ def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     for mount in cluster.mounts:
         if not isinstance(mount, str) or not mount.startswith("/") or "," in mount:
             yield Mistake("cluster.mounts", mount, "must be an absolute folder, or /from:/to")
-    if cluster.launcher == "ray_sub" and cluster.kind == "slurm":
-        # Its own header says ACCOUNT and PARTITION, and starts a container in any case.
-        for key in ("container", "account", "partition"):
-            if getattr(cluster, key) is None:
-                yield Mistake(f"cluster.{key}", None, "is needed with cluster.launcher=ray_sub")

@@ -347,8 +347,6 @@ class Cluster:
     """Run `recipes.check_cluster` at the head of each job."""
     other_versions: str = one_of("refuse", "allow")
     """Whether a run may go on with other versions, weights or problems than it began with."""
-    launcher: str = one_of("sbatch", "ray_sub")
-    """`ray_sub` leaves the job to NeMo RL's own script."""
 
 
 @dataclass

@@ -26,17 +26,8 @@ from fp8_nemo.plan.plan import ONLY_CHECKED, Plan
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.options import Correction, Precision, Recipe
 from fp8_nemo.recipe.plain import leaves
-from fp8_nemo.runs.run_dir import (
-    ENVIRONMENT,
-    METRICS,
-    PLAN,
-    RunDirError,
-    State,
-    read_metrics,
-    read_plan,
-    state_of,
-    steps_done,
-)
+from fp8_nemo.runs.metrics import METRICS, RunDirError, read_metrics, steps_done
+from fp8_nemo.runs.run_dir import ENVIRONMENT, PLAN, State, read_plan, state_of
 
 BESIDE_THE_CELL = ("seed", "outputs", "logging", "cluster")
 OF_THE_CELL = ("precision.", "correction.")

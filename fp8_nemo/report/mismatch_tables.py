@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from fp8_nemo.correction.measure import MeasureError, by_length, by_position, effect
-from fp8_nemo.correction.mismatch import LogprobPair
-from fp8_nemo.correction.quantiles import Measurement
+from fp8_nemo.correction.quantiles import MeasureError, Measurement
 from fp8_nemo.recipe.compose import ComposeError, compose, option_folder, option_names
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
+
+if TYPE_CHECKING:  # the verb has looked for torch before anything here is called
+    from fp8_nemo.correction.mismatch import LogprobPair
 
 OWN = re.compile(r"my[\w.-]*")
 """Names that git ignores in conf/correction, as a site's own in conf/cluster."""
@@ -35,6 +37,8 @@ def tables(
 
 def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> Table:
     """KL and 99th percentile of `|log_ratio|`, over all tokens, by position and by length."""
+    from fp8_nemo.correction.measure import by_length, by_position
+
     title = f"mismatch of {measurement.tokens:,} tokens in {measurement.sequences:,} sequences"
     table = _table(title, "tokens", "KL (k3)", "p99 |log ratio|")
     parts = {
@@ -50,6 +54,8 @@ def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> T
 
 def _effects(pairs: Collection[LogprobPair]) -> Table:
     """What every option of conf/correction would do to these batches."""
+    from fp8_nemo.correction.measure import effect
+
     table = _table(
         "what each correction would do", "correction", "clips", "rejects", "ESS", "mean multiplier"
     )

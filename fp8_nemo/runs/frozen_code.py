@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.provenance import COMMIT, commit
-from fp8_nemo.runs.run_dir import RunDirError, code_parent
+from fp8_nemo.runs.run_dir import code_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 IGNORED = ("__pycache__", "*.pyc", ".*")

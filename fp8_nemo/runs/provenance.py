@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 VERSIONS_OF = (
     "fp8-nemo",
@@ -31,7 +32,8 @@ QUIETLY: dict[str, Any] = {"capture_output": True, "text": True, "check": True, 
 
 
 def environment() -> dict[str, Any]:
-    """Versions, commit and hardware of this process: what a number was measured on."""
+    """Return versions, commit and hardware of this process: what a number was measured on."""
+    found = gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return {
         "python": platform.python_version(),
         "versions": {name: version for name in VERSIONS_OF if (version := _version(name))},
@@ -40,7 +42,7 @@ def environment() -> dict[str, Any]:
             "machine": platform.machine(),
             "processor": _processor(),
             "cores": os.cpu_count(),
-            "gpus": _gpus(),
+            "gpus": [f"{gpu.name}, {gpu.driver}" for gpu in found or []],
             "system": f"{platform.system()} {platform.release()}",
         },
     }
@@ -70,16 +72,36 @@ def commit() -> str | None:
         return None
 
 
-def _gpus() -> list[str]:
-    """Names of the GPUs that this process may use, by the driver's own tool."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command += ["-i", visible]
+class Gpu(NamedTuple):
+    """Describe one GPU, memory in MiB: `Gpu("NVIDIA H100 80GB HBM3", "580.95.05", 81559, 4)`."""
+
+    name: str
+    driver: str
+    memory: float
+    used: float
+
+
+def gpus(visible: str | None = None) -> list[Gpu] | None:
+    """Ask the driver's own tool for this machine's GPUs; None where it cannot be asked.
+
+    Args:
+        visible: numbers or names of those that are asked for, as `CUDA_VISIBLE_DEVICES` has them;
+            all by default.
+    """
+    keys = "name,driver_version,memory.total,memory.used"
+    command = ["nvidia-smi", f"--query-gpu={keys}", "--format=csv,noheader,nounits"]
+    command += ["-i", visible] if visible else []
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return found.stdout.splitlines()
+        return None
+    rows = [[word.strip() for word in line.split(",")] for line in found.stdout.splitlines()]
+    return [Gpu(name, driver, _mib(total), _mib(used)) for name, driver, total, used in rows]
+
+
+def _mib(text: str) -> float:
+    """Read a number; a driver may answer `[N/A]`."""
+    return float(text) if text.isdigit() else math.nan
 
 
 def _processor() -> str:

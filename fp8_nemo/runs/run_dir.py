@@ -19,9 +19,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,17 +32,13 @@ from omegaconf.errors import OmegaConfBaseException
 from fp8_nemo.plan.plan import Plan, plan_from_json
 from fp8_nemo.recipe.plain import escape_interpolation
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS
+from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done, write_whole
 from fp8_nemo.runs.provenance import environment
 
-PLAN, RECIPE, ENVIRONMENT, METRICS = "plan.json", "recipe.yaml", "environment.json", "metrics.jsonl"
+PLAN, RECIPE, ENVIRONMENT = "plan.json", "recipe.yaml", "environment.json"
 LOCK = ".lock"
-INTERRUPTED = 130  # exit code, as a shell reports SIGINT
 
 State = Literal["new", "unfinished", "finished"]
-
-
-class RunDirError(ValueError):
-    """A run directory that cannot be made, read or resumed; one line."""
 
 
 @dataclass(frozen=True)
@@ -104,53 +97,9 @@ def read_plan(run_dir: Path) -> Plan:
         ) from error
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """One object per step. A last line that was cut short by a kill is left out.
-
-    Raises:
-        RunDirError: a line other than the last cannot be read.
-    """
-    path = run_dir / METRICS
-    try:
-        lines = path.read_text().split("\n") if path.exists() else []
-    except (OSError, ValueError) as error:
-        raise RunDirError(f"{path}: cannot be read ({error})") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if number == len(lines):  # text after the last newline: empty, or cut short
-            break
-        try:
-            rows.append(json.loads(line))
-            int(rows[-1]["step"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunDirError(
-                f"{path}:{number}: not a step's JSON object; delete the line or the directory"
-            ) from error
-    return rows
-
-
-def steps_done(rows: list[dict[str, Any]]) -> int:
-    """Steps that a run has behind it, by its metrics."""
-    return rows[-1]["step"] if rows else 0
-
-
 def state_of(plan: Plan, steps: int) -> State:
     """Whether a directory that exists has done what its plan asks for."""
     return "finished" if steps >= plan.recipe.grpo.steps else "unfinished"
-
-
-def rewind_metrics(run_dir: Path, step: int) -> None:
-    """Drop the metrics of steps after `step`: they are about to be computed again."""
-    kept = [row for row in read_metrics(run_dir) if row["step"] <= step]
-    _write_whole(run_dir / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
-
-
-def append_metrics(run_dir: Path, row: dict[str, Any]) -> None:
-    """Add one step; the line is on disk when this returns."""
-    with (run_dir / METRICS).open("a") as file:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -312,41 +261,7 @@ def began_with(run_dir: Path) -> dict[str, Any]:
 
 def write_environment(run_dir: Path, **more: str) -> None:
     """Record what this attempt runs on; each attempt's log keeps its own."""
-    _write_whole(run_dir / ENVIRONMENT, json.dumps(environment() | more, indent=1) + "\n")
-
-
-def call_verb(verb: str, *arguments: str) -> int:
-    """Run one of the recipes in a fresh process of this interpreter; its exit code.
-
-    A child that a signal killed could not say so: it is said here, and the code is a shell's.
-    Ctrl-C reaches the child too, SIGTERM is passed on; the child stops and says so, this waits for
-    it, and gives INTERRUPTED however the child ended.
-    """
-    asked = list[int]()
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:  # as in a script's background, where the child ignores it too
-        # An exception could fall between the child's end and the reading of its code, then 0.
-        signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
-    child = subprocess.Popen([sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments])
-
-    def pass_on(number: int, _: object) -> None:
-        """SIGTERM, which reaches this process alone."""
-        asked.append(number)
-        child.terminate()
-
-    before_term = signal.signal(signal.SIGTERM, pass_on)
-    code = child.wait()
-    signal.signal(signal.SIGINT, before)
-    signal.signal(signal.SIGTERM, before_term)
-    if asked:
-        return INTERRUPTED
-    if code < 0:
-        often = ", often for lack of memory" if -code == signal.SIGKILL else ""
-        why = f"killed by signal {-code} ({signal.strsignal(-code)}){often}"
-        goes_on = "the same line goes on from its last checkpoint, or begins again"
-        print(f"{' '.join(arguments)}: {why}; {goes_on}", file=sys.stderr)
-        return 128 - code
-    return code
+    write_whole(run_dir / ENVIRONMENT, json.dumps(environment() | more, indent=1) + "\n")
 
 
 def _existing(plan: Plan) -> Frozen:
@@ -428,12 +343,6 @@ def _move(staged: Path, path: Path) -> list[Path]:
     for file in staged.iterdir():
         file.replace(path / file.name)
     return []
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def _sync(path: Path) -> None:

@@ -12,7 +12,6 @@ with a frozen copy of the code, from the folder it was submitted from.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -65,7 +64,7 @@ def sbatch_command(plan: Plan, code: Path | None = None) -> list[str]:
     code = code or code_dir(Path(plan.recipe.outputs))
     output = f"{run_dir}/log/slurm-%j.out".replace("%", "%%").replace("%%j.out", "%j.out")
     options = {
-        "--job-name": _job_name(plan),
+        "--job-name": plan.cell,
         "--chdir": str(Path.cwd()),
         "--output": output,
         "--open-mode": "append",
@@ -78,50 +77,10 @@ def sbatch_command(plan: Plan, code: Path | None = None) -> list[str]:
     }
     words = [f"{option}={value}" for option, value in options.items() if value is not None]
     words.append("--exclusive")  # a node's ports and GPUs are one run's
-    if cluster.launcher == "ray_sub":
-        environment = ray_sub_environment(plan, code).items()
-        script = [str(Path(root_of(plan.recipe) or "$NEMO_RL_ROOT") / "ray.sub")]
-        call = ["sbatch", "--parsable", *words, *cluster.extra, *script]
-        return ["env", *(f"{name}={value}" for name, value in environment), *call]
     words.append("--requeue" if cluster.requeue else "--no-requeue")
     words.append(f"--signal=B:USR1@{cluster.save_before_end}")
     script = [str(code / SCRIPT), str(run_dir)]
     return ["sbatch", "--parsable", *words, *cluster.extra, *script]
-
-
-SET_UP = """{{ :
-{}
-}} || {{
-    code=$?
-    echo "cluster.setup failed with exit code $code; it runs twice on the head with ray_sub" >&2
-    exit $code
-}}"""
-
-
-def ray_sub_environment(plan: Plan, code: Path) -> dict[str, str]:
-    """What NeMo RL's ray.sub reads; its COMMAND is the same run, by our own quoting.
-
-    It runs SETUP_COMMAND on every node in a shell of its own, whose exports end with it, so the
-    driver's shell runs it too, which hands its environment to the workers.
-    """
-    cluster, run_dir = plan.recipe.cluster, run_path(plan).absolute()
-    path = f"PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}"
-    python = [_python(plan.recipe), "-P", "-m"]
-    verbs = ["check_cluster", "run"] if cluster.preflight else ["run"]
-    commands = [shlex.join([*python, f"fp8_nemo.recipes.{verb}", str(run_dir)]) for verb in verbs]
-    lines = [
-        *([SET_UP.format(cluster.setup)] if cluster.setup else []),
-        f"export {path} RAY_ADDRESS=auto",
-        " && ".join(commands),
-    ]
-    return {
-        "COMMAND": "\n".join(lines),
-        "SETUP_COMMAND": cluster.setup or "",
-        "CONTAINER": cluster.container or "",
-        "MOUNTS": ",".join(mounts(plan)),
-        "GPUS_PER_NODE": str(cluster.gpus_per_node),
-        "BASE_LOG_DIR": str(run_dir / "log"),
-    }
 
 
 def mounts(plan: Plan) -> list[str]:
@@ -188,7 +147,7 @@ def in_queue(plans: Iterable[Plan]) -> dict[Path, Job]:
     return {
         run_path(plan): Job(run_path(plan), queue[key], key[0])
         for plan in plans
-        if (key := (known[run_path(plan)] or "", _job_name(plan))) in queue
+        if (key := (known[run_path(plan)] or "", plan.cell)) in queue
     }
 
 
@@ -305,12 +264,6 @@ def container_options(plan: Plan) -> list[str]:
     ]
 
 
-def _job_name(plan: Plan) -> str:
-    """The cell; ray.sub would run jobs of one name after each other (`--dependency=singleton`)."""
-    alone = plan.recipe.cluster.launcher == "ray_sub"
-    return f"{plan.cell}-{run_path(plan).name}" if alone else plan.cell
-
-
 def _python(recipe: Recipe) -> str:
     return recipe.cluster.python or ("python3" if recipe.cluster.container else sys.executable)
 
@@ -335,14 +288,6 @@ def _folder_problems(plan: Plan) -> Iterator[str]:
             f"outputs={plan.recipe.outputs}: {outputs.parent} is not there; name a folder that "
             "all nodes share"
         )
-    if plan.recipe.cluster.launcher == "ray_sub":
-        container = plan.recipe.cluster.container or ""
-        for word in (str(outputs), *mounts(plan), container):
-            if not re.fullmatch(r"[\w./:@,+=#~-]*", word):
-                yield (
-                    f"cluster.launcher=ray_sub: NeMo RL's script hands {word!r} to a shell; use "
-                    "names without spaces and quotes, or cluster.launcher=sbatch"
-                )
 
 
 def _changed_in_queue(plan: Plan, queued: dict[Path, Job]) -> Iterator[str]:
@@ -363,10 +308,9 @@ def _job_id(path: Path) -> str | None:
 
 
 def _test_only(command: list[str]) -> list[str]:
-    at = command.index("sbatch") + 1
-    # A script that exists already: the frozen code may not yet, and ray.sub is not read for this.
+    # `--wrap` instead of the script: the frozen code may not exist yet.
     own = ("--job-name=", "--output=", "--parsable")  # what differs from cell to cell
-    options = [word for word in command[at:] if word.startswith("-") and not word.startswith(own)]
+    options = [word for word in command[1:] if word.startswith("-") and not word.startswith(own)]
     return ["sbatch", "--test-only", *options, "--wrap=true"]
 
 

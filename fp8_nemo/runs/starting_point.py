@@ -12,10 +12,11 @@ from pathlib import Path
 from fp8_nemo.recipe.model_dir import model_path, weights_digest
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.problems import problems_digest
-from fp8_nemo.runs.run_dir import RunDirError, began_with
+from fp8_nemo.runs.metrics import RunDirError
+from fp8_nemo.runs.run_dir import began_with
 
 
-def origin(recipe: Recipe, path: Path) -> dict[str, str]:
+def starting_point(recipe: Recipe, path: Path) -> dict[str, str]:
     """Digests for `environment.json`: as the run began, where it goes on.
 
     Args:

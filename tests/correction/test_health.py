@@ -2,17 +2,8 @@
 
 import pytest
 
-from fp8_nemo.correction.health import (
-    GROWTH,
-    KL,
-    SIGNALS,
-    WINDOW,
-    UnstableError,
-    append_judged,
-    judge,
-    worst,
-)
-from fp8_nemo.runs.run_dir import read_metrics
+from fp8_nemo.correction.health import GROWTH, KL, SIGNALS, WINDOW, UnstableError, judge, worst
+from fp8_nemo.runs.metrics import append_judged, read_metrics
 
 FINE = {
     KL: 1e-3,

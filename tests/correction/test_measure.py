@@ -8,7 +8,6 @@ import torch
 
 from fp8_nemo.correction.correct import STATISTICS, correct
 from fp8_nemo.correction.measure import (
-    MeasureError,
     by_length,
     by_position,
     effect,
@@ -17,7 +16,12 @@ from fp8_nemo.correction.measure import (
     save_pair,
 )
 from fp8_nemo.correction.mismatch import LogprobPair
-from fp8_nemo.correction.quantiles import Measurement, MeasurementError, read_measurement
+from fp8_nemo.correction.quantiles import (
+    MeasureError,
+    Measurement,
+    MeasurementError,
+    read_measurement,
+)
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction

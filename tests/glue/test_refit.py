@@ -16,11 +16,12 @@ import torch
 
 from fp8_nemo.glue import refit
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import Destination, Ledger, RefitError
+from fp8_nemo.glue.ledger import Destination, Ledger
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum
 from fp8_nemo.glue.quantize import quantize_blocks
 from fp8_nemo.glue.recalibrate import kv_scales
 from fp8_nemo.glue.refit import refit_stream
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.recipe.options import Precision
 
 L = 2

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from fp8_nemo.runs.run_dir import read_metrics
+from fp8_nemo.runs.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.gpu,

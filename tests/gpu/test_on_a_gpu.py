@@ -27,7 +27,7 @@ from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.local.policy import load_model
 from fp8_nemo.recipe.model_dir import model_path, weights_digest
 from fp8_nemo.recipe.options import Precision
-from fp8_nemo.runs import run_dir
+from fp8_nemo.runs import metrics, run_dir
 
 if torch.cuda.is_available():
     from fp8_nemo.glue import kernels
@@ -197,7 +197,7 @@ def test_a_run_on_a_gpu_repeats_itself(make_plan, tmp_path, model):
         [frozen] = run_dir.freeze([plan])
         repeat_exactly()
         Run(plan, frozen.path).train(lambda row: None)
-        rows = run_dir.read_metrics(frozen.path)
+        rows = metrics.read_metrics(frozen.path)
         curves.append([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows])
     assert json.dumps(curves[0]) == json.dumps(curves[1])
 

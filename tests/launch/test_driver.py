@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp8_nemo.glue.ledger import RefitError
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.launch import driver, preflight, session
 from fp8_nemo.launch import engine_checks as engine
 from fp8_nemo.launch.engine_checks import EngineError, check_engine, engine_weight, planned_weights
@@ -381,7 +381,7 @@ class Hub(BaseHTTPRequestHandler):
 def ask_the_hub(hf_id, tmp_path, *line, **environment):
     """What preflight says of a model, in a process of its own: its library reads settings once."""
     code = (
-        "from fp8_nemo.recipe.compose import compose_plans;"
+        "from fp8_nemo.plan.cells import compose_plans;"
         "from fp8_nemo.launch.preflight import _model;"
         f"[plan] = compose_plans({[*NEMO, 'model=tiny-llama', f'model.hf_id={hf_id}', *line]});"
         "print(*_model(plan.recipe, plan), sep='\\n')"
@@ -632,7 +632,7 @@ def test_the_commit_of_somebody_elses_checkout_is_read_too(monkeypatch, tmp_path
         os.chown(file, 12345, 12345)
     refused = subprocess.run(said, capture_output=True, text=True)
     assert "dubious ownership" in refused.stderr
-    assert checkout._Source(tmp_path).name == f"?.?.? {head}"
+    assert checkout.Source(tmp_path).name == f"?.?.? {head}"
 
 
 @pytest.mark.parametrize(
@@ -647,7 +647,6 @@ def test_when_to_save_by_is_the_jobs_end_or_what_a_line_says(monkeypatch, tmp_pa
     )
     monkeypatch.setattr(driver.session, "opened", lambda *_: nullcontext(parts))
     monkeypatch.setattr(driver.session, "run_grpo", lambda *_: None)
-    monkeypatch.delenv("NRL_JOB_START_EPOCH", raising=False)
     monkeypatch.delenv("FP8_NEMO_JOB_END", raising=False)
     driver.train(plan, tmp_path, tmp_path)
     assert parts.config.checkpointing[driver.SAVE_BY] == saved_by

@@ -7,9 +7,9 @@ import torch
 
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.glue import recalibrate
-from fp8_nemo.glue.ledger import RefitError
 from fp8_nemo.glue.quantize import FP8, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Engine, causal_mask, pad_left, positions
 from fp8_nemo.local.modules import attention

@@ -12,13 +12,13 @@ import torch
 from rich.text import Text
 from safetensors.torch import load_file, save_file
 
-from fp8_nemo.glue.ledger import RefitError
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import Run, clipped_loss, group_advantages, k3
 from fp8_nemo.local.run import progress
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.problems import Problem, read_jsonl, running_sum
-from fp8_nemo.runs import run_dir
+from fp8_nemo.runs import metrics, run_dir
 from tests.recipe.test_conf import CELLS
 
 MODELS = ["tiny-llama", "tiny-qwen3-moe"]
@@ -34,7 +34,7 @@ CORE_KEYS = {
 def rows_of(plan: Plan) -> list[dict]:
     [frozen] = run_dir.freeze([plan])
     Run(plan, frozen.path).train(lambda row: None)
-    return run_dir.read_metrics(frozen.path)
+    return metrics.read_metrics(frozen.path)
 
 
 def test_a_line_says_of_which_step_its_validation_is(make_plan, capsys):
@@ -130,7 +130,7 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not(make_plan, tmp_path):
         with pytest.raises(Stop):
             Run(plan, frozen.path).train(stop_at(last))
     Run(plan, frozen.path).train(lambda row: None)
-    assert without_times(run_dir.read_metrics(frozen.path)) == whole
+    assert without_times(metrics.read_metrics(frozen.path)) == whole
 
 
 def test_a_whole_checkpoint_of_another_kind_of_device_is_not_called_broken(make_plan):
@@ -185,7 +185,7 @@ def test_a_weight_that_landed_upside_down_stops_the_run_at_the_probe(make_plan, 
     run.engine.refit = refit_upside_down
     with pytest.raises(RefitError, match=r"probe: median \|log_ratio\|"):
         run.train(lambda row: None)
-    assert run_dir.read_metrics(frozen.path) == []
+    assert metrics.read_metrics(frozen.path) == []
 
 
 def test_fp8_rollouts_send_about_half_the_bytes(make_plan):
@@ -255,6 +255,6 @@ def test_a_rejecting_correction_leaves_the_policy_where_it_was(make_plan):
     before = {name: weight.clone() for name, weight in run.policy.parameters.items()}
     run.policy.optimizer.param_groups[0]["weight_decay"] = 0.0
     run.train(lambda row: None)
-    rows = run_dir.read_metrics(frozen.path)
+    rows = metrics.read_metrics(frozen.path)
     assert rows[1]["correction/masked_fraction"] == 1.0 and rows[1]["correction/ess"] == 0.0
     assert all(torch.equal(before[name], weight) for name, weight in run.policy.parameters.items())

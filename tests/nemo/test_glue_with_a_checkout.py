@@ -112,8 +112,8 @@ def test_the_policy_worker_is_nemo_rls_with_our_methods(nemo_path, monkeypatch):
 def test_a_refused_stream_goes_on_to_its_known_end_and_is_raised_after_it(nemo_path, monkeypatch):
     import torch
 
-    from fp8_nemo.glue.ledger import RefitError
     from fp8_nemo.glue.manifest import MANIFEST
+    from fp8_nemo.glue.wire import RefitError
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
 
     ones = torch.ones
@@ -197,7 +197,7 @@ def test_a_head_that_a_tied_checkpoint_holds_twice_is_not_sent(nemo_path, monkey
 
 @imports
 def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weights(nemo_path):
-    from fp8_nemo.glue.ledger import RefitError
+    from fp8_nemo.glue.wire import RefitError
     from fp8_nemo.nemo.policy import refit_metrics
 
     def proof(**sent):

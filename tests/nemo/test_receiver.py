@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fp8_nemo.glue.ledger import RefitError
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum
 from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
-from fp8_nemo.glue.wire import is_fp8_weight, kv_scale_names, named_shapes
+from fp8_nemo.glue.wire import RefitError, is_fp8_weight, kv_scale_names, named_shapes
 from fp8_nemo.nemo import receiver
 from fp8_nemo.nemo.vllm_layout import ParameterCache, Rank
 from fp8_nemo.nemo.worker_settings import VARIABLE, WorkerSettings
@@ -509,7 +508,7 @@ def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
             monkeypatch.setenv(name, value)
         assert WorkerSettings.from_environment() == run
     monkeypatch.setenv(VARIABLE, '{"precision": {"rollout": "fp8"}}')
-    with pytest.raises(TypeError, match="Precision: has no key rollout"):
+    with pytest.raises(TypeError, match="precision.rollout: no such key"):
         WorkerSettings.from_environment()
     monkeypatch.delenv(VARIABLE)
     assert WorkerSettings.from_environment() is None

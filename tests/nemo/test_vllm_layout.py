@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fp8_nemo.glue import wire
-from fp8_nemo.glue.ledger import Destination, Ledger, RefitError
+from fp8_nemo.glue.ledger import Destination, Ledger
 from fp8_nemo.glue.refit import refit_stream
-from fp8_nemo.glue.wire import is_fp8_weight, named_shapes, wire_specs
+from fp8_nemo.glue.wire import RefitError, is_fp8_weight, named_shapes, wire_specs
 from fp8_nemo.nemo.vllm_layout import Rank, engine_parts, layers_with_experts
 from fp8_nemo.recipe.options import Precision, Shape
 

@@ -188,9 +188,8 @@ def main():
     name, precision, rank, size, port, experts = sys.argv[1:]
     vllm.platforms._current_platform = Hopper()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    from fp8_nemo.glue.ledger import RefitError
     from fp8_nemo.glue.refit import refit_stream
-    from fp8_nemo.glue.wire import kv_scale_names, named_shapes
+    from fp8_nemo.glue.wire import RefitError, kv_scale_names, named_shapes
     from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.compose import compose
     from fp8_nemo.recipe.options import Glue

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8_nemo.local.preflight import NEEDED_PACKAGES
 from fp8_nemo.recipe.model_dir import SHIPPED, weights_digest
-from fp8_nemo.runs import run_dir
+from fp8_nemo.runs import metrics, process, run_dir
 from tests.conftest import SMALL, small_plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,7 +38,7 @@ def assert_refused(result: subprocess.CompletedProcess, *parts: str) -> None:
 
 
 def curve(path: Path) -> list[dict]:
-    rows = run_dir.read_metrics(path)
+    rows = metrics.read_metrics(path)
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
@@ -320,7 +320,7 @@ def test_an_unstable_step_ends_a_run_that_asks_for_it(tmp_path):
     assert stopped.returncode == 1
     assert "step 1 is unstable: correction/ess" in stopped.stderr.splitlines()[-1]
     [path] = (tmp_path / "stopped").glob("*/*/*")
-    assert run_dir.read_metrics(path)[-1]["health/state"] == 2
+    assert metrics.read_metrics(path)[-1]["health/state"] == 2
 
 
 def test_killed_at_any_moment_and_started_again_gives_the_undisturbed_curve(tmp_path):
@@ -360,7 +360,7 @@ def test_asked_to_stop_it_saves_where_it_is_and_goes_on_from_there(tmp_path, num
         time.sleep(0.01)
     child.send_signal(number)
     assert "is saved; the same line goes on" in child.communicate()[1]
-    assert child.returncode == run_dir.INTERRUPTED
+    assert child.returncode == process.INTERRUPTED
     [path] = (tmp_path / "asked").glob("*/*/*")
     [saved] = run_dir.checkpoints(path)
     assert 4 <= run_dir.checkpoint_step(saved) == curve(path)[-1]["step"] < 40
@@ -513,7 +513,7 @@ def test_a_cell_that_was_killed_is_named_and_the_next_one_runs(tmp_path):
     [said] = [line for line in errors.splitlines() if "killed by" in line]
     assert "/s1-" in said and ": killed by signal 9 (Killed), often for lack of memory" in said
     [other] = (tmp_path / "outputs").glob("*/*/s2-*")
-    assert run_dir.steps_done(run_dir.read_metrics(other)) == 40
+    assert metrics.steps_done(metrics.read_metrics(other)) == 40
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])

@@ -38,6 +38,7 @@ from fp8_nemo.report.compare import (
 from fp8_nemo.report.figures import CURVES, draw_figures, save_figures
 from fp8_nemo.report.page import table, to_markdown
 from fp8_nemo.runs import run_dir
+from fp8_nemo.runs.metrics import append_metrics
 
 BF16 = Precision("bf16")
 KV = Precision("fp8-kv-attn", rollout_linear="fp8", rollout_kv="fp8")
@@ -74,11 +75,9 @@ def make(tmp_path):
         if environment:
             run_dir.write_environment(frozen.path)
         if first is not None:
-            run_dir.append_metrics(
-                frozen.path, {"step": 0, "val/accuracy": first, "refit/bytes": 1000}
-            )
+            append_metrics(frozen.path, {"step": 0, "val/accuracy": first, "refit/bytes": 1000})
         for row in rows:
-            run_dir.append_metrics(frozen.path, row)
+            append_metrics(frozen.path, row)
         return frozen.path
 
     return run

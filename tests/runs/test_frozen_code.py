@@ -10,8 +10,8 @@ import pytest
 
 from fp8_nemo.runs import frozen_code
 from fp8_nemo.runs import provenance as environment
+from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.provenance import COMMIT
-from fp8_nemo.runs.run_dir import RunDirError
 
 ROOT = Path(__file__).parents[2]
 

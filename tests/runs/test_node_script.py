@@ -19,7 +19,7 @@ PYTHON = """#!/bin/bash
 case "$*" in
     *"scripts start"*) trap '' TERM; sleep 600 & echo $! >"$CHILD"; echo $$ >"$RAY"; wait; wait ;;
     *get_node_ip_address*) echo 127.0.0.1 ;;
-    *ray_nodes*) sleep "$NODES_SECONDS" ;;
+    *ray_cluster*) sleep "$NODES_SECONDS" ;;
     *recipes.run*) touch "$STARTED"; sleep "$RUN_SECONDS"; exit 3 ;;
     *"import grpc"*) exit 1 ;;
 esac

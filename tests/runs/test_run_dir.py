@@ -10,7 +10,7 @@ import pytest
 
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.runs import run_dir
+from fp8_nemo.runs import metrics, run_dir
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def longer(plan, steps: int):
 
 def run_steps(path, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        run_dir.append_metrics(path, {"step": step})
+        metrics.append_metrics(path, {"step": step})
     with run_dir.new_checkpoint(path, last):
         pass
 
@@ -34,7 +34,7 @@ def test_a_run_killed_between_its_last_row_and_its_last_checkpoint_is_not_finish
     [first] = run_dir.freeze([plan])
     run_steps(first.path, 0, 20)
     for step in range(21, 31):
-        run_dir.append_metrics(first.path, {"step": step})
+        metrics.append_metrics(first.path, {"step": step})
     [again] = run_dir.freeze([plan])
     assert (again.state, again.steps) == ("unfinished", 20)
 
@@ -58,7 +58,7 @@ def test_the_same_line_finds_the_directory_and_more_steps_extend_it(plan):
     [more] = run_dir.freeze([longer(plan, 40)])
     assert (more.path, more.state) == (first.path, "unfinished")
     assert run_dir.read_plan(first.path).recipe.grpo.steps == 40
-    assert len(run_dir.read_metrics(first.path)) == 31
+    assert len(metrics.read_metrics(first.path)) == 31
 
 
 def test_a_finished_run_whose_checkpoints_are_deleted_stays_finished_and_keeps_its_curve(plan):
@@ -66,9 +66,9 @@ def test_a_finished_run_whose_checkpoints_are_deleted_stays_finished_and_keeps_i
     run_steps(first.path, 0, 30)
     shutil.rmtree(first.path / "checkpoints")
     assert run_dir.freeze([plan])[0].state == "finished"
-    with pytest.raises(run_dir.RunDirError, match="its checkpoints are gone"):
+    with pytest.raises(metrics.RunDirError, match="its checkpoints are gone"):
         run_dir.freeze([longer(plan, 40)])
-    assert len(run_dir.read_metrics(first.path)) == 31
+    assert len(metrics.read_metrics(first.path)) == 31
 
 
 @pytest.mark.parametrize("every", [30, 50])
@@ -79,11 +79,11 @@ def test_a_finished_curve_is_kept_where_the_whole_run_was_one_stretch_without_a_
     plan = plan_recipe(compose(words)[0])
     [first] = run_dir.freeze([plan])
     for step in range(30):  # and lost before its only checkpoint: nothing to keep
-        run_dir.append_metrics(first.path, {"step": step})
+        metrics.append_metrics(first.path, {"step": step})
     [again] = run_dir.freeze([plan])
     assert (again.state, again.steps) == ("unfinished", 0)
-    run_dir.append_metrics(first.path, {"step": 30})
-    with pytest.raises(run_dir.RunDirError, match="its checkpoints are gone"):
+    metrics.append_metrics(first.path, {"step": 30})
+    with pytest.raises(metrics.RunDirError, match="its checkpoints are gone"):
         run_dir.freeze([longer(plan, 40)])
     assert run_dir.read_plan(first.path) == plan
 
@@ -92,7 +92,7 @@ def test_a_refused_freeze_leaves_the_plans_of_other_cells_as_they_were(plan, tmp
     [first] = run_dir.freeze([plan])
     blocked = dataclasses.replace(plan, cell="tiny-llama/other-none")
     (tmp_path / "outputs" / "tiny-llama" / "other-none").write_text("in the way")
-    with pytest.raises(run_dir.RunDirError):
+    with pytest.raises(metrics.RunDirError):
         run_dir.freeze([longer(plan, 40), blocked])
     assert run_dir.read_plan(first.path) == plan
 
@@ -103,14 +103,14 @@ def test_a_file_system_without_locks_is_not_another_process(plan, monkeypatch):
 
     [first] = run_dir.freeze([plan])
     monkeypatch.setattr(run_dir.fcntl, "flock", flock)
-    with pytest.raises(run_dir.RunDirError, match=r"cannot be locked \(Function not implemented\)"):
+    with pytest.raises(metrics.RunDirError, match=r"cannot be locked \(Function not implemented\)"):
         run_dir.freeze([plan])
     assert run_dir.read_plan(first.path) == plan
 
 
 def test_a_running_directory_is_not_frozen_again(plan):
     [first] = run_dir.freeze([plan])
-    with run_dir.locked(first.path), pytest.raises(run_dir.RunDirError, match="another process"):
+    with run_dir.locked(first.path), pytest.raises(metrics.RunDirError, match="another process"):
         run_dir.freeze([longer(plan, 40)])
     assert run_dir.read_plan(first.path) == plan
 
@@ -119,11 +119,11 @@ def test_a_directory_and_checkpoints_of_somebody_else_are_said_to_be(plan, monke
     [first] = run_dir.freeze([plan])
     (first.path / "checkpoints").mkdir()
     monkeypatch.setattr(os, "access", lambda path, _: path.name != "checkpoints")  # root may all
-    with pytest.raises(run_dir.RunDirError, match=r"/checkpoints: cannot be read \(Permission"):
+    with pytest.raises(metrics.RunDirError, match=r"/checkpoints: cannot be read \(Permission"):
         run_dir.checkpoints(first.path)
     (first.path / run_dir.LOCK).unlink(missing_ok=True)
     (first.path / run_dir.LOCK).mkdir()
-    refused = pytest.raises(run_dir.RunDirError, match=r"cannot be written \(Is a directory\)")
+    refused = pytest.raises(metrics.RunDirError, match=r"cannot be written \(Is a directory\)")
     with refused, run_dir.locked(first.path):
         pass
 
@@ -139,7 +139,7 @@ def test_a_finished_directory_is_left_as_it_is(plan):
 def test_outputs_that_cannot_be_written_leave_nothing_behind(plan, tmp_path):
     (tmp_path / "outputs").write_text("a file stands where the folder should be")
     with pytest.raises(
-        run_dir.RunDirError, match=r"outputs=.*: cannot be written .*set outputs=FOLDER"
+        metrics.RunDirError, match=r"outputs=.*: cannot be written .*set outputs=FOLDER"
     ):
         run_dir.freeze([plan])
     assert [each.name for each in tmp_path.iterdir()] == ["outputs"]
@@ -148,7 +148,7 @@ def test_outputs_that_cannot_be_written_leave_nothing_behind(plan, tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_refused(plan, tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(run_dir.RunDirError, match="Permission denied"):
+    with pytest.raises(metrics.RunDirError, match="Permission denied"):
         run_dir.freeze([plan])
 
 
@@ -156,7 +156,7 @@ def test_a_cell_that_cannot_be_placed_leaves_no_trace_of_the_others(plan, tmp_pa
     other = dataclasses.replace(plan, cell="tiny-llama/other-none")
     (tmp_path / "outputs" / "tiny-llama").mkdir(parents=True)
     (tmp_path / "outputs" / "tiny-llama" / "other-none").write_text("in the way")
-    with pytest.raises(run_dir.RunDirError):
+    with pytest.raises(metrics.RunDirError):
         run_dir.freeze([plan, other])
     assert [each.name for each in (tmp_path / "outputs" / "tiny-llama").iterdir()] == ["other-none"]
     assert [each.name for each in (tmp_path / "outputs").iterdir()] == ["tiny-llama"]
@@ -171,26 +171,26 @@ def test_a_damaged_plan_is_named(plan):
         json.dumps({**json.loads(text), "recipe": {"stepz": 1}}),
     ):
         (frozen.path / "plan.json").write_text(broken)
-        with pytest.raises(run_dir.RunDirError, match=r"plan\.json: not a plan"):
+        with pytest.raises(metrics.RunDirError, match=r"plan\.json: not a plan"):
             run_dir.read_plan(frozen.path)
 
 
 def test_a_last_line_cut_short_by_a_kill_is_dropped_and_a_broken_one_is_named(plan):
     [frozen] = run_dir.freeze([plan])
     run_steps(frozen.path, 0, 2)
-    metrics = frozen.path / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 3, "rew')
-    assert [row["step"] for row in run_dir.read_metrics(frozen.path)] == [0, 1, 2]
-    metrics.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
-    with pytest.raises(run_dir.RunDirError, match=r"metrics\.jsonl:2: not a step"):
-        run_dir.read_metrics(frozen.path)
+    file = frozen.path / "metrics.jsonl"
+    file.write_text(file.read_text() + '{"step": 3, "rew')
+    assert [row["step"] for row in metrics.read_metrics(frozen.path)] == [0, 1, 2]
+    file.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(metrics.RunDirError, match=r"metrics\.jsonl:2: not a step"):
+        metrics.read_metrics(frozen.path)
 
 
 def test_rewinding_drops_later_steps(plan):
     [frozen] = run_dir.freeze([plan])
     run_steps(frozen.path, 0, 5)
-    run_dir.rewind_metrics(frozen.path, 3)
-    assert [row["step"] for row in run_dir.read_metrics(frozen.path)] == [0, 1, 2, 3]
+    metrics.rewind_metrics(frozen.path, 3)
+    assert [row["step"] for row in metrics.read_metrics(frozen.path)] == [0, 1, 2, 3]
 
 
 def test_a_checkpoint_appears_whole_or_not_at_all_and_two_are_kept(plan):

@@ -1,8 +1,6 @@
 """The sbatch call and the files beside it, without a Slurm; tests/slurm has one."""
 
-import os
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -105,50 +103,6 @@ def test_what_the_nodes_must_have_and_this_machine_lacks_is_told(tmp_path):
         f"cluster.container: {tmp_path}/j.sqsh is not on this machine; the nodes must have it",
         f"cluster.mounts: {tmp_path}/none is not on this machine; the nodes must have it",
     ]
-
-
-def test_ray_sub_gets_our_run_as_its_command(tmp_path):
-    words = ["cluster.launcher=ray_sub", "cluster.container=i", "cluster.account=a"]
-    with pytest.raises(ComposeError, match=r"cluster\.partition=null: is needed with"):
-        nemo_plan(tmp_path, *words)
-    plan = nemo_plan(tmp_path, *words, "cluster.partition=p", "cluster.nemo_root=/rl")
-    call = submit.sbatch_command(plan)
-    assert call[0] == "env" and call[-1] == "/rl/ray.sub" and "sbatch" in call
-    environment = dict(word.split("=", 1) for word in call[1 : call.index("sbatch")])
-    assert environment["SETUP_COMMAND"] == ""
-    exports, commands = environment["COMMAND"].splitlines()
-    code = code_dir(tmp_path / "outputs")
-    assert exports == f"export PYTHONPATH={code}${{PYTHONPATH:+:$PYTHONPATH}} RAY_ADDRESS=auto"
-    for text, verb in zip(commands.split(" && "), ("check_cluster", "run"), strict=True):
-        words = shlex.split(text)
-        assert words == ["python3", "-P", "-m", f"fp8_nemo.recipes.{verb}", str(run_path(plan))]
-    assert environment["GPUS_PER_NODE"] == "8" and environment["CONTAINER"] == "i"
-    assert not [word for word in call if word.startswith("--signal")]  # it would end ray.sub
-
-
-@pytest.mark.parametrize(
-    ("setup", "said", "code"),
-    [
-        ("export SEEN=1", "1 here\n", 0),
-        ("export SEEN=2; true # done", "2 here\n", 0),
-        ("export SEEN=3 PYTHONPATH=theirs", "3 here:theirs\n", 0),
-        ("# nothing", "here\n", 0),
-        ("(exit 3)", "", 3),
-    ],
-)
-def test_ray_subs_driver_has_what_the_set_up_exports(tmp_path, setup, said, code):
-    words = ["cluster.launcher=ray_sub", "cluster.container=i", "cluster.account=a"]
-    words += ["cluster.partition=p", "cluster.nemo_root=/rl", f"cluster.setup='{setup}'"]
-    found = submit.ray_sub_environment(nemo_plan(tmp_path, *words), tmp_path)
-    assert found["SETUP_COMMAND"] == setup  # and on every node, before Ray
-    before, _, run = found["COMMAND"].rpartition("\n")
-    assert "check_cluster" in run
-    script = tmp_path / "driver_command.sh"
-    script.write_text(f"{before}\necho $SEEN $PYTHONPATH")
-    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=clean)
-    assert (done.stdout.replace(str(tmp_path), "here"), done.returncode) == (said, code)
-    assert ("cluster.setup failed with exit code 3" in done.stderr) == (code == 3)
 
 
 @pytest.mark.parametrize(

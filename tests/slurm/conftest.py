@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.runs import run_dir
+from fp8_nemo.runs import metrics
 from tests.conftest import SMALL
 
 ROOT = Path(__file__).parent.parent.parent
@@ -173,7 +173,7 @@ class Job:
 
     @property
     def curve(self) -> list[dict]:
-        rows = run_dir.read_metrics(self.path)
+        rows = metrics.read_metrics(self.path)
         return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.runs import run_dir
+from fp8_nemo.runs import metrics
 from tests.conftest import SMALL
 from tests.slurm.conftest import ROOT, Job
 
@@ -22,7 +22,7 @@ LONG = [
 
 
 def curve(path: Path) -> list[dict]:
-    rows = run_dir.read_metrics(path)
+    rows = metrics.read_metrics(path)
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
@@ -39,7 +39,7 @@ def of(folder: Path) -> list[dict]:
 
 
 def steps(job: Job) -> int:
-    return run_dir.steps_done(run_dir.read_metrics(job.path))
+    return metrics.steps_done(metrics.read_metrics(job.path))
 
 
 def kill_raylet(resource: str) -> None:
