@@ -180,9 +180,8 @@ def one_engine_start() -> Iterator[Callable[[], None]]:
 def one_conversion(folder: Path) -> Iterator[None]:
     """Runs that start together convert a model to Megatron's format once, the others wait.
 
-    NeMo RL takes any folder of a conversion for a finished one (seam
-    converted-model), also one that
-    another run is still writing, or that a killed run has left. Here `.whole` says that it is.
+    NeMo RL takes any folder of a conversion for a finished one (seam converted-model), also one
+    that another run is still writing, or that a killed run has left. Here `.whole` says that it is.
     """
     whole = folder / ".whole"
     with (folder / ".lock").open("w") as lock:

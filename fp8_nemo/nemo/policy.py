@@ -185,8 +185,8 @@ def corrected(data: Any, multiplier: Multiplier, renormalize: bool) -> Any:
 def without_correction(loss_fn: ClippedPGLossFn) -> ClippedPGLossFn:
     """NeMo RL's own loss with a multiplier of exactly 1.
 
-    Its configuration must ask for the correction under FP8 (seam needs-correction); the loss object that
-    trains need not.
+    Its configuration must ask for the correction under FP8 (seam needs-correction); the loss object
+    that trains need not.
     """
     plain = copy.copy(loss_fn)
     plain.use_importance_sampling_correction = False

@@ -508,7 +508,7 @@ def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
             monkeypatch.setenv(name, value)
         assert WorkerSettings.from_environment() == run
     monkeypatch.setenv(VARIABLE, '{"precision": {"rollout": "fp8"}}')
-    with pytest.raises(TypeError, match="precision.rollout: no such key"):
+    with pytest.raises(TypeError, match=r"precision\.rollout: no such key"):
         WorkerSettings.from_environment()
     monkeypatch.delenv(VARIABLE)
     assert WorkerSettings.from_environment() is None
