@@ -42,10 +42,11 @@ from typing import Any, NamedTuple
 
 import record
 import rollout_engine
+from capacity import decode_floor, kv_capacity
 from rollout_engine import Engine, Point, TooFewSteps
 
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.memory import decode_floor, estimate, kv_capacity
+from fp8_nemo.plan.memory import count
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options import Precision, Shape
 
@@ -229,7 +230,7 @@ class Bench:
 
     def _limited(self, point: Point, call: Callable[..., Any]) -> dict[str, Any]:
         tokens = point.batch * (point.prompt + point.output)
-        size = tokens * estimate(self.shape, Precision()).kv_bytes_per_token / OVERFLOW
+        size = tokens * count(self.shape, Precision()).kv_bytes_per_token / OVERFLOW
         left = kv_capacity(self.shape, self.precision, size)
         found = call("limited", point, self.options.repetitions, left)
         made = point.batch * point.output

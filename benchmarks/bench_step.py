@@ -35,14 +35,12 @@ from typing import Any, NamedTuple
 import record
 
 from fp8_nemo.nemo_config.checkout import host_of
-from fp8_nemo.nemo_config.host import data_parallel
-from fp8_nemo.nemo_config.overrides import micro_batch_tokens
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.settled import LOCAL_BASE, Settled, settle
 from fp8_nemo.report.compare import read_run
-from fp8_nemo.runs.provenance import gpus
 
 ROLLOUT = {"bf16": "bf16", "fp8-linear": "fp8-linear-deepgemm", "fp8-kv-attn": "fp8-kv-attn",
            "fp8-e2e": "fp8-linear-deepgemm", "fp8-e2e-kv-attn": "fp8-kv-attn"}  # fmt: skip
@@ -92,21 +90,20 @@ def load_of(plan: Plan, prompt: float, response: float | None) -> Load:
     written = plan.nemo.overrides
     room = written["policy.max_total_sequence_length"] - prompt
     longest = min(room, written["policy.generation.max_new_tokens"])
-    mean, tokens = min(response or longest, longest), micro_batch_tokens(written)
+    mean, tokens = min(response or longest, longest), plan.settled.micro_batch_tokens
     together = tokens / (prompt + mean)
     return Load(prompt, mean, tokens, int(together) if mean > EVEN * longest else together)
 
 
-def sequences(recipe: Recipe) -> int:
-    """Responses of one step."""
-    assert recipe.grpo.prompts_per_step and recipe.grpo.generations_per_prompt
-    return recipe.grpo.prompts_per_step * recipe.grpo.generations_per_prompt
+def settled(recipe: Recipe) -> Settled:
+    """Return a plan's recipe with its numbers; it leaves none to a base."""
+    return settle(recipe, LOCAL_BASE)
 
 
 def rollout(recipe: Recipe, load: Load, files: Files) -> Found:
     """All engines at work, each with its share of the sequences at once."""
-    engines = gpus(recipe) // recipe.model.parallel.rollout_tensor
-    batch, context = sequences(recipe) / engines, load.prompt + load.response / 2
+    engines = settled(recipe).gpus // recipe.model.parallel.rollout_tensor
+    batch, context = settled(recipe).sequences_per_step / engines, load.prompt + load.response / 2
     name = ROLLOUT[recipe.precision.name]
     near = [
         (distance, row, file)
@@ -143,7 +140,9 @@ def _apart(row: dict[str, Any], batch: float, context: float) -> float | None:
 
 def micro_batches(recipe: Recipe, load: Load) -> int:
     """Micro-batches that one data-parallel rank works through in a step."""
-    return math.ceil(sequences(recipe) / load.together / data_parallel(recipe))
+    return math.ceil(
+        settled(recipe).sequences_per_step / load.together / settled(recipe).data_parallel
+    )
 
 
 def train(recipe: Recipe, load: Load, files: Files) -> Found:
@@ -230,7 +229,7 @@ def recalibrate(recipe: Recipe, load: Load, files: Files) -> Found:
         return Found(0.0, "none: BF16 cache")
     content, file = _glue(recipe, files, "ranges", [recipe.precision.name, "fp8-kv-attn"])
     measured = content["tokens"] / int(_word(files[file], "cluster.gpus_per_node") or 1)
-    ours = sequences(recipe) * (load.prompt + load.response) / gpus(recipe)
+    ours = settled(recipe).sequences_per_step * (load.prompt + load.response) / settled(recipe).gpus
     return Found(max(0.0, content["overhead"]) * ours / measured, file)
 
 
@@ -331,7 +330,7 @@ def main() -> int:
             missing.append(str(error))
             continue
         seconds = {phase: each.seconds for phase, each in found.items()}
-        row = {"cell": plan.cell, "gpus": gpus(plan.recipe), **load._asdict(), **seconds}
+        row = {"cell": plan.cell, "gpus": plan.settled.gpus, **load._asdict(), **seconds}
         if plan.recipe.precision.name != "bf16" and rows:
             row["times_bf16"] = rows[0]["step"] / seconds["step"]
         rows.append(row | {"sources": {phase: each.source for phase, each in found.items()}})

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import record
+from capacity import engine_kv_bytes, kv_capacity
 
-from fp8_nemo.plan.memory import GIB, GPU_GIB, engine_kv_bytes, estimate, kv_capacity
+from fp8_nemo.plan.memory import GIB, GPU_GIB, count
 from fp8_nemo.plan.speed import decode_seconds, refit_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Precision, Shape
@@ -103,7 +104,7 @@ def reserves(content: Mapping[str, Any], model: str) -> Iterator[Measured]:
     engines = [e for e in content["engines"] if e["model"] == model and e["engine"] == "vLLM"]
     for down, engine in enumerate(engines):
         shape, precision = recipe_parts(model, option_of(engine["precision"]))
-        bytes_per_token = estimate(shape, precision).kv_bytes_per_token
+        bytes_per_token = count(shape, precision).kv_bytes_per_token
         share = float(content["share"])
         most = engine_kv_bytes(shape, precision, content["gpu"], share, reserve=0.0)
         missing = most - engine["kv_tokens"] * bytes_per_token
@@ -117,7 +118,7 @@ def capacities(content: Mapping[str, Any], model: str, reserve: float) -> list[d
         shape, precision = recipe_parts(model, option_of(point.point))
         room = engine_kv_bytes(shape, precision, content["gpu"], float(content["share"]), reserve)
         real = room + reserve - point.measured
-        size = estimate(shape, precision).kv_bytes_per_token
+        size = count(shape, precision).kv_bytes_per_token
         measured, predicted = real / size, float(kv_capacity(shape, precision, room))
         at = Measured(point.point, measured, predicted, point.to_fit)
         found += compared(model, [at], 0.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.plan.memory import estimate
+from fp8_nemo.plan.memory import count
 from fp8_nemo.recipe.compose import compose
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def test_what_is_streamed_are_the_bytes_of_the_estimate_and_all_of_it_lands(mode
     content = json.loads(out.read_text())
     assert content["model"] == model and [row["rows"] for row in content["watch"]] == [8, 16]
     [recipe] = compose([f"model={model}", "precision=fp8-kv-attn"])
-    weighs = estimate(recipe.model.shape, recipe.precision)
+    weighs = count(recipe.model.shape, recipe.precision)
     sent = {row["stream"]: row["bytes"] for row in content["stream"]}
     assert sent["FP8, loaded under the ledger"] == sent["FP8, loaded under full"]
     assert sent["FP8, loaded under full"] == sent["FP8, loaded"] == weighs.refit_bytes

@@ -221,7 +221,7 @@ def test_the_runs_that_are_kept_get_the_verdicts_that_their_numbers_give(tmp_pat
     assert Estimate(**row["late_accuracy"]) == pytest.approx(mean_of_seeds(by_hand))
     assert row["rejected"]["mean"] == 0 and 0.3 < row["abs_log_ratio_p99"]["mean"] < 0.6
     assert len(content["runs"]) == 12
-    assert all((Path(each) / "metrics.jsonl").is_file() for each in content["runs"])
+    assert [Path(each) for each in content["runs"]] == find_runs(KEPT)
 
 
 def test_every_claims_cell_is_in_a_sweep_and_every_sweeps_cell_has_a_claim():

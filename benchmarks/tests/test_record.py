@@ -1,8 +1,8 @@
 """A benchmark that cannot run here says so in a line, and what to do."""
 
+import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8_nemo.report.compare import find_runs, read_run
 from fp8_nemo.runs.provenance import environment
 
 BENCHMARKS = Path(__file__).parents[1]
+KEPT = BENCHMARKS / "results" / "runs.jsonl.gz"
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
@@ -59,11 +61,18 @@ def test_the_command_of_a_results_file_has_torchruns_part(tmp_path):
 
 @pytest.mark.parametrize("known", [None, "8965e637a28d"])
 def test_kept_runs_have_the_commit_that_they_could_not_tell(known, tmp_path):
-    [source, *_] = (BENCHMARKS / "results" / "runs").glob("*/bf16-none/*")
-    run = shutil.copytree(source, tmp_path / "runs" / "one")
-    found = json.loads((run / "environment.json").read_text())
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    one = json.loads(gzip.decompress(KEPT.read_bytes()).splitlines()[0])
+    found = one["environment"]
+    (run / "plan.json").write_text(json.dumps(one["plan"]))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in one["rows"]))
     (run / "environment.json").write_text(json.dumps(found | {"commit": known}))
     command = [sys.executable, str(BENCHMARKS / "keep_runs.py"), "runs", "kept", "--commit", "abc"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
-    kept = json.loads((tmp_path / "kept" / "one" / "environment.json").read_text())
-    assert kept == found | {"commit": known or "abc"}
+    [line] = gzip.decompress((tmp_path / "kept.jsonl.gz").read_bytes()).splitlines()
+    kept = json.loads(line)
+    assert kept["environment"] == found | {"commit": known or "abc"}
+    assert (kept["run"], kept["plan"], kept["rows"]) == ("one", one["plan"], one["rows"])
+    [read] = find_runs(tmp_path / "kept")
+    assert read_run(read).rows == one["rows"]

@@ -11,18 +11,19 @@ validation) is a dash, never a zero. A damaged run directory is named, the other
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from fp8_nemo.plan.plan import ONLY_CHECKED, Plan
+from fp8_nemo.plan.plan import ONLY_CHECKED, Plan, plan_from_json
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.options import Correction, Precision, Recipe
 from fp8_nemo.recipe.plain import leaves
@@ -33,6 +34,8 @@ BESIDE_THE_CELL = ("seed", "outputs", "logging", "cluster")
 OF_THE_CELL = ("precision.", "correction.")
 BEGUN_WITH = ("weights", "problems")
 """Keys of environment.json that are digests of what a run began with, not of where it ran."""
+ARCHIVE = ".jsonl.gz"
+"""A folder of runs as one file: a line a run, with its path, plan, environment and rows."""
 LAST_STEPS = 5
 HUGE = 1e4
 """Where a number that is a ratio or a mean is written by its power of ten; bytes are not."""
@@ -260,29 +263,61 @@ COLUMNS = [column for columns in SECTIONS.values() for column in columns]
 
 
 def find_runs(path: Path) -> list[Path]:
-    """The run directory itself, or all below a folder, sorted; never hidden (staging) ones."""
-    found = []
+    """List the run directory itself, or all below a folder, sorted; never hidden (staging) ones.
+
+    Args:
+        path: a run directory, a folder of them, or a folder that was packed into one file
+            `FOLDER.jsonl.gz` (`benchmarks/keep_runs.py`); runs in it keep their paths.
+    """
+    path = Path(str(path).removesuffix(ARCHIVE))
+    found = [run for run in _packed(_archive_of(path)) if run == path or path in run.parents]
     for folder, below, files in os.walk(path):
         if {PLAN, METRICS} & set(files):
             found.append(Path(folder))
             below.clear()
+        for name in files:
+            found += _packed(Path(folder) / name) if name.endswith(ARCHIVE) else ()
         below[:] = [name for name in below if not name.startswith(".")]
     return sorted(found)
 
 
 def read_run(run_dir: Path) -> Run:
-    """Read one run directory, finished or not.
+    """Read one run, finished or not, from its directory or from the archive that it was packed in.
 
     Raises:
         RunDirError: it is damaged.
     """
-    plan, path = read_plan(run_dir), run_dir / ENVIRONMENT
-    rows = read_metrics(run_dir)
+    packed = _packed(_archive_of(run_dir)).get(run_dir)
     try:
+        if packed:
+            plan = plan_from_json(packed["plan"])
+            return Run(run_dir, plan, packed["rows"], _as_typed(packed["environment"]))
+        path = run_dir / ENVIRONMENT
+        plan, rows = read_plan(run_dir), read_metrics(run_dir)
         environment = _as_typed(json.loads(path.read_text())) if path.exists() else {}
-    except (OSError, ValueError) as error:
+    except RunDirError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunDirError(f"{run_dir}: cannot be read ({error})") from error
     return Run(run_dir, plan, rows, environment)
+
+
+def _archive_of(path: Path) -> Path | None:
+    """Return the archive that holds a path, if one does: its own, or that of a folder above."""
+    archives = (each.with_name(each.name + ARCHIVE) for each in (path, *path.parents) if each.name)
+    return next((each for each in archives if each.is_file()), None)
+
+
+def _packed(archive: Path | None) -> Mapping[Path, dict[str, Any]]:
+    return {} if archive is None else _read_archive(archive, archive.stat().st_mtime_ns)
+
+
+@lru_cache
+def _read_archive(archive: Path, written: int) -> dict[Path, dict[str, Any]]:
+    """Read an archive: by path, the plan, environment and rows of each run that it holds."""
+    folder = Path(str(archive).removesuffix(ARCHIVE))
+    with gzip.open(archive, "rt") as lines:
+        return {folder / each["run"]: each for each in map(json.loads, lines)}
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:

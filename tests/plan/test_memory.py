@@ -19,6 +19,7 @@ from fp8_nemo.recipe.options import Precision, Shape
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import fit_estimate
+from capacity import decode_floor, engine_kv_bytes, kv_capacity
 from fit_estimate import Measured, compared, fitted, worst
 
 MODELS = Path(__file__).parents[2] / "conf" / "model"

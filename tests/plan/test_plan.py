@@ -1,6 +1,7 @@
 """Recipe -> Plan: what is filled in, what is refused, what the run directory is called."""
 
 import dataclasses
+import gzip
 import json
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
-from fp8_nemo.runs.run_dir import read_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,9 +177,12 @@ def test_what_nemo_rl_is_given_of_a_task_that_is_made_is_the_runs_own_files(tmp_
 
 def test_runs_of_before_are_found_again():
     """The kept runs' names, which their recipes still have."""
-    for path in (ROOT / "benchmarks" / "results" / "runs").glob("*/*/*"):
-        saved = read_plan(path)
-        assert plan_recipe(saved.recipe).run_name == str(path.relative_to(path.parents[2]))
+    packed = (ROOT / "benchmarks" / "results" / "runs.jsonl.gz").read_bytes()
+    runs = [json.loads(line) for line in gzip.decompress(packed).splitlines()]
+    assert len(runs) == 12
+    for run in runs:
+        saved = plan_from_json(run["plan"])
+        assert plan_recipe(saved.recipe).run_name == run["run"] == saved.run_name
         precision, correction = saved.recipe.precision.name, saved.recipe.correction.name
         words = [f"precision={precision}", f"correction={correction}", f"seed={saved.recipe.seed}"]
         assert plan_recipe(compose(words)[0]).run_name == saved.run_name

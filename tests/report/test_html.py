@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fp8_nemo.recipes.compare import main
 
-RUNS = Path(__file__).parents[2] / "benchmarks" / "results" / "runs"
+RUNS = Path(__file__).parents[2] / "benchmarks" / "results" / "runs.jsonl.gz"
 CHROMIUM = shutil.which("chromium")
 PROBE = """<script>document.title = JSON.stringify({
   wide: document.documentElement.scrollWidth, window: innerWidth,
@@ -24,7 +24,7 @@ PROBE = """<script>document.title = JSON.stringify({
 def page(tmp_path_factory) -> Path:
     """Made once, of the runs that the repository keeps."""
     folder = tmp_path_factory.mktemp("compared")
-    shutil.copytree(RUNS, folder / "runs")
+    shutil.copy(RUNS, folder / "runs.jsonl.gz")
     assert main([str(folder / "runs"), "--html"]) == 0
     return folder / "runs" / "report" / "report.html"
 
@@ -49,7 +49,7 @@ def test_a_cell_that_fails_is_one_line(page, tmp_path, monkeypatch, capsys):
     next(c for c in broken["cells"] if c["cell_type"] == "code")["source"] = ["1 / 0"]
     (tmp_path / "broken.ipynb").write_text(json.dumps(broken))
     monkeypatch.setattr("fp8_nemo.report.page.NOTEBOOK", tmp_path / "broken.ipynb")
-    shutil.copytree(RUNS, tmp_path / "runs")
+    shutil.copy(RUNS, tmp_path / "runs.jsonl.gz")
     assert main([str(tmp_path / "runs"), "--html"]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert "the report cannot be written: " in said and "ZeroDivisionError: division by" in said
