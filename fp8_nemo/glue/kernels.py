@@ -42,13 +42,8 @@ ALIGNED = 16  # bytes; what a thread loads at once
 def quantize(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize one weight, or a slab of experts, in one launch that a CUDA graph can hold.
 
-    Args:
-        weight_OI: `[O, I]` or `[E, O, I]`, BF16, contiguous, on a CUDA device.
-        pow2: scales that are powers of two.
-        nonfinite: boolean slot, set where a value is NaN or Inf, and else left as it is.
-
-    Returns:
-        FP8 bytes `[..., O, I]` and FP32 block scales `[..., P, Q]`.
+    Takes and gives what `quantize.quantize_blocks` does: BF16 `[..., O, I]`, contiguous, to FP8
+    bytes and FP32 scales `[..., P, Q]`; `nonfinite` is set for NaN or Inf, and else left as it is.
     """
     O, I, P, Q = _sizes(weight_OI)
     fp8_OI, scale_inv_PQ = _results(weight_OI)
@@ -67,12 +62,7 @@ def quantize_list(
     """Quantize N weights or slabs in one launch.
 
     The table of their addresses travels from pinned memory without a wait; a CUDA graph would
-    hold the addresses of its capture.
-
-    Args:
-        weights: as `quantize` takes one.
-        pow2: scales that are powers of two.
-        nonfinite_N: boolean slots, one a weight.
+    hold the addresses of its capture. `nonfinite_N` are boolean slots, one a weight.
     """
     results = [_results(weight) for weight in weights]
     rows, blocks = [], 0
@@ -93,12 +83,7 @@ def quantize_list(
 def quantize_groups(x_TI: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """Quantize activations or gradients 1x128 along the last axis, in one launch.
 
-    Args:
-        x_TI: BF16 or FP32 `[T, I]` on a CUDA device, of any strides.
-        pow2: scales that are powers of two.
-
-    Returns:
-        FP8 bytes `[T, I]` and FP32 group scales `[T, Q]`.
+    Takes BF16 or FP32 `[T, I]` of any strides; gives FP8 bytes and FP32 group scales `[T, Q]`.
     """
     T, I = x_TI.shape
     fp8_TI = torch.empty(T, I, dtype=torch.float8_e4m3fn, device=x_TI.device)

@@ -122,9 +122,8 @@ class Destination:
         if self.scales:
             all_N = torch.cat([scale.flatten() for scale in self.scales.values()])
             if not (torch.isfinite(all_N) & (all_N > 0)).all():
-                found += failing(
-                    {n: (torch.isfinite(x) & (x > 0)).all() for n, x in self.scales.items()}
-                )
+                fine = {n: (torch.isfinite(x) & (x > 0)).all() for n, x in self.scales.items()}
+                found += [name for name, passed in on_host(fine).items() if not passed]
         if self.bytes:
             nan = (FP8_NAN, FP8_NAN | 0x80)
             found += [n for n, first in on_host(self.bytes).items() if first in nan]
@@ -314,11 +313,6 @@ class Ledger:
         for name, value in on_host(sums).items():
             if value != loaded_sums[name]:
                 yield f"{name}: the engine's bytes are not the sender's (checksum)"
-
-
-def failing(verdicts: Mapping[str, Tensor]) -> list[str]:
-    """Names whose verdict, a boolean on the device, is false: one read for all of them."""
-    return [name for name, passed in on_host(verdicts).items() if not passed]
 
 
 def on_host(numbers: Mapping[str, Tensor]) -> dict[str, Any]:
