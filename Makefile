@@ -36,6 +36,7 @@ bench: $(VENV)/installed
 notebooks: $(VENV)/installed
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
 		--ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+	$(BIN)/python benchmarks/small_figures.py notebooks/*.ipynb
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
