@@ -21,7 +21,9 @@ def small(png: str) -> str:
     image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
     image.thumbnail((WIDTH, 10 * WIDTH), Image.Resampling.LANCZOS)
     out = io.BytesIO()
-    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(out, "png", optimize=True)
+    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        out, "png", optimize=True
+    )
     return base64.b64encode(out.getvalue()).decode()
 
 

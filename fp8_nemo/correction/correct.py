@@ -149,7 +149,7 @@ def correct(pair: LogprobPair, correction: schema.Correction) -> Multiplier:
 def correction_metrics(
     multiplier: Multiplier, pair: LogprobPair, correction: schema.Correction
 ) -> dict[str, float]:
-    """The `correction/` keys of design section 7; empty if the batch holds no real token.
+    """The `correction/` keys of docs/metrics.md; empty if the batch holds no real token.
 
     `ess` counts all real tokens, or at sequence level all sequences that have one.
     """

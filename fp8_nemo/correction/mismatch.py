@@ -77,7 +77,7 @@ def effective_sample_share(multiplier_N: Tensor) -> float:
 
 
 def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
-    """The `mismatch/` keys of design section 7; empty if the batch holds no real token.
+    """The `mismatch/` keys of docs/metrics.md; empty if the batch holds no real token.
 
     - `kl`: k3 estimate of KL(rollout || train), `mean(expm1(x) - x)`; nats per token, no clamp
     - `token_mult_prob_error`: `mean(exp(|x|))`, NeMo RL's; 1 is perfect

@@ -6,7 +6,7 @@ that no two of them can disagree about a name, a type or a shape.
 Names are those of the Hugging Face checkpoint. transformers holds the experts of a layer in two
 slabs (`experts.gate_up_proj`, `experts.down_proj`); the checkpoint and the wire hold them one by
 one. FP8 is decided by exact module name: as a substring, `mlp.gate` would take `mlp.gate_proj`
-with it (verl #7918, reference of the peers' pitfalls).
+with it (verl #7918).
 
 Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts.
 """

@@ -67,7 +67,7 @@ class WorkerSettings:
     @property
     def wire_precision(self) -> Precision:
         """What travels: FP8 of our own quantizing; else BF16, and the receiver quantizes."""
-        if self.glue.transfer == "fp8" and self.glue.quantize == "fused":
+        if self.glue.sends_fp8:
             return self.precision
         return replace(self.precision, rollout_linear="bf16")
 

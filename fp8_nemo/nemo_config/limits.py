@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fp8_nemo.glue.wire import is_fp8_weight, named_shapes
+from fp8_nemo.glue.wire import is_cut_along_in, is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
@@ -159,7 +159,7 @@ def _uneven_shard(recipe: Recipe) -> str | None:
     for name, sizes in named_shapes(shape).items():
         if not is_fp8_weight(name, sizes, recipe.precision, shape.layers):
             continue
-        axis = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+        axis = int(is_cut_along_in(name.removesuffix(".weight").rpartition(".")[2]))
         ranks = parallel.rollout_tensor
         if ".experts." in name and parallel.rollout_expert > 1:
             ranks = 1  # they stay whole

@@ -59,7 +59,7 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
     recipe = plan.recipe
     counts = count(recipe.model.shape, recipe.precision)
     precision = recipe.precision
-    fp8_on_wire = plan.backend == "local" or recipe.glue.transfer == "fp8"
+    fp8_on_wire = plan.backend == "local" or recipe.glue.sends_fp8
     sent = _size(counts.refit_bytes if fp8_on_wire else counts.refit_bytes_bf16)
     how = f", in BF16 {_size(counts.refit_bytes_bf16)}" if fp8_on_wire else ", in BF16"
     rows = {
@@ -179,7 +179,7 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
         ratio = found.tokens_per_second / plain.tokens_per_second
         yield f"{ratio:.2f} times BF16 with {plain.running} in its cache"
     shape = recipe.model.shape
-    wire = recipe.precision if recipe.glue.transfer == "fp8" else Precision()
+    wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
     if (fixed := FITTED[recipe.model.name, shape.layers].refit) is not None:
         took = refit_seconds(shape, wire, recipe.cluster.gpu, fixed)
         yield f"refit {took:.1f} s of transfer"

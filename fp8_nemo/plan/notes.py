@@ -34,6 +34,8 @@ def nemo_notes(settled: Settled) -> Iterator[str]:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
     if recipe.correction.name != "none" and native_correction(recipe.correction) is None:
         yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
+    if recipe.glue.transfer == "fp8" and not recipe.glue.sends_fp8:
+        yield "glue.transfer: no effect, with glue.quantize=stock NeMo RL's receiver quantizes"
     yield from _without_effect(recipe)
     yield from _tight_memory(settled)
 

@@ -299,6 +299,11 @@ class Glue:
     recalibrate: Recalibrate = field(default_factory=Recalibrate)
 
     @property
+    def sends_fp8(self) -> bool:
+        """Whether FP8 travels: our own bytes do; where NeMo RL quantizes, it is given BF16."""
+        return self.transfer == "fp8" and self.quantize == "fused"
+
+    @property
     def has_receiver(self) -> bool:
         """Whether vLLM's workers need our receiver."""
         return (self.quantize, self.transfer, self.verify) != ("stock", "bf16", "off")

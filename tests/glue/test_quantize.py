@@ -1,4 +1,4 @@
-"""The FP8 contract (design section 6), clause by clause, against a second, exact implementation.
+"""The FP8 contract clause by clause, against a second, exact implementation.
 
 That second one shares no code with the package: E4M3 from its definition, rounding by rational
 arithmetic, blocks by slices of NumPy arrays. FP8 equality is equality of bytes; nothing here has a

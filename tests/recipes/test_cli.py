@@ -520,7 +520,7 @@ def test_a_cell_that_was_killed_is_named_and_the_next_one_runs(tmp_path):
 def test_a_sweep_that_is_asked_to_end_does_also_where_its_cell_ends_well_or_by_it(number):
     code = (
         "import os, signal, threading\n"
-        "from fp8_nemo.runs.run_dir import call_verb\n"
+        "from fp8_nemo.runs.process import call_verb\n"
         f"ask = threading.Timer(0.2, os.kill, (os.getpid(), signal.{number}))\n"
         "ask.start()\n"
         "print(call_verb('plan', 'model=tiny-llama'))\n"

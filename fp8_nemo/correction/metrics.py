@@ -1,0 +1,75 @@
+"""Name every number that a step writes to metrics.jsonl, with its unit and meaning.
+
+Both backends write the same keys. Means are over real tokens, under the mask before any correction.
+docs/metrics.md is rendered from this table, by
+`python -m fp8_nemo.correction.metrics > docs/metrics.md`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """Describe one key: `Metric("nats per token", "k3 estimate of KL(rollout || train)")`."""
+
+    unit: str
+    meaning: str
+
+
+SHARE = "share"
+BAR = "\\|"  # in a table of Markdown
+METRICS = {
+    "step": Metric("count", "the step; 0 is before training"),
+    "reward/mean": Metric("0 to 1", "mean reward of the step's answers"),
+    "val/accuracy": Metric(SHARE, "right answers to held-out problems"),
+    "rollout/tokens": Metric("tokens", "response tokens of the step"),
+    "rollout/mean_length": Metric("tokens", "mean length of a response"),
+    "mismatch/kl": Metric("nats per token", "k3 estimate of KL(rollout || train)"),
+    "mismatch/token_mult_prob_error": Metric(
+        "ratio", "mean exp of the absolute log ratio; 1: none"
+    ),
+    "mismatch/abs_log_ratio_p99": Metric("nats", "99th percentile of the absolute log ratio"),
+    "mismatch/abs_log_ratio_max": Metric("nats", "largest absolute log ratio"),
+    "mismatch/ess": Metric(SHARE, "effective sample share of the unmodified token ratios"),
+    "correction/multiplier_mean": Metric("ratio", "mean of what multiplies a token's loss"),
+    "correction/ess": Metric(SHARE, "effective sample share of the multipliers; 1: all are equal"),
+    "correction/clipped_fraction": Metric(SHARE, "tokens whose ratio was truncated"),
+    "correction/masked_fraction": Metric(SHARE, "tokens that were rejected"),
+    "refit/bytes": Metric("bytes", "sent by the last refit"),
+    "refit/verified_weights": Metric("weights", "FP8 weights proven to have arrived; 0 unverified"),
+    "refit/probe_abs_log_ratio_median": Metric(
+        "nats", "median log ratio on fixed prompts, local backend with verify=full"
+    ),
+    "recalibrate/saturated_fraction": Metric(
+        SHARE, "of the Q, K and V ranges of all layers: those beyond the scale in force"
+    ),
+    "recalibrate/max_drift": Metric(SHARE, "largest relative change of a KV scale"),
+    "train/grad_norm": Metric("norm", "largest gradient norm of the step's updates, unclipped"),
+    "health/state": Metric("0, 1, 2", "healthy, watch, unstable (`health.py`)"),
+    "time/rollout": Metric("seconds", "sampling"),
+    "time/logprob": Metric("seconds", "scoring by the trainer"),
+    "time/train": Metric("seconds", "updates"),
+    "time/refit": Metric("seconds", "copying the weights that this step sampled with"),
+    "time/recalibrate": Metric("seconds", "making KV scales"),
+    "time/step": Metric("seconds", "the step, without validation and saving"),
+}
+
+
+def page() -> str:
+    """Render the table as docs/metrics.md."""
+    rows = [
+        f"| `{key}` | {unit} | {meaning.replace('|', BAR)} |"
+        for key, (unit, meaning) in METRICS.items()
+    ]
+    about = (
+        "A run writes one JSON object a step to `metrics.jsonl`, with these keys. A key is missing "
+        "where it means nothing: a BF16 cache has no scales."
+    )
+    return "\n".join(
+        ["# Metrics", "", about, "", "| key | unit | meaning |", "|---|---|---|", *rows]
+    )
+
+
+if __name__ == "__main__":
+    print(page())
