@@ -37,7 +37,7 @@ from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local import grpo
 from fp8_nemo.local.engine import Batch, Decoder, Engine
 from fp8_nemo.local.grpo import Run
-from fp8_nemo.local.modules.layers import Experts
+from fp8_nemo.local.modules.experts import Experts
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.model_dir import model_path

@@ -26,7 +26,8 @@ from fp8_nemo.export.from_run import exported, last_checkpoint
 from fp8_nemo.glue.recalibrate import AmaxObserver, kv_scales
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import causal_mask, positions
-from fp8_nemo.local.modules import attention, layers
+from fp8_nemo.local.modules import attention
+from fp8_nemo.local.modules.precision import set_train_precision
 from fp8_nemo.local.policy import load_model
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.compose import compose
@@ -169,7 +170,7 @@ def scales_of_texts(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, chat = load_model(source, device), Chat.load(source)
-    layers.set_train_precision(model, Precision())
+    set_train_precision(model, Precision())
     observer = AmaxObserver(model.config.num_hidden_layers, 1, device)
     for done, tokens in enumerate(_tokens(chat, texts)):
         progress(done, len(texts))
