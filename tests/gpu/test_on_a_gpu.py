@@ -21,7 +21,7 @@ from fp8_nemo.glue.quantize import (
 from fp8_nemo.glue.refit import encode
 from fp8_nemo.local import engine as rollout
 from fp8_nemo.local.engine import causal_mask
-from fp8_nemo.local.grpo import Run
+from fp8_nemo.local.grpo import GrpoLoop
 from fp8_nemo.local.modules import attention, linears
 from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.local.modules.experts import without_host_reads
@@ -201,7 +201,7 @@ def test_a_run_on_a_gpu_repeats_itself(make_plan, tmp_path, model):
         )
         [frozen] = run_dir.freeze([plan])
         repeat_exactly()
-        Run(plan, frozen.path).train(lambda row: None)
+        GrpoLoop(plan, frozen.path).train(lambda row: None)
         rows = run_dir.read_metrics(frozen.path)
         curves.append([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows])
     assert json.dumps(curves[0]) == json.dumps(curves[1])
@@ -221,7 +221,7 @@ def test_a_starting_model_is_the_same_whenever_it_is_made(monkeypatch, tmp_path,
 @pytest.mark.parametrize("precision", ["bf16", "fp8-kv-attn"])
 def test_a_replayed_step_gives_what_a_launched_one_gives(make_plan, monkeypatch, model, precision):
     [frozen] = run_dir.freeze([plan := make_plan(f"model={model}", f"precision={precision}")])
-    run = Run(plan, frozen.path)
+    run = GrpoLoop(plan, frozen.path)
     run.progress.kv_scales = run._scales_of_prompts() if run.fp8_kv else {}
     run._refit()
     run.chat.end = -1  # nothing ends before the second width
@@ -305,7 +305,7 @@ def test_a_model_with_fused_norms_says_what_transformers_says(make_plan, model):
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])
 def test_texts_are_scored_the_same_with_gradients_and_without(make_plan, model):
     [frozen] = run_dir.freeze([plan := make_plan(f"model={model}", "precision=fp8-e2e")])
-    run = Run(plan, frozen.path)
+    run = GrpoLoop(plan, frozen.path)
     run._refit()
     batch = run._sample(run.problems.validation[:8], torch.Generator("cuda").manual_seed(0))
     assert torch.equal(run.policy.logprobs(batch), run.policy._score(batch).detach())
