@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.glue import refit
 from fp8_nemo.local.engine import Batch, Decoder, Engine
-from fp8_nemo.local.grpo import Run
-from fp8_nemo.local.modules.layers import Experts
+from fp8_nemo.local.grpo import GrpoLoop
+from fp8_nemo.local.modules.experts import Experts
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.model_dir import model_path
@@ -65,7 +65,7 @@ def with_noise(policy: Policy, size: float, seed: int) -> Policy:
     return policy
 
 
-def sample(run: Run) -> Batch:
+def sample(run: GrpoLoop) -> Batch:
     """One batch as step 1 samples it: after a refit, FP8 KV with the scales of prompts."""
     if run.fp8_kv:
         run.progress.kv_scales = run._scales_of_prompts()
@@ -97,7 +97,7 @@ def half_square(engine: Engine, policy: Policy, batches: list[Batch]) -> float:
 def measure(model: str, precision: str, folder: Path) -> dict[str, Any]:
     """`mismatch/kl` of every variant, one number per repetition."""
     [plan] = compose_plans([f"model={model}", f"precision={precision}", "grpo=demo"])
-    run = Run(plan, folder)
+    run = GrpoLoop(plan, folder)
 
     path, device = model_path(run.recipe.model), run.policy.device
     fresh = partial(Policy, path, run.recipe.precision, 0.0, device)

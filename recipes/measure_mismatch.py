@@ -19,28 +19,25 @@ from rich.console import Console
 from fp8_nemo.correction.quantiles import token_share
 from fp8_nemo.local.preflight import require
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS
-from fp8_nemo.runs.run_dir import report_dir
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print, and write the measurement; 2 if there is nothing to measure, or nowhere to write."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
-    require("torch")
+    require(["torch"])
     from fp8_nemo.correction.measure import measure, read_pairs
     from fp8_nemo.correction.quantiles import MeasureError
-    from fp8_nemo.report.mismatch_tables import tables, write_option
+    from fp8_nemo.report.mismatch_tables import mismatch_tables, write_measurement, write_option
 
     try:
         pairs = {at: pair for path in options.paths for at, pair in read_pairs(path).items()}
         measurement = measure(pairs)
-        first = options.paths[0]
-        file = report_dir(first if first.is_dir() else first.parent) / "mismatch.json"
-        measurement.write(file)
-        for table in tables(pairs.values(), measurement, options.reject):
+        file = write_measurement(measurement, options.paths[0])
+        for table in mismatch_tables(pairs.values(), measurement, options.reject):
             Console(width=100, markup=False).print(table)
         print(file)
-        if options.write:
-            print(write_option(options.write, options.mask, options.reject, measurement, file))
+        for option in write_option(options.write, options.mask, options.reject, measurement, file):
+            print(option)
     except (MeasureError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

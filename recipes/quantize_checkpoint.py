@@ -16,15 +16,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from fp8_nemo.local.preflight import NEEDED_PACKAGES, require
+from fp8_nemo.local.preflight import require
 from fp8_nemo.runs.process import INTERRUPTED
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Convert and print; 2 if SRC, DST or the settings are wrong, 130 if it was stopped."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
-    require(*NEEDED_PACKAGES)
-    from fp8_nemo.export.calibrate import convert
+    require()
+    from fp8_nemo.export.convert import convert
     from fp8_nemo.export.fp8_checkpoint import error_table, serve_line
 
     try:

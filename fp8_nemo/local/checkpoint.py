@@ -29,7 +29,7 @@ class CheckpointError(ValueError):
 
 
 @dataclass
-class State:
+class Progress:
     """What changes from step to step beside the policy."""
 
     step: int
@@ -39,7 +39,7 @@ class State:
     """Scales in force in the engine; empty where the cache is BF16."""
 
 
-def save(run_dir: Path, policy: Policy, progress: State) -> None:
+def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
     """Write a checkpoint of `progress.step`, whole or not at all.
 
     Raises:
@@ -66,7 +66,7 @@ def save(run_dir: Path, policy: Policy, progress: State) -> None:
         ) from error
 
 
-def load(checkpoint: Path, policy: Policy, progress: State) -> None:
+def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:
     """Put policy and progress where they were when `checkpoint` was saved.
 
     Raises:
@@ -93,7 +93,7 @@ def load(checkpoint: Path, policy: Policy, progress: State) -> None:
     assert progress.step == checkpoint_step(checkpoint)
 
 
-def _restore(tensors: dict[str, Tensor], policy: Policy, progress: State) -> None:
+def _restore(tensors: dict[str, Tensor], policy: Policy, progress: Progress) -> None:
     for name, master in policy.masters.items():
         master.copy_(tensors[f"master.{name}"])
         policy.optimizer.state[master] = {

@@ -20,7 +20,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.ledger import Destination, Ledger, RefitProof
 from fp8_nemo.local.chat import Chat
-from fp8_nemo.local.modules import attention, layers
+from fp8_nemo.local.modules import attention
+from fp8_nemo.local.modules.experts import without_host_reads
+from fp8_nemo.local.modules.linears import values_once
+from fp8_nemo.local.modules.precision import set_rollout_precision
 from fp8_nemo.recipe.options import Precision
 
 WIDTH = 256
@@ -68,7 +71,7 @@ class Engine:
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         self.expected = weights.wire_specs(shapes, precision, config.num_hidden_layers)
-        layers.set_rollout_precision(self.model, precision)
+        set_rollout_precision(self.model, precision)
 
     @torch.no_grad()
     def refit(self, stream: Iterable[tuple[str, Tensor]], verify: str) -> RefitProof:
@@ -100,7 +103,7 @@ class Engine:
         decoder = Decoder(self.model, tokens_BT, mask_BT, max_new_tokens)
         ended_B1 = torch.zeros_like(mask_BT[:, :1])
         tokens, logprobs, real = [tokens_BT], [], []
-        with layers.values_once(self.model):
+        with values_once(self.model):
             logprob_BV = decoder.first()
             while True:
                 new_B1 = torch.multinomial(logprob_BV.exp(), 1, generator=generator)
@@ -196,7 +199,7 @@ class Decoder:
         self.room.width = min(self.room.tokens, -(-self.written // WIDTH) * WIDTH)
         if self.room.width not in self.graphs:
             graph = torch.cuda.CUDAGraph()
-            with layers.without_host_reads():
+            with without_host_reads():
                 self._forward(self.token_B1)  # compiles kernels, which a capture cannot
                 with torch.cuda.graph(graph, pool=self.pool):
                     logprob_BV = self._forward(self.token_B1)

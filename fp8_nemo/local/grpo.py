@@ -49,7 +49,7 @@ Report = Callable[[dict[str, Any]], None]
 Stop = Callable[[], bool]
 
 
-class Run:
+class GrpoLoop:
     """One run of GRPO in its directory.
 
     Args:
@@ -81,7 +81,7 @@ class Run:
             self.num_layers, self.recipe.glue.recalibrate.history, device
         )
         sampler = torch.Generator(device).manual_seed(self.recipe.seed)
-        self.progress = checkpoint.State(0, sampler, observer, {})
+        self.progress = checkpoint.Progress(0, sampler, observer, {})
 
     def train(self, report: Report, stop: Stop = lambda: False) -> int:
         """From where the directory stands to the plan's last step; one metrics row per step.

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.local.engine import Batch, causal_mask, positions
-from fp8_nemo.local.modules import attention, layers
+from fp8_nemo.local.modules import attention
+from fp8_nemo.local.modules.precision import set_train_precision
 from fp8_nemo.recipe.options import Precision
 
 MAX_GRAD_NORM = 1.0
@@ -50,7 +51,7 @@ class Policy:
         self, path: Path, precision: Precision, learning_rate: float, device: torch.device
     ) -> None:
         self.model = load_model(path, device)
-        layers.set_train_precision(self.model, precision)
+        set_train_precision(self.model, precision)
         self.parameters = dict(self.model.named_parameters())
         self.masters = {
             name: weight.detach().float().clone() for name, weight in self.parameters.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +20,7 @@ NEEDED_PACKAGES = ("torch", "transformers", "safetensors", "jinja2")
 def problems_with(plan: Plan) -> list[str]:
     """One line for each thing that would stop this plan after it has started."""
     here = plan.recipe.cluster.kind == "here" or "RAY_ADDRESS" in os.environ  # no login node
-    lines = not_installed(*NEEDED_PACKAGES) if here else []
+    lines = _not_installed(NEEDED_PACKAGES) if here else []
     lines += map(str, model_mistakes(plan.recipe, pads=True))
     lines += _checkpoint_mistakes(run_path(plan))
     try:
@@ -30,15 +30,15 @@ def problems_with(plan: Plan) -> list[str]:
     return lines
 
 
-def require(*packages: str) -> None:
-    """End the process with one line and 2, where a verb cannot begin without them."""
-    if lines := not_installed(*packages):
+def require(packages: Collection[str] = NEEDED_PACKAGES) -> None:
+    """End the process with one line and exit code 2 if a verb's packages are not installed."""
+    if lines := _not_installed(packages):
         print(*lines, file=sys.stderr)
         raise SystemExit(2)
 
 
-def not_installed(*packages: str) -> list[str]:
-    """One line if this Python lacks one of the extra's packages; none is imported."""
+def _not_installed(packages: Iterable[str]) -> list[str]:
+    """Return one line if this Python lacks one of the packages; none is imported."""
     missing = [name for name in packages if find_spec(name) is None]
     if not missing:
         return []

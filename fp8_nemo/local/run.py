@@ -27,7 +27,7 @@ from fp8_nemo.correction.mismatch import LogprobError
 from fp8_nemo.glue.recalibrate import RecalibrateError
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
-from fp8_nemo.local.grpo import Report, Run
+from fp8_nemo.local.grpo import GrpoLoop, Report
 from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.runs import metrics, process, run_dir
@@ -58,19 +58,7 @@ def run(plan: Plan, path: Path) -> int:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     repeat_exactly()
-    stop = threading.Event()
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-
-        def interrupted(*_: object) -> None:
-            """Ctrl-C: save first; the second time stop at once."""
-            if stop.is_set():
-                raise KeyboardInterrupt
-            stop.set()
-            print(f"{path}: saves after this step; Ctrl-C again stops at once", file=sys.stderr)
-
-        signal.signal(signal.SIGINT, interrupted)
+    stop = _stop_on_signals(path)
     try:
         with run_dir.locked(path):
             step = _attempt(plan, path, stop)
@@ -93,6 +81,26 @@ def run(plan: Plan, path: Path) -> int:
     return 0
 
 
+def _stop_on_signals(path: Path) -> threading.Event:
+    """Return the event that SIGUSR1, SIGTERM and Ctrl-C set; a second Ctrl-C interrupts at once.
+
+    A process that was started to ignore Ctrl-C goes on ignoring it.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+
+    def interrupted(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        print(f"{path}: saves after this step; Ctrl-C again stops at once", file=sys.stderr)
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupted)
+    return stop
+
+
 def _learned_nothing(rows: list[dict[str, Any]]) -> bool:
     """Whether no step had a gradient, though a correction left tokens to learn from."""
     rejected = any(row.get("correction/masked_fraction") == 1 for row in rows)
@@ -105,7 +113,7 @@ def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     run_dir.write_environment(path, **starting_point(plan.recipe, path))
     logging.info("environment %s", environment())
     with progress(plan) as report:
-        return Run(plan, path).train(report, stop.is_set)
+        return GrpoLoop(plan, path).train(report, stop.is_set)
 
 
 @contextmanager

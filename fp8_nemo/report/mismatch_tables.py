@@ -12,6 +12,7 @@ from rich.table import Table
 from fp8_nemo.correction.quantiles import MeasureError, Measurement
 from fp8_nemo.recipe.compose import ComposeError, compose, option_folder, option_names
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
+from fp8_nemo.runs.run_dir import report_dir
 
 if TYPE_CHECKING:  # the verb has looked for torch before anything here is called
     from fp8_nemo.correction.mismatch import LogprobPair
@@ -20,7 +21,7 @@ OWN = re.compile(r"my[\w.-]*")
 """Names that git ignores in conf/correction, as a site's own in conf/cluster."""
 
 
-def tables(
+def mismatch_tables(
     pairs: Collection[LogprobPair], measurement: Measurement, reject: float
 ) -> Iterator[Table]:
     """The mismatch, what every option would do to it, and bounds for every statistic.
@@ -40,7 +41,7 @@ def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> T
     from fp8_nemo.correction.measure import by_length, by_position
 
     title = f"mismatch of {measurement.tokens:,} tokens in {measurement.sequences:,} sequences"
-    table = _table(title, "tokens", "KL (k3)", "p99 |log ratio|")
+    table = _empty_table(title, "tokens", "KL (k3)", "p99 |log ratio|")
     parts = {
         "all at": by_position(pairs, parts=1),
         "position": by_position(pairs),
@@ -56,7 +57,7 @@ def _effects(pairs: Collection[LogprobPair]) -> Table:
     """What every option of conf/correction would do to these batches."""
     from fp8_nemo.correction.measure import effect
 
-    table = _table(
+    table = _empty_table(
         "what each correction would do", "correction", "clips", "rejects", "ESS", "mean multiplier"
     )
     for name in option_names("correction"):
@@ -79,7 +80,7 @@ def _effects(pairs: Collection[LogprobPair]) -> Table:
 def _proposals(measurement: Measurement, reject: float) -> Table:
     """For every statistic the bounds that reject the wanted share."""
     title = f"bounds that reject {reject:.2%} of these tokens"
-    table = _table(title, "correction.mask", "low", "high", "rejects")
+    table = _empty_table(title, "correction.mask", "low", "high", "rejects")
     for name in (*RATIOS, *DIVERGENCES):
         low, high = measurement.bounds(name, reject)
         share = measurement.rejected(Correction(mask=name, low=low, high=high))
@@ -87,11 +88,28 @@ def _proposals(measurement: Measurement, reject: float) -> Table:
     return table
 
 
-def write_option(name: str, mask: str, reject: float, measurement: Measurement, file: Path) -> Path:
+def write_measurement(measurement: Measurement, measured: Path) -> Path:
+    """Write `report/mismatch.json` beside what was measured; return the file.
+
+    Args:
+        measurement: what is written.
+        measured: a run directory, or a file in the folder that is to get the report.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = report_dir(measured if measured.is_dir() else measured.parent) / "mismatch.json"
+    measurement.write(file)
+    return file
+
+
+def write_option(
+    name: str | None, mask: str, reject: float, measurement: Measurement, file: Path
+) -> list[Path]:
     """Write `conf/correction/NAME.yaml`: min(r_t, 2) where a statistic is in measured bounds.
 
     Args:
-        name: beginning with `my`, which git ignores.
+        name: beginning with `my`, which git ignores; without a name nothing is written.
         mask: a row of `correction.STATISTICS`.
         reject: the wanted share of tokens.
         measurement: what the bounds are taken from.
@@ -101,6 +119,8 @@ def write_option(name: str, mask: str, reject: float, measurement: Measurement, 
         MeasureError: the name is not one that git ignores, or is taken; nothing differs from
             nothing in what was measured.
     """
+    if not name:
+        return []
     path = option_folder("correction") / f"{name}.yaml"
     if not OWN.fullmatch(name):
         raise MeasureError(f"--write {name}: must begin with my, as git ignores such options")
@@ -123,10 +143,10 @@ def write_option(name: str, mask: str, reject: float, measurement: Measurement, 
         *(f"{key}: {value}" for key, value in bounds.items() if value is not None),
     ]
     path.write_text("\n".join(lines) + "\n")
-    return path
+    return [path]
 
 
-def _table(title: str, *columns: str) -> Table:
+def _empty_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")

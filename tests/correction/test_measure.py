@@ -25,7 +25,7 @@ from fp8_nemo.correction.quantiles import (
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
-from fp8_nemo.report.mismatch_tables import tables, write_option
+from fp8_nemo.report.mismatch_tables import mismatch_tables, write_option
 
 
 def batch(seed=0, sequences=400, longest=60, spread=0.05):
@@ -261,7 +261,7 @@ def test_a_measurement_changes_no_run_directory(tmp_path, measured):
 
 def test_tables_are_drawn_for_every_option_and_statistic(measured):
     pairs = [batch(0), batch(1)]
-    rows = [table.row_count for table in tables(pairs, measured, 0.01)]
+    rows = [table.row_count for table in mismatch_tables(pairs, measured, 0.01)]
     assert rows[0] == 1 + 10 + 4 and rows[1] >= 15 and rows[2] == len(RATIOS) + len(DIVERGENCES)
 
 
@@ -273,7 +273,7 @@ def test_an_option_with_measured_bounds_composes_and_is_held_to_them(
     monkeypatch.setattr(bounds, "option_folder", lambda group: tmp_path)
     file = tmp_path / "mismatch.json"
     measured.write(file)
-    path = write_option("my-k3", "mean-k3", 0.02, measured, file)
+    [path] = write_option("my-k3", "mean-k3", 0.02, measured, file)
     text = path.read_text()
     assert path.name == "my-k3.yaml" and "name: my-k3\nmask: mean-k3\nhigh: " in text
     settings = [
@@ -308,7 +308,7 @@ def test_an_option_that_does_not_compose_is_a_row_and_no_end(measured, monkeypat
     from fp8_nemo.report import mismatch_tables as bounds
 
     monkeypatch.setattr(bounds, "option_names", lambda group: ["my-broken", "tis"])
-    effects = list(tables([batch(0)], measured, 0.01))[1]
+    effects = list(mismatch_tables([batch(0)], measured, 0.01))[1]
     name, clips = (list(column.cells) for column in effects.columns[:2])
     assert name == ["my-broken", "tis"] and "must be one of" in clips[0] and "%" in clips[1]
 

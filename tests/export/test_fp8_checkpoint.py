@@ -26,7 +26,7 @@ from fp8_nemo.export.fp8_checkpoint import (
 )
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import refit_stream
-from fp8_nemo.local.grpo import Run
+from fp8_nemo.local.grpo import GrpoLoop
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED, model_mistakes
 from fp8_nemo.recipe.options import Precision
@@ -416,7 +416,7 @@ def test_a_local_runs_last_checkpoint_is_exported_and_converted(make_plan, tmp_p
     [frozen] = run_dir.freeze([plan])
     assert recipe.main([str(frozen.path), str(tmp_path / "early")]) == 2
     assert "has no checkpoint; the run saves one at its end" in capsys.readouterr().err
-    run = Run(plan, frozen.path)
+    run = GrpoLoop(plan, frozen.path)
     run.train(lambda row: None)
     assert recipe.main([str(frozen.path), str(tmp_path / "fp8")]) == 0
     plain = frozen.path / "model-2"
@@ -446,7 +446,7 @@ def test_a_local_runs_last_checkpoint_is_exported_and_converted(make_plan, tmp_p
 def test_a_run_is_converted_to_what_it_was_rolled_out_in(make_plan, tmp_path, capsys):
     plan = make_plan("precision=fp8-e2e-kv-attn", "precision.last_layers_bf16=1")
     [frozen] = run_dir.freeze([plan])
-    Run(plan, frozen.path).train(lambda row: None)
+    GrpoLoop(plan, frozen.path).train(lambda row: None)
     line, texts = [str(frozen.path), str(tmp_path / "fp8")], tmp_path / "texts"
     assert recipe.main(line) == 2
     error = capsys.readouterr().err
@@ -474,7 +474,7 @@ def test_a_run_is_converted_to_what_it_was_rolled_out_in(make_plan, tmp_path, ca
 def test_a_damaged_checkpoint_or_a_run_of_nemo_rl_is_no_source(make_plan, tmp_path, capsys):
     plan = make_plan()
     [frozen] = run_dir.freeze([plan])
-    Run(plan, frozen.path).train(lambda row: None)
+    GrpoLoop(plan, frozen.path).train(lambda row: None)
     [*_, last] = run_dir.checkpoints(frozen.path)
     (last / "state.safetensors").write_bytes(b"cut")
     line = [str(frozen.path), str(tmp_path / "fp8"), "precision.rollout_kv=bf16"]

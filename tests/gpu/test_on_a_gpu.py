@@ -21,9 +21,11 @@ from fp8_nemo.glue.quantize import (
 from fp8_nemo.glue.refit import encode
 from fp8_nemo.local import engine as rollout
 from fp8_nemo.local.engine import causal_mask
-from fp8_nemo.local.grpo import Run
-from fp8_nemo.local.modules import attention, layers
+from fp8_nemo.local.grpo import GrpoLoop
+from fp8_nemo.local.modules import attention, linears
 from fp8_nemo.local.modules.deterministic import repeat_exactly
+from fp8_nemo.local.modules.experts import without_host_reads
+from fp8_nemo.local.modules.precision import set_train_precision
 from fp8_nemo.local.policy import load_model
 from fp8_nemo.recipe.model_dir import model_path, weights_digest
 from fp8_nemo.recipe.options import Precision
@@ -196,7 +198,7 @@ def test_a_run_on_a_gpu_repeats_itself(make_plan, tmp_path, model):
         )
         [frozen] = run_dir.freeze([plan])
         repeat_exactly()
-        Run(plan, frozen.path).train(lambda row: None)
+        GrpoLoop(plan, frozen.path).train(lambda row: None)
         rows = metrics.read_metrics(frozen.path)
         curves.append([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows])
     assert json.dumps(curves[0]) == json.dumps(curves[1])
@@ -216,7 +218,7 @@ def test_a_starting_model_is_the_same_whenever_it_is_made(monkeypatch, tmp_path,
 @pytest.mark.parametrize("precision", ["bf16", "fp8-kv-attn"])
 def test_a_replayed_step_gives_what_a_launched_one_gives(make_plan, monkeypatch, model, precision):
     [frozen] = run_dir.freeze([plan := make_plan(f"model={model}", f"precision={precision}")])
-    run = Run(plan, frozen.path)
+    run = GrpoLoop(plan, frozen.path)
     run.progress.kv_scales = run._scales_of_prompts() if run.fp8_kv else {}
     run._refit()
     run.chat.end = -1  # nothing ends before the second width
@@ -229,7 +231,7 @@ def test_a_replayed_step_gives_what_a_launched_one_gives(make_plan, monkeypatch,
     def launched(decoder):
         width = rollout.WIDTH * -(-decoder.written // rollout.WIDTH)
         decoder.room.width = min(decoder.room.tokens, width)
-        with layers.without_host_reads():
+        with without_host_reads():
             return decoder._forward(decoder.token_B1)
 
     replayed = sample()
@@ -284,8 +286,8 @@ def test_a_model_with_fused_norms_says_what_transformers_says(make_plan, model):
     plan = make_plan(f"model={model}", "precision=bf16")
     fused = load_model(model_path(plan.recipe.model), torch.device("cuda"))
     plain = deepcopy(fused)
-    layers.set_train_precision(fused, plan.recipe.precision)
-    layers.set_train_precision(plain, plan.recipe.precision)
+    set_train_precision(fused, plan.recipe.precision)
+    set_train_precision(plain, plan.recipe.precision)
     for module in plain.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = type(module).forward.__get__(module)
@@ -300,7 +302,7 @@ def test_a_model_with_fused_norms_says_what_transformers_says(make_plan, model):
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])
 def test_texts_are_scored_the_same_with_gradients_and_without(make_plan, model):
     [frozen] = run_dir.freeze([plan := make_plan(f"model={model}", "precision=fp8-e2e")])
-    run = Run(plan, frozen.path)
+    run = GrpoLoop(plan, frozen.path)
     run._refit()
     batch = run._sample(run.problems.validation[:8], torch.Generator("cuda").manual_seed(0))
     assert torch.equal(run.policy.logprobs(batch), run.policy._score(batch).detach())
@@ -348,7 +350,7 @@ def test_products_in_fp8_are_those_of_the_values_that_the_bytes_stand_for(sizes,
         (block, dequantize_blocks(block)),
         (tuple(each.T for each in across), dequantize_blocks(across).T),
     ):
-        found = layers.scaled_mm(groups, right, dtype)
+        found = linears.scaled_mm(groups, right, dtype)
         expected = (dequantize_groups(groups).double() @ value.double().T).to(dtype)
         assert found.dtype == dtype
         rtol = 1e-5 if dtype == torch.float32 else 1e-2
@@ -363,8 +365,8 @@ def test_products_with_a_slab_are_those_of_its_matrices(shared, sizes):
     x = torch.randn(1 if shared else 16, T, K, generator=draw).cuda().bfloat16()
     slab = quantize_blocks(torch.randn(16, O, K, generator=draw).cuda().bfloat16())
     groups = quantize_groups(x)
-    found = layers.scaled_mm(groups, slab, torch.bfloat16)
+    found = linears.scaled_mm(groups, slab, torch.bfloat16)
     for n, one in enumerate(found):
         left = tuple(each[0 if shared else n] for each in groups)
         matrix = slab.fp8_OI[n], slab.scale_inv_PQ[n]
-        assert torch.equal(one, layers.scaled_mm(left, matrix, torch.bfloat16)), n
+        assert torch.equal(one, linears.scaled_mm(left, matrix, torch.bfloat16)), n

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
-from fp8_nemo.local.grpo import Run, clipped_loss, group_advantages, k3
+from fp8_nemo.local.grpo import GrpoLoop, clipped_loss, group_advantages, k3
 from fp8_nemo.local.run import progress
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.problems import Problem, read_jsonl, running_sum
@@ -33,7 +33,7 @@ CORE_KEYS = {
 
 def rows_of(plan: Plan) -> list[dict]:
     [frozen] = run_dir.freeze([plan])
-    Run(plan, frozen.path).train(lambda row: None)
+    GrpoLoop(plan, frozen.path).train(lambda row: None)
     return metrics.read_metrics(frozen.path)
 
 
@@ -128,19 +128,19 @@ def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not(make_plan, tmp_path):
     [frozen] = run_dir.freeze([plan])
     for last in (0, 3, 5):
         with pytest.raises(Stop):
-            Run(plan, frozen.path).train(stop_at(last))
-    Run(plan, frozen.path).train(lambda row: None)
+            GrpoLoop(plan, frozen.path).train(stop_at(last))
+    GrpoLoop(plan, frozen.path).train(lambda row: None)
     assert without_times(metrics.read_metrics(frozen.path)) == whole
 
 
 def test_a_whole_checkpoint_of_another_kind_of_device_is_not_called_broken(make_plan):
     [frozen] = run_dir.freeze([plan := make_plan("grpo.checkpoint_every=1")])
-    Run(plan, frozen.path).train(lambda row: None)
+    GrpoLoop(plan, frozen.path).train(lambda row: None)
     file = run_dir.checkpoints(frozen.path)[-1] / "state.safetensors"
     on_a_gpu = {"rng.sampler": torch.zeros(16, dtype=torch.uint8)}  # what a CUDA generator's takes
     save_file(load_file(file) | on_a_gpu, file)
     with pytest.raises(CheckpointError, match="on another kind of device than the cpu") as error:
-        Run(plan, frozen.path).train(lambda row: None)
+        GrpoLoop(plan, frozen.path).train(lambda row: None)
     assert "is left as it is" in str(error.value) and "delete" not in str(error.value)
 
 
@@ -155,11 +155,11 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_checkpoint_before_
 
     try:
         with pytest.raises(CheckpointError, match=r"step 4 cannot be saved, .*; make room, and"):
-            Run(plan, frozen.path).train(fill)
+            GrpoLoop(plan, frozen.path).train(fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
     assert [path.name for path in run_dir.checkpoints(frozen.path)] == ["step-000002"]
-    assert Run(plan, frozen.path).train(lambda row: None) == 4
+    assert GrpoLoop(plan, frozen.path).train(lambda row: None) == 4
 
 
 def test_full_verification_scores_a_fixed_prompt_on_both_sides(make_plan):
@@ -171,7 +171,7 @@ def test_full_verification_scores_a_fixed_prompt_on_both_sides(make_plan):
 def test_a_weight_that_landed_upside_down_stops_the_run_at_the_probe(make_plan, model):
     plan = make_plan(f"model={model}", "glue.verify=full", "precision=fp8-linear")
     [frozen] = run_dir.freeze([plan])
-    run = Run(plan, frozen.path)
+    run = GrpoLoop(plan, frozen.path)
     refit = run.engine.refit
 
     def refit_upside_down(stream, verify):
@@ -251,7 +251,7 @@ def test_k3_is_zero_at_agreement_positive_elsewhere_and_bounded():
 def test_a_rejecting_correction_leaves_the_policy_where_it_was(make_plan):
     plan = make_plan("correction=mis", "correction.low=1.0e+8", "correction.high=1.0e+9")
     [frozen] = run_dir.freeze([plan])
-    run = Run(plan, frozen.path)
+    run = GrpoLoop(plan, frozen.path)
     before = {name: weight.clone() for name, weight in run.policy.parameters.items()}
     run.policy.optimizer.param_groups[0]["weight_decay"] = 0.0
     run.train(lambda row: None)

@@ -19,15 +19,15 @@ from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local import policy as policy_module
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Engine
-from fp8_nemo.local.grpo import Run
+from fp8_nemo.local.grpo import GrpoLoop
 from fp8_nemo.recipe.model_dir import SHIPPED
 from fp8_nemo.recipe.options import Precision
 from fp8_nemo.recipe.problems import arithmetic
 from fp8_nemo.runs import run_dir
 
 
-def run_of(plan) -> Run:
-    return Run(plan, run_dir.freeze([plan])[0].path)
+def run_of(plan) -> GrpoLoop:
+    return GrpoLoop(plan, run_dir.freeze([plan])[0].path)
 
 
 def spied(monkeypatch, owner, name, before):

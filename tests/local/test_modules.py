@@ -18,7 +18,9 @@ from fp8_nemo.glue.quantize import (
     quantize_groups,
 )
 from fp8_nemo.local.engine import causal_mask
-from fp8_nemo.local.modules import attention, layers
+from fp8_nemo.local.modules import attention, linears
+from fp8_nemo.local.modules.experts import Bf16Experts, Fp8RolloutExperts, without_host_reads
+from fp8_nemo.local.modules.precision import rms_norm
 
 
 def values(x):
@@ -43,7 +45,7 @@ def random(*shape, scale=1.0):
 def test_a_bf16_linear_rounds_its_result_and_nothing_else():
     x, weight = random(5, 256), random(128, 256)
     expected = (x.double() @ weight.double().T).float()
-    found = layers.linear_bf16(x, weight)
+    found = linears.linear_bf16(x, weight)
     assert found.dtype == torch.bfloat16
     assert ((found.float() - expected).abs() <= expected.abs() * 2**-8 + 1e-6).all()
 
@@ -51,14 +53,14 @@ def test_a_bf16_linear_rounds_its_result_and_nothing_else():
 def test_an_fp8_linear_multiplies_what_the_bytes_stand_for():
     x, weight = random(5, 256), quantize_blocks(random(384, 256))
     expected = linear(values(x), dequantize_blocks(weight)).bfloat16()
-    assert torch.equal(layers.linear_fp8(x, weight, False), expected)
+    assert torch.equal(linears.linear_fp8(x, weight, False), expected)
 
 
 @pytest.mark.parametrize("pow2", [False, True])
 def test_training_in_fp8_quantizes_both_operands_of_all_three_products(pow2):
     x, weight, dy = random(3, 50, 256), random(384, 256), random(3, 50, 384)
     x.requires_grad_(), weight.requires_grad_()
-    y = layers.Fp8Product.apply(x, weight, pow2)
+    y = linears.Fp8Product.apply(x, weight, pow2)
     y.backward(dy)
 
     def grouped(t):
@@ -189,7 +191,7 @@ def made_experts():
 
 
 def in_fp8(experts):
-    fp8 = layers.Fp8RolloutExperts(experts, False)
+    fp8 = Fp8RolloutExperts(experts, False)
     for name, slab in experts.named_parameters():
         held = quantize_blocks(slab.detach())
         getattr(fp8, name).copy_(held.fp8_OI)
@@ -200,7 +202,7 @@ def in_fp8(experts):
 CHOSEN_TA = torch.tensor([[0, 3], [7, 3], [3, 1], [1, 0], [2, 3]])
 
 
-@pytest.mark.parametrize("held", [lambda experts: layers.Bf16Experts(experts, False), in_fp8])
+@pytest.mark.parametrize("held", [lambda experts: Bf16Experts(experts, False), in_fp8])
 def test_experts_that_take_every_token_give_what_the_chosen_ones_give(held):
     made = made_experts()
     experts, hidden_TI, share_TA = held(made), random(5, 256), torch.linspace(0.1, 1, 10).view(5, 2)
@@ -208,7 +210,7 @@ def test_experts_that_take_every_token_give_what_the_chosen_ones_give(held):
     with torch.no_grad():
         chosen_TI = experts(hidden_TI, CHOSEN_TA, share_TA)
         transformers_TI = made(hidden_TI, CHOSEN_TA, share_TA)
-        with layers.without_host_reads():
+        with without_host_reads():
             all_TI = experts(hidden_TI, CHOSEN_TA, share_TA)
             experts.down_proj[5] = torch.nan  # which nobody chose
             assert torch.equal(experts(hidden_TI, CHOSEN_TA, share_TA), all_TI)
@@ -220,7 +222,7 @@ def test_experts_that_take_every_token_give_what_the_chosen_ones_give(held):
 
 def test_experts_hand_back_the_gradients_that_a_sum_over_all_of_them_has():
     made = made_experts().float()
-    experts, index_TA = layers.Bf16Experts(made, False), CHOSEN_TA
+    experts, index_TA = Bf16Experts(made, False), CHOSEN_TA
     weigh_TI = random(5, 256).float()
 
     def gradients(mixed):
@@ -242,7 +244,7 @@ def test_experts_hand_back_the_gradients_that_a_sum_over_all_of_them_has():
 
 
 def test_values_of_a_weight_are_worked_out_once_inside_and_anew_outside():
-    linear = layers.Fp8RolloutLinear(torch.nn.Linear(256, 128, bias=False), False)
+    linear = linears.Fp8RolloutLinear(torch.nn.Linear(256, 128, bias=False), False)
     held = quantize_blocks(random(128, 256))
     x = random(3, 256)
 
@@ -252,12 +254,12 @@ def test_values_of_a_weight_are_worked_out_once_inside_and_anew_outside():
 
     refit(1)
     before = linear(x)
-    with layers.values_once(linear):
+    with linears.values_once(linear):
         assert torch.equal(linear(x), before)
         refit(-1)
         assert torch.equal(linear(x), before)  # which is why no refit may come in between
     assert torch.equal(linear(x), -before)
-    assert torch.equal(before, layers.linear_fp8(x, held, False))
+    assert torch.equal(before, linears.linear_fp8(x, held, False))
 
 
 def test_an_input_is_quantized_once_while_it_lives_and_is_as_it_was(monkeypatch):
@@ -267,9 +269,9 @@ def test_an_input_is_quantized_once_while_it_lives_and_is_as_it_was(monkeypatch)
         seen.append(pow2)
         return x.double()
 
-    monkeypatch.setattr(layers, "quantize_groups", quantize)
-    monkeypatch.setattr(layers, "operand", lambda held: held)
-    last, x = layers.LastInput(), torch.ones(2, 128)
+    monkeypatch.setattr(linears, "quantize_groups", quantize)
+    monkeypatch.setattr(linears, "operand", lambda held: held)
+    last, x = linears.LastInput(), torch.ones(2, 128)
     assert last.grouped(x, False) is last.grouped(x, False) and seen == [False]
     last.grouped(x, True)
     x.add_(1)
@@ -310,6 +312,6 @@ def test_a_norm_in_one_launch_is_transformers_but_for_one_rounding(shape):
     norm = LlamaRMSNorm(shape[-1], eps=1e-5).bfloat16()
     norm.weight.data.normal_(1.0, 0.2, generator=draw)
     x = (3 * torch.randn(shape, generator=draw)).bfloat16()
-    found, expected = layers.rms_norm(norm, x), norm(x)
+    found, expected = rms_norm(norm, x), norm(x)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)

@@ -1,0 +1,217 @@
+"""Linears of transformers' models, and the products under them, in BF16 and in FP8.
+
+Every product takes operands as the real kernels do and multiplies them in FP32: BF16 values for
+`bf16`; FP8 bytes times their scales for `fp8`. Results are rounded to BF16. On a GPU FP8 bytes go
+into a kernel of `kernels.py`: it sums in another order, and rounds elsewhere in BF16.
+
+Training in FP8 quantizes both operands of all three products along the axis that each reduces
+(TransformerEngine's Float8BlockScaling): `y = x w^T` and `dx = dy w` share the weight's blocks; `dw
+= dy^T x` groups both sides along tokens.
+
+Shapes: T tokens, O out, I in features, E experts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8_nemo.glue.quantize import (
+    FP8,
+    Fp8Groups,
+    Fp8Weight,
+    dequantize_blocks,
+    dequantize_groups,
+    quantize_blocks,
+    quantize_groups,
+)
+from fp8_nemo.glue.wire import scale_shape
+
+
+def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """BF16 operands, FP32 products and sums, BF16 result.
+
+    On a CPU without BF16 instructions torch's own BF16 product is many times slower than FP32.
+    """
+    if x.is_cuda:
+        return nn.functional.linear(x, weight, bias)
+    bias = None if bias is None else bias.float()
+    return nn.functional.linear(x.float(), weight.float(), bias).to(x.dtype)
+
+
+Operand = Tensor | tuple[Tensor, Tensor]
+"""Of a product in FP8: its FP32 values on a CPU, its bytes and scales on a GPU."""
+
+
+def linear_fp8(x: Tensor, weight: Fp8Weight, pow2: bool) -> Tensor:
+    """`x` quantized 1x128 on the fly, the weight as held; FP32 products, BF16 result."""
+    return scaled_mm(last_input.grouped(x, pow2), operand(weight), x.dtype)
+
+
+def scaled_mm(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
+    """`left right^T`: exact products of what the bytes stand for, summed in FP32.
+
+    Args:
+        left: `[..., T, K]`; with a slab `[E, T, K]` or `[1, T, K]`.
+        right: `[O, K]`, or a slab `[E, O, K]`.
+        dtype: of the result `[..., T, O]`.
+    """
+    if isinstance(left, Tensor):
+        assert isinstance(right, Tensor)
+        return (left @ right.mT).to(dtype)
+    assert not isinstance(right, Tensor)
+    from fp8_nemo.local.modules import kernels
+
+    if right[0].ndim == 3:
+        return kernels.product(left, right, dtype)
+    rows = left[0].flatten(0, -2)[None], left[1].flatten(0, -2)[None]
+    found = kernels.product(rows, (right[0][None], right[1][None]), dtype)
+    return found[0].unflatten(0, left[0].shape[:-1])
+
+
+def operand(held: Fp8Weight | Fp8Groups) -> Operand:
+    """What `scaled_mm` takes of bytes and scales."""
+    if held[0].is_cuda:
+        return held
+    return dequantize_blocks(held) if isinstance(held, Fp8Weight) else dequantize_groups(held)
+
+
+def transposed(right: Operand) -> Operand:
+    """`[O, K]` as `[K, O]`."""
+    return right.T if isinstance(right, Tensor) else (right[0].T, right[1].T)
+
+
+class LastInput:
+    """The input quantized last: Q, K and V of a layer take the same one, and so do gate and up.
+
+    Its operand lives as long as the input does, or until another one comes.
+    """
+
+    def __init__(self) -> None:
+        self.held: tuple[weakref.ref[Tensor], int, bool, Operand] | None = None
+
+    def grouped(self, x: Tensor, pow2: bool) -> Operand:
+        """The operand that x is in groups, which must not be changed by the taker."""
+        if self.held is not None:
+            last, version, kind, value = self.held
+            if last() is x and (version, kind) == (x._version, pow2):
+                return value
+        value = operand(quantize_groups(x, pow2=pow2))
+        self.held = weakref.ref(x, self._forget), x._version, pow2, value
+        return value
+
+    def _forget(self, last: weakref.ref[Tensor]) -> None:
+        if self.held is not None and self.held[0] is last:
+            self.held = None
+
+
+last_input = LastInput()
+"""Shared by all linears and experts of the process."""
+
+
+class Fp8Product(torch.autograd.Function):
+    """`linear` with both operands of all three products in FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
+        """`y = x w^T`; x `[..., I]`, weight `[O, I]` in BF16."""
+        fp8_weight = _quantize_unchecked(weight, pow2)
+        ctx.save_for_backward(x, *fp8_weight)
+        ctx.pow2 = pow2
+        return linear_fp8(x, fp8_weight, pow2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """`dx = dy w` and `dw = dy^T x`."""
+        x, *fp8_weight = ctx.saved_tensors
+        dy_TO, x_TI = grads[0].flatten(0, -2), x.flatten(0, -2)
+        dy, dy_T, x_T = (
+            operand(quantize_groups(each, pow2=ctx.pow2)) for each in (dy_TO, dy_TO.T, x_TI.T)
+        )
+        dx_TI = scaled_mm(dy, transposed(operand(Fp8Weight(*fp8_weight))), x.dtype)
+        return dx_TI.view_as(x), scaled_mm(dy_T, x_T, x.dtype), None
+
+
+class Bf16Linear(nn.Linear):
+    """A linear whose weight stays BF16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., I]` to `[..., O]`."""
+        return linear_bf16(input, self.weight, self.bias)
+
+
+class Fp8TrainLinear(nn.Linear):
+    """A linear with a BF16 weight that is quantized in every product."""
+
+    pow2 = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., I]` to `[..., O]`."""
+        return _with_bias(Fp8Product.apply(input, self.weight, self.pow2), self.bias)
+
+
+class Fp8Held(nn.Module):
+    """A module that holds real FP8 bytes and block scales, filled by refits alone."""
+
+    values: dict[tuple[str, int | None], Operand] | None = None
+    """Their operands, kept inside `values_once` alone."""
+
+    def value(self, name: str, index: int | None = None) -> Operand:
+        """The operand `[O, I]` that a weight is, or one expert of a slab."""
+        if self.values is not None and (name, index) in self.values:
+            return self.values[name, index]
+        held = Fp8Weight(getattr(self, name), getattr(self, f"{name}_scale_inv"))
+        if index is not None:
+            held = Fp8Weight(held.fp8_OI[index], held.scale_inv_PQ[index])
+        value_OI = operand(held)
+        if self.values is not None:
+            self.values[name, index] = value_OI
+        return value_OI
+
+
+@contextmanager
+def values_once(model: nn.Module) -> Iterator[None]:
+    """Inside, FP8 weights become operands once, not at every token; no refit comes in here."""
+    modules = [module for module in model.modules() if isinstance(module, Fp8Held)]
+    for module in modules:
+        module.values = {}
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.values = None
+
+
+class Fp8RolloutLinear(Fp8Held):
+    """A linear in FP8."""
+
+    def __init__(self, linear: nn.Linear, pow2: bool) -> None:
+        super().__init__()
+        self.pow2, self.bias = pow2, linear.bias
+        self.weight = nn.Buffer(torch.zeros_like(linear.weight, dtype=FP8))
+        self.weight_scale_inv = nn.Buffer(nan_scales(linear.weight))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., I]` to `[..., O]`."""
+        found = scaled_mm(last_input.grouped(input, self.pow2), self.value("weight"), input.dtype)
+        return _with_bias(found, self.bias)
+
+
+def _quantize_unchecked(weight_OI: Tensor, pow2: bool) -> Fp8Weight:
+    """Quantize without reading the verdict back: the next refit refuses the weight by name."""
+    unread = torch.empty((), dtype=torch.bool, device=weight_OI.device)
+    return quantize_blocks(weight_OI, pow2=pow2, nonfinite=unread)
+
+
+def nan_scales(weight: Tensor) -> Tensor:
+    """Return the block scales `[P, Q]` of a weight that no refit has filled yet: all NaN."""
+    return torch.full(scale_shape(tuple(weight.shape)), torch.nan, device=weight.device)
+
+
+def _with_bias(product: Any, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias

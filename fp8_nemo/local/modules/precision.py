@@ -1,0 +1,74 @@
+"""Which linears, experts, norms and caches of a model get which format of a precision."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fp8_nemo.glue.wire import is_fp8_weight
+from fp8_nemo.local.modules.attention import prepare_attention
+from fp8_nemo.local.modules.experts import Bf16Experts, Fp8RolloutExperts, Fp8TrainExperts
+from fp8_nemo.local.modules.linears import Bf16Linear, Fp8RolloutLinear, Fp8TrainLinear
+from fp8_nemo.recipe.options import Precision
+
+
+def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
+    """Give every linear and expert the format in which the trainer multiplies it."""
+    pow2 = precision.scales == "pow2"
+    for name, module in list(model.named_modules()):
+        fp8 = precision.train_linear == "fp8" and _is_fp8(model, name, precision)
+        if _is_experts(name):
+            _replace(model, name, (Fp8TrainExperts if fp8 else Bf16Experts)(module, pow2))
+        elif isinstance(module, nn.Linear):
+            module.__class__ = Fp8TrainLinear if fp8 else Bf16Linear
+            setattr(module, "pow2", pow2)  # noqa: B010 (its class has changed)
+    prepare_attention(model, fp8_kv=False)
+    _fuse_norms(model)
+
+
+def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
+    """Give every linear, expert and cache the format in which the engine holds it, still empty."""
+    pow2 = precision.scales == "pow2"
+    for name, module in list(model.named_modules()):
+        fp8 = _is_fp8(model, name, precision)
+        if _is_experts(name):
+            _replace(model, name, (Fp8RolloutExperts if fp8 else Bf16Experts)(module, pow2))
+        elif isinstance(module, nn.Linear) and fp8:
+            _replace(model, name, Fp8RolloutLinear(module, pow2))
+        elif isinstance(module, nn.Linear):
+            module.__class__ = Bf16Linear
+    prepare_attention(model, fp8_kv=precision.rollout_kv == "fp8")
+    _fuse_norms(model)
+
+
+def _fuse_norms(model: PreTrainedModel) -> None:
+    """On a GPU, one launch for a norm where transformers takes eight, on both sides."""
+    for module in model.modules() if model.device.type == "cuda" else ():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(rms_norm, module)
+
+
+def rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+    """Transformers' RMSNorm by torch's kernel, which rounds to BF16 once, after the weight."""
+    weight = norm.weight
+    return nn.functional.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
+
+
+def _is_fp8(model: PreTrainedModel, name: str, precision: Precision) -> bool:
+    """Whether the engine holds the module's weights in FP8."""
+    layers = model.config.num_hidden_layers
+    if _is_experts(name):
+        return is_fp8_weight(f"{name}.down_proj", (1, 1, 1), precision, layers)
+    return is_fp8_weight(f"{name}.weight", (1, 1), precision, layers)
+
+
+def _is_experts(name: str) -> bool:
+    return name.endswith(".mlp.experts")
+
+
+def _replace(model: PreTrainedModel, name: str, new: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)
