@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from record import add_options, keep, show
 
-from fp8_nemo.report.against_bf16 import against_twins
+from fp8_nemo.report.against_bf16 import against_baselines
 from fp8_nemo.report.compare import (
     Cell,
     Comparison,
-    Estimate,
+    MeanOfSeeds,
     Run,
     compare,
     differing,
@@ -185,7 +185,9 @@ def trend(run: Run) -> float | None:
     return fmean(values[-third:]) / fmean(values[:third])
 
 
-def difference(cell: Cell, other: Cell, measure: Callable[[Run], float | None]) -> Estimate | None:
+def difference(
+    cell: Cell, other: Cell, measure: Callable[[Run], float | None]
+) -> MeanOfSeeds | None:
     """The cell's less the other's, seed by seed, over the seeds that both have."""
     theirs = {run.recipe.seed: measure(run) for run in other.runs}
     ours = {run.recipe.seed: measure(run) for run in cell.runs}
@@ -195,7 +197,7 @@ def difference(cell: Cell, other: Cell, measure: Callable[[Run], float | None]) 
     )
 
 
-def learning_word(found: Estimate | None) -> str | None:
+def learning_word(found: MeanOfSeeds | None) -> str | None:
     """`keeps` if a loss of `MARGIN` is ruled out, `loses` if no loss is, None if neither is."""
     if not _is_interval(found):
         return None
@@ -205,7 +207,7 @@ def learning_word(found: Estimate | None) -> str | None:
     return LOSES if high < 0 else None
 
 
-def above_word(found: Iterable[Estimate | None], threshold: float = 0.0) -> str:
+def above_word(found: Iterable[MeanOfSeeds | None], threshold: float = 0.0) -> str:
     """Whether all intervals lie above a threshold; one that lies below refutes."""
     found = list(found)
     if any(_is_interval(each) and _bounds(each)[1] < threshold for each in found):
@@ -304,24 +306,24 @@ def judged(comparison: Comparison) -> dict[str, Any]:
         "rule": "docs/experiment.md",
         "rows": [row(cell) for cell in comparison.cells],
         "verdicts": [each._asdict() for each in verdicts(cells_of(comparison))],
-        "against_twins": [asdict(each) for each in against_twins(comparison)],
+        "against_twins": [asdict(each) for each in against_baselines(comparison)],
         "notes": [JUDGED_HERE, *comparison.notes],
         "runs": [str(run.path) for run in comparison.runs],
     }
 
 
-def _over_seeds(cell: Cell, measure: Callable[[Run], float | None]) -> Estimate | None:
+def _over_seeds(cell: Cell, measure: Callable[[Run], float | None]) -> MeanOfSeeds | None:
     return mean_of_seeds([value for run in cell.runs if (value := measure(run)) is not None])
 
 
-def _is_interval(found: Estimate | None) -> bool:
+def _is_interval(found: MeanOfSeeds | None) -> bool:
     """Whether there are seeds enough for a verdict, and none that diverged."""
     if found is None or found.half is None or not math.isfinite(found.half):
         return False
     return found.seeds >= FEWEST
 
 
-def _bounds(found: Estimate | None) -> tuple[float, float]:
+def _bounds(found: MeanOfSeeds | None) -> tuple[float, float]:
     assert found is not None and found.half is not None
     return found.mean - found.half, found.mean + found.half
 
@@ -350,15 +352,15 @@ def _is_moe(cell: Cell) -> bool:
     return cell.runs[0].recipe.model.shape.experts > 0
 
 
-def _shown(found: Estimate | None, style: str) -> str:
+def _shown(found: MeanOfSeeds | None, style: str) -> str:
     return f"{found.text(style)} ({found.seeds} seeds)" if found else "not measured"
 
 
-def _points(found: Estimate | None) -> str:
+def _points(found: MeanOfSeeds | None) -> str:
     return _shown(found, "+.1f")
 
 
-def _differences(found: Iterable[Estimate | None]) -> str:
+def _differences(found: Iterable[MeanOfSeeds | None]) -> str:
     return ", ".join(_shown(each, "+.1e") for each in found)
 
 

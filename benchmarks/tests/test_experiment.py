@@ -9,7 +9,7 @@ import pytest
 
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.report.compare import Estimate, Run, compare, find_runs, mean_of_seeds, read_runs
+from fp8_nemo.report.compare import MeanOfSeeds, Run, compare, find_runs, mean_of_seeds, read_runs
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "benchmarks" / "results" / "runs"
@@ -218,7 +218,7 @@ def test_the_runs_that_are_kept_get_the_verdicts_that_their_numbers_give(tmp_pat
         if each.plan.cell.endswith("fp8-kv-attn-tis")
     ]
     [row] = [row for row in content["rows"] if row["cell"].endswith("fp8-kv-attn-tis")]
-    assert Estimate(**row["late_accuracy"]) == pytest.approx(mean_of_seeds(by_hand))
+    assert MeanOfSeeds(**row["late_accuracy"]) == pytest.approx(mean_of_seeds(by_hand))
     assert row["rejected"]["mean"] == 0 and 0.3 < row["abs_log_ratio_p99"]["mean"] < 0.6
     assert len(content["runs"]) == 12
     assert all((Path(each) / "metrics.jsonl").is_file() for each in content["runs"])

@@ -1,4 +1,4 @@
-"""Run directories -> one comparison: numbers per cell; `twin` compares, `health` alone judges.
+"""Run directories -> one comparison: numbers per cell; `health` alone judges them.
 
 A cell is the runs that differ in nothing but seed, outputs, logging and cluster; its seeds are
 averaged. Runs whose other settings differ never are, also where MODEL/PRECISION-CORRECTION is the
@@ -103,8 +103,8 @@ class Run:
         return {row["step"]: row[key] for row in self.rows if row.get(key) is not None}
 
 
-class Estimate(NamedTuple):
-    """A number over the seeds that have it: `Estimate(mean=31.6, half=5.2, seeds=3)`."""
+class MeanOfSeeds(NamedTuple):
+    """A number over the seeds that have it: `MeanOfSeeds(mean=31.6, half=5.2, seeds=3)`."""
 
     mean: float
     half: float | None
@@ -121,13 +121,13 @@ class Estimate(NamedTuple):
 class Cell:
     """Runs that differ in their seed alone, and their numbers by `Column.name`; None is a dash.
 
-    Example: `Cell("fp8-kv-attn-tis", (run_of_seed_42, run_of_seed_43), {"KL": Estimate(0.006,
+    Example: `Cell("fp8-kv-attn-tis", (run_of_seed_42, run_of_seed_43), {"KL": MeanOfSeeds(0.006,
     0.001, 2), "gain": None, ...})`.
     """
 
     label: str
     runs: tuple[Run, ...]
-    numbers: dict[str, Estimate | None]
+    numbers: dict[str, MeanOfSeeds | None]
 
     @property
     def begun(self) -> tuple[Run, ...]:
@@ -339,7 +339,7 @@ def _drop_repeated(group: list[Run]) -> list[str]:
     ]
 
 
-def _numbers(group: Sequence[Run], runs: Sequence[Run]) -> dict[str, Estimate | None]:
+def _numbers(group: Sequence[Run], runs: Sequence[Run]) -> dict[str, MeanOfSeeds | None]:
     same_model = [run for run in runs if run.recipe.model == group[0].recipe.model]
     bf16 = [run for run in same_model if run.recipe.precision.rollout_linear == "bf16"]
     numbers = {}
@@ -356,14 +356,16 @@ def _measured(column: Column, runs: Iterable[Run]) -> list[float]:
     return [value for run in runs if (value := column.measure(run)) is not None]
 
 
-def mean_of_seeds(values: Sequence[float]) -> Estimate | None:
+def mean_of_seeds(values: Sequence[float]) -> MeanOfSeeds | None:
     """Mean and 95% interval of a number that each seed has; None of nothing."""
     if len(values) < 2:
-        return Estimate(values[0], None, 1) if values else None
+        return MeanOfSeeds(values[0], None, 1) if values else None
     if not all(map(math.isfinite, values)):
-        return Estimate(fmean(values), math.nan, len(values))
+        return MeanOfSeeds(fmean(values), math.nan, len(values))
     quantile = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
-    return Estimate(fmean(values), quantile * stdev(values) / math.sqrt(len(values)), len(values))
+    return MeanOfSeeds(
+        fmean(values), quantile * stdev(values) / math.sqrt(len(values)), len(values)
+    )
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:

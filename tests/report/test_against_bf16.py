@@ -18,7 +18,7 @@ from fp8_nemo.recipe.options import (
     Recalibrate,
     Recipe,
 )
-from fp8_nemo.report.against_bf16 import EQUAL, against_twins
+from fp8_nemo.report.against_bf16 import EQUAL, against_baselines
 from fp8_nemo.report.compare import EMULATION, Run, compare
 from fp8_nemo.report.page import to_markdown, verdicts
 
@@ -56,7 +56,7 @@ def nemo(*arguments, **changes) -> Run:
 
 
 def only(*runs):
-    [found] = against_twins(compare(runs))
+    [found] = against_baselines(compare(runs))
     return found
 
 
@@ -213,7 +213,7 @@ def test_the_twin_is_the_bf16_cell_that_differs_least_and_of_equals_the_uncorrec
 
 def test_a_twin_is_of_the_same_model_and_bf16_cells_have_none():
     other = run(FP8, model=Model("tiny-qwen3-moe"))
-    assert against_twins(compare([run(BF16), run(BF16, TIS), other])) == []
+    assert against_baselines(compare([run(BF16), run(BF16, TIS), other])) == []
     assert "No FP8 cell here has a BF16 run" in verdicts(compare([other]))
 
 
