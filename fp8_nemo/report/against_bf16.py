@@ -43,6 +43,7 @@ WARM_UP = 1  # steps: kernels are compiled in the first
 KL_FORMAT = ".1e"
 MACHINE = ("hardware.", "versions.", "python")
 CLUSTER = ("nodes", "gpus_per_node", "gpu")
+CELL, BASELINE = "cell", "baseline"
 BF16 = dict.fromkeys(
     ("precision.rollout_linear", "precision.rollout_kv", "precision.train_linear"), "bf16"
 )
@@ -156,10 +157,9 @@ def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
     pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
     timed = pairs if all(_same_machine(*pair) for pair in pairs) else []
     states = [state for run in cell.runs for state in run.series("health/state").values()]
+    accuracies = [(last_accuracy(mine), last_accuracy(its)) for mine, its in pairs]
     points = [
-        100 * (mine - its)
-        for mine, its in ((last_accuracy(mine), last_accuracy(its)) for mine, its in pairs)
-        if mine is not None and its is not None
+        100 * (mine - its) for mine, its in accuracies if mine is not None and its is not None
     ]
     kl = [_shared(*pair, "mismatch/kl") for pair in pairs]
     return AgainstBaseline(
@@ -197,15 +197,16 @@ def _shared(mine: Run, its: Run, key: str, after: int = 0) -> tuple[list[float],
 
 
 def _unmatched(cell: Cell, baseline: Cell) -> Iterator[str]:
-    """Yield what is not matched, a correction of the baseline's own included."""
-    sides = {"": cell, "t": baseline}
+    """Yield a sentence for each setting that differs beside precision and correction.
+
+    A correction of the baseline that is neither none nor the cell's own is one of them.
+    """
+    sides = {CELL: cell, BASELINE: baseline}
     named = [(side, run.matched) for side, each in sides.items() for run in each.begun]
     runs = [(side, run) for side, each in sides.items() for run in each.runs]
     for key, holders in (differing(named) | differing_problems(runs)).items():
-        mine, its = (
-            " or ".join(value for value, names in holders.items() if side in names)
-            for side in sides
-        )
+        mine = " or ".join(value for value, names in holders.items() if CELL in names)
+        its = " or ".join(value for value, names in holders.items() if BASELINE in names)
         yield f"{key} is {mine}, the twin's {its}"
     corrections = [each.runs[0].recipe.correction for each in (cell, baseline)]
     if corrections[1].name != "none" and corrections[0] != corrections[1]:

@@ -142,8 +142,9 @@ class Cell:
     @property
     def steps(self) -> str:
         """Steps done of steps planned, `30/30`, or `12-30/30` where seeds differ."""
-        done = sorted({run.steps for run in self.runs})
-        return "-".join(map(str, done[:1] + done[1:][-1:])) + f"/{self.runs[0].recipe.grpo.steps}"
+        done, planned = [run.steps for run in self.runs], self.runs[0].recipe.grpo.steps
+        least, most = min(done), max(done)
+        return f"{least}/{planned}" if least == most else f"{least}-{most}/{planned}"
 
     def show(self, column: Column, joint: str = " ") -> str:
         """A number as text: `39.8% ±1.2%`, with `(2/3)` if not every seed has it, or a dash.
@@ -394,7 +395,8 @@ def _unmatched(cells: Iterable[Cell]) -> Iterator[str]:
 
 def _environments(cells: Iterable[Cell]) -> Iterator[str]:
     named = [(cell.label, run) for cell in cells for run in cell.runs]
-    if missing := [str(run.path) for _, run in named if not run.environment]:
+    missing = [str(run.path) for _, run in named if not run.environment]
+    if missing:
         yield f"no {ENVIRONMENT} in {', '.join(missing)}"
     recorded = [
         (label, {key: text for key, text in run.environment.items() if key not in BEGUN_WITH})
