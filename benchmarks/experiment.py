@@ -26,14 +26,12 @@ from fp8_nemo.report.compare import (
     Cell,
     Comparison,
     MeanOfSeeds,
-    Run,
     compare,
     differing,
     differing_problems,
-    find_runs,
     mean_of_seeds,
-    read_runs,
 )
+from fp8_nemo.report.runs import FinishedRun, find_runs, read_runs
 
 MARGIN = 3.0
 """Points of accuracy: the smallest loss that a paper reports of FP8 rollouts is 2.9 (Jet-RL)."""
@@ -151,7 +149,7 @@ MOE_CELLS = (BASELINE, "fp8-linear-none", "fp8-linear-tis", "fp8-e2e-tis")
 GROWING = ("fp8-linear-tis", "fp8-kv-attn-tis")
 
 
-def late_accuracy(run: Run) -> float | None:
+def late_accuracy(run: FinishedRun) -> float | None:
     """Mean of the validations in the last third of a finished run, in points."""
     if run.state != "finished":
         return None
@@ -160,23 +158,23 @@ def late_accuracy(run: Run) -> float | None:
     return 100 * fmean(late) if late else None
 
 
-def gain(run: Run) -> float | None:
+def gain(run: FinishedRun) -> float | None:
     """Late accuracy less that before training, in points."""
     first, late = run.series("val/accuracy").get(0), late_accuracy(run)
     return None if first is None or late is None else late - 100 * first
 
 
-def mean_of(key: str) -> Callable[[Run], float | None]:
+def mean_of(key: str) -> Callable[[FinishedRun], float | None]:
     """A run's mean of a metric over training."""
 
-    def measure(run: Run) -> float | None:
+    def measure(run: FinishedRun) -> float | None:
         values = run.series(key).values()
         return fmean(values) if values else None
 
     return measure
 
 
-def trend(run: Run) -> float | None:
+def trend(run: FinishedRun) -> float | None:
     """Mean KL of the last third of the steps over that of the first third; None without any KL."""
     values = list(run.series(KL).values())
     third = int(len(values) * THIRD)
@@ -186,7 +184,7 @@ def trend(run: Run) -> float | None:
 
 
 def difference(
-    cell: Cell, other: Cell, measure: Callable[[Run], float | None]
+    cell: Cell, other: Cell, measure: Callable[[FinishedRun], float | None]
 ) -> MeanOfSeeds | None:
     """The cell's less the other's, seed by seed, over the seeds that both have."""
     theirs = {run.recipe.seed: measure(run) for run in other.runs}
@@ -312,7 +310,7 @@ def judged(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _over_seeds(cell: Cell, measure: Callable[[Run], float | None]) -> MeanOfSeeds | None:
+def _over_seeds(cell: Cell, measure: Callable[[FinishedRun], float | None]) -> MeanOfSeeds | None:
     return mean_of_seeds([value for run in cell.runs if (value := measure(run)) is not None])
 
 

@@ -14,7 +14,7 @@ import json
 import shutil
 from pathlib import Path
 
-from fp8_nemo.report.compare import find_runs, read_run
+from fp8_nemo.report.runs import find_runs, read_run
 from fp8_nemo.runs.run_dir import ENVIRONMENT, METRICS, PLAN, RECIPE
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from rich.console import Console
 
 from fp8_nemo.report.against_bf16 import against_baselines
-from fp8_nemo.report.compare import compare, find_runs, read_runs
+from fp8_nemo.report.compare import compare
 from fp8_nemo.report.page import PageError, comparison_table, write_pages
+from fp8_nemo.report.runs import find_runs, read_runs
 from fp8_nemo.runs.run_dir import short_path
 
 

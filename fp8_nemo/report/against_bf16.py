@@ -30,13 +30,13 @@ from fp8_nemo.report.compare import (
     Cell,
     Comparison,
     MeanOfSeeds,
-    Run,
     differing,
     differing_problems,
     given,
     last_accuracy,
     mean_of_seeds,
 )
+from fp8_nemo.report.runs import FinishedRun
 
 EQUAL = 2.0  # points of accuracy
 WARM_UP = 1  # steps: kernels are compiled in the first
@@ -177,11 +177,11 @@ def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
     )
 
 
-def _by_seed(cell: Cell) -> dict[int, Run]:
+def _by_seed(cell: Cell) -> dict[int, FinishedRun]:
     return {run.recipe.seed: run for run in cell.runs}
 
 
-def _speeds(pairs: Iterable[tuple[Run, Run]], key: str) -> Iterator[float]:
+def _speeds(pairs: Iterable[tuple[FinishedRun, FinishedRun]], key: str) -> Iterator[float]:
     """How many times as fast each run is as its baseline, by their median steps."""
     for pair in pairs:
         mine, its = _shared(*pair, key, after=WARM_UP)
@@ -189,7 +189,9 @@ def _speeds(pairs: Iterable[tuple[Run, Run]], key: str) -> Iterator[float]:
             yield median(its) / median(mine)
 
 
-def _shared(mine: Run, its: Run, key: str, after: int = 0) -> tuple[list[float], list[float]]:
+def _shared(
+    mine: FinishedRun, its: FinishedRun, key: str, after: int = 0
+) -> tuple[list[float], list[float]]:
     """A metric of both at the steps that both have: one run may be further than the other."""
     series = mine.series(key), its.series(key)
     steps = [step for step in series[0] if step in series[1] and step > after]
@@ -213,7 +215,7 @@ def _unmatched(cell: Cell, baseline: Cell) -> Iterator[str]:
         yield f"the twin's correction is {corrections[1].name}: {given(corrections[1])}"
 
 
-def _same_machine(mine: Run, its: Run) -> bool:
+def _same_machine(mine: FinishedRun, its: FinishedRun) -> bool:
     """Whether seconds of the two can be compared: both inside NeMo RL, on the same machines."""
     both = [
         {key: text for key, text in run.environment.items() if key.startswith(MACHINE)}

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from fp8_nemo.correction.health import worst
 from fp8_nemo.report.against_bf16 import EQUAL, KL_FORMAT, AgainstBaseline, against_baselines
-from fp8_nemo.report.compare import COLUMNS, SECTIONS, Comparison, Run, given, markdown_table
+from fp8_nemo.report.compare import COLUMNS, SECTIONS, Comparison, given, markdown_table
+from fp8_nemo.report.runs import FinishedRun
 from fp8_nemo.runs.run_dir import report_dir, short_path
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04-compare-your-runs.ipynb"
@@ -254,7 +255,7 @@ def health(comparison: Comparison) -> str:
     return "\n".join(_health(comparison.runs)) or "No step was other than healthy."
 
 
-def _health(runs: Iterable[Run]) -> Iterator[str]:
+def _health(runs: Iterable[FinishedRun]) -> Iterator[str]:
     for run in runs:
         if found := worst(run.rows):
             step, verdict = found

@@ -27,16 +27,10 @@ from fp8_nemo.recipe.options import (
     Recalibrate,
     Recipe,
 )
-from fp8_nemo.report.compare import (
-    EMULATION,
-    SECTIONS,
-    compare,
-    find_runs,
-    read_run,
-    read_runs,
-)
+from fp8_nemo.report.compare import EMULATION, SECTIONS, compare
 from fp8_nemo.report.figures import CURVES, draw_figures, save_figures
 from fp8_nemo.report.page import comparison_table, to_markdown
+from fp8_nemo.report.runs import find_runs, read_run, read_runs
 from fp8_nemo.runs import run_dir
 
 BF16 = Precision("bf16")
