@@ -40,7 +40,7 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.settled import LOCAL_BASE, Settled, settle
-from fp8_nemo.report.compare import read_run
+from fp8_nemo.report.runs import read_run
 
 ROLLOUT = {"bf16": "bf16", "fp8-linear": "fp8-linear-deepgemm", "fp8-kv-attn": "fp8-kv-attn",
            "fp8-e2e": "fp8-linear-deepgemm", "fp8-e2e-kv-attn": "fp8-kv-attn"}  # fmt: skip

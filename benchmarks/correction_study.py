@@ -20,7 +20,8 @@ from typing import Any
 
 import record
 
-from fp8_nemo.report.compare import find_runs, mean_of_seeds, read_run
+from fp8_nemo.report.compare import mean_of_seeds
+from fp8_nemo.report.runs import find_runs, read_run
 
 LAST = 10  # steps
 

@@ -21,19 +21,17 @@ from typing import Any, NamedTuple
 
 from record import add_options, keep, show
 
-from fp8_nemo.report.against_bf16 import against_twins
+from fp8_nemo.report.against_bf16 import against_baselines
 from fp8_nemo.report.compare import (
     Cell,
     Comparison,
-    Estimate,
-    Run,
+    MeanOfSeeds,
     compare,
     differing,
     differing_problems,
-    find_runs,
     mean_of_seeds,
-    read_runs,
 )
+from fp8_nemo.report.runs import FinishedRun, find_runs, read_runs
 
 MARGIN = 3.0
 """Points of accuracy: the smallest loss that a paper reports of FP8 rollouts is 2.9 (Jet-RL)."""
@@ -151,7 +149,7 @@ MOE_CELLS = (BASELINE, "fp8-linear-none", "fp8-linear-tis", "fp8-e2e-tis")
 GROWING = ("fp8-linear-tis", "fp8-kv-attn-tis")
 
 
-def late_accuracy(run: Run) -> float | None:
+def late_accuracy(run: FinishedRun) -> float | None:
     """Mean of the validations in the last third of a finished run, in points."""
     if run.state != "finished":
         return None
@@ -160,23 +158,23 @@ def late_accuracy(run: Run) -> float | None:
     return 100 * fmean(late) if late else None
 
 
-def gain(run: Run) -> float | None:
+def gain(run: FinishedRun) -> float | None:
     """Late accuracy less that before training, in points."""
     first, late = run.series("val/accuracy").get(0), late_accuracy(run)
     return None if first is None or late is None else late - 100 * first
 
 
-def mean_of(key: str) -> Callable[[Run], float | None]:
+def mean_of(key: str) -> Callable[[FinishedRun], float | None]:
     """A run's mean of a metric over training."""
 
-    def measure(run: Run) -> float | None:
+    def measure(run: FinishedRun) -> float | None:
         values = run.series(key).values()
         return fmean(values) if values else None
 
     return measure
 
 
-def trend(run: Run) -> float | None:
+def trend(run: FinishedRun) -> float | None:
     """Mean KL of the last third of the steps over that of the first third; None without any KL."""
     values = list(run.series(KL).values())
     third = int(len(values) * THIRD)
@@ -185,7 +183,9 @@ def trend(run: Run) -> float | None:
     return fmean(values[-third:]) / fmean(values[:third])
 
 
-def difference(cell: Cell, other: Cell, measure: Callable[[Run], float | None]) -> Estimate | None:
+def difference(
+    cell: Cell, other: Cell, measure: Callable[[FinishedRun], float | None]
+) -> MeanOfSeeds | None:
     """The cell's less the other's, seed by seed, over the seeds that both have."""
     theirs = {run.recipe.seed: measure(run) for run in other.runs}
     ours = {run.recipe.seed: measure(run) for run in cell.runs}
@@ -195,7 +195,7 @@ def difference(cell: Cell, other: Cell, measure: Callable[[Run], float | None]) 
     )
 
 
-def learning_word(found: Estimate | None) -> str | None:
+def learning_word(found: MeanOfSeeds | None) -> str | None:
     """`keeps` if a loss of `MARGIN` is ruled out, `loses` if no loss is, None if neither is."""
     if not _is_interval(found):
         return None
@@ -205,7 +205,7 @@ def learning_word(found: Estimate | None) -> str | None:
     return LOSES if high < 0 else None
 
 
-def above_word(found: Iterable[Estimate | None], threshold: float = 0.0) -> str:
+def above_word(found: Iterable[MeanOfSeeds | None], threshold: float = 0.0) -> str:
     """Whether all intervals lie above a threshold; one that lies below refutes."""
     found = list(found)
     if any(_is_interval(each) and _bounds(each)[1] < threshold for each in found):
@@ -304,24 +304,24 @@ def judged(comparison: Comparison) -> dict[str, Any]:
         "rule": "docs/experiment.md",
         "rows": [row(cell) for cell in comparison.cells],
         "verdicts": [each._asdict() for each in verdicts(cells_of(comparison))],
-        "against_twins": [asdict(each) for each in against_twins(comparison)],
+        "against_twins": [asdict(each) for each in against_baselines(comparison)],
         "notes": [JUDGED_HERE, *comparison.notes],
         "runs": [str(run.path) for run in comparison.runs],
     }
 
 
-def _over_seeds(cell: Cell, measure: Callable[[Run], float | None]) -> Estimate | None:
+def _over_seeds(cell: Cell, measure: Callable[[FinishedRun], float | None]) -> MeanOfSeeds | None:
     return mean_of_seeds([value for run in cell.runs if (value := measure(run)) is not None])
 
 
-def _is_interval(found: Estimate | None) -> bool:
+def _is_interval(found: MeanOfSeeds | None) -> bool:
     """Whether there are seeds enough for a verdict, and none that diverged."""
     if found is None or found.half is None or not math.isfinite(found.half):
         return False
     return found.seeds >= FEWEST
 
 
-def _bounds(found: Estimate | None) -> tuple[float, float]:
+def _bounds(found: MeanOfSeeds | None) -> tuple[float, float]:
     assert found is not None and found.half is not None
     return found.mean - found.half, found.mean + found.half
 
@@ -350,15 +350,15 @@ def _is_moe(cell: Cell) -> bool:
     return cell.runs[0].recipe.model.shape.experts > 0
 
 
-def _shown(found: Estimate | None, style: str) -> str:
+def _shown(found: MeanOfSeeds | None, style: str) -> str:
     return f"{found.text(style)} ({found.seeds} seeds)" if found else "not measured"
 
 
-def _points(found: Estimate | None) -> str:
+def _points(found: MeanOfSeeds | None) -> str:
     return _shown(found, "+.1f")
 
 
-def _differences(found: Iterable[Estimate | None]) -> str:
+def _differences(found: Iterable[MeanOfSeeds | None]) -> str:
     return ", ".join(_shown(each, "+.1e") for each in found)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.report.compare import ARCHIVE, find_runs, read_run
+from fp8_nemo.report.runs import ARCHIVE, find_runs, read_run
 from fp8_nemo.runs.metrics import read_metrics
 from fp8_nemo.runs.run_dir import ENVIRONMENT, PLAN
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from record_runs import record
 
-from fp8_nemo.report.compare import find_runs, read_run
+from fp8_nemo.report.runs import find_runs, read_run
 
 PRECISIONS = ("bf16", "fp8-linear", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn")
 SIZE = ("grpo=demo", "grpo.steps=3", "grpo.prompts_per_step=128", "grpo.generations_per_prompt=16")

@@ -12,10 +12,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.report.compare import Run, find_runs, read_run
+from fp8_nemo.report.runs import FinishedRun, find_runs, read_run
 
 
-def record(run: Run) -> dict[str, Any]:
+def record(run: FinishedRun) -> dict[str, Any]:
     """One run: what it was, what it ran on, every step's metrics."""
     rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in run.rows]
     return {

@@ -8,17 +8,17 @@ python -m recipes.compare outputs/tiny-llama [--html]
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from fp8_nemo.report.against_bf16 import against_twins
-from fp8_nemo.report.compare import compare, find_runs, read_runs
-from fp8_nemo.report.page import PageError, table, write_html, write_markdown
-from fp8_nemo.runs.run_dir import report_dir, short_path
+from fp8_nemo.report.against_bf16 import against_baselines
+from fp8_nemo.report.compare import compare
+from fp8_nemo.report.page import PageError, comparison_table, write_pages
+from fp8_nemo.report.runs import find_runs, read_runs
+from fp8_nemo.runs.run_dir import short_path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,18 +32,19 @@ def main(arguments: list[str] | None = None) -> int:
     if not runs:
         return 2
     comparison = compare(runs, lines)
-    Console(width=100, markup=False).print(table(comparison))
-    for verdict in against_twins(comparison):
+    Console(width=100, markup=False).print(comparison_table(comparison))
+    for verdict in against_baselines(comparison):
         print(verdict)
     try:
-        above = Path(os.path.commonpath([each.resolve() for each in found]))
-        folder = report_dir(short_path(above) if above != Path(above.anchor) else Path())
-        print(write_markdown(comparison, folder, f"python -m recipes.compare {shlex.join(words)}"))
-        if options.html:
-            print(write_html(comparison, folder, [short_path(path) for path in found]))
-    except (OSError, PageError, ModuleNotFoundError) as error:
-        remedy = "; pip install 'fp8-nemo[report]'" * isinstance(error, ModuleNotFoundError)
-        print(f"the report cannot be written: {error}{remedy}", file=sys.stderr)
+        line = f"python -m recipes.compare {shlex.join(words)}"
+        for page in write_pages(comparison, found, line, with_html=options.html):
+            print(page)
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'fp8-nemo[report]'"
+        print(f"the report cannot be written: {error}; {remedy}", file=sys.stderr)
+        return 2
+    except (OSError, PageError) as error:
+        print(f"the report cannot be written: {error}", file=sys.stderr)
         return 2
     return 0
 

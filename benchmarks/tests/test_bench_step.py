@@ -9,7 +9,7 @@ import pytest
 
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.report.compare import find_runs
+from fp8_nemo.report.runs import find_runs
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

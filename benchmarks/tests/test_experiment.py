@@ -9,7 +9,8 @@ import pytest
 
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.report.compare import Estimate, Run, compare, find_runs, mean_of_seeds, read_runs
+from fp8_nemo.report.compare import MeanOfSeeds, compare, mean_of_seeds
+from fp8_nemo.report.runs import FinishedRun, find_runs, read_runs
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "benchmarks" / "results" / "runs"
@@ -36,7 +37,9 @@ def run(cell, seed, late=50.0, *, kl=1e-3, growth=1.0, error=1.01, done=STEPS, f
         for n in range(1, done + 1)
     ]  # fmt: skip
     rows.insert(0, {"step": 0, "val/accuracy": first / 100})
-    return Run(Path(f"runs/{plan.run_name}"), plan, rows, {"weights": weights, **dict(problems)})
+    return FinishedRun(
+        Path(f"runs/{plan.run_name}"), plan, rows, {"weights": weights, **dict(problems)}
+    )
 
 
 def cell(name, points, **changes):
@@ -94,7 +97,8 @@ def test_two_seeds_a_dead_seed_and_other_settings_decide_nothing():
     assert verdict == OPEN and "not finished: tiny-llama/fp8-e2e-tis seed 4 at step 5" in evidence
     [recipe] = compose(["precision=fp8-e2e", "correction=tis", "grpo.steps=9", "grpo.kl_penalty=1"])
     other = [
-        Run(each.path, plan_recipe(recipe), each.rows, {}) for each in cell("fp8-e2e-tis", [1])
+        FinishedRun(each.path, plan_recipe(recipe), each.rows, {})
+        for each in cell("fp8-e2e-tis", [1])
     ]
     verdict, evidence = said([*BASE, *other], "fp8-e2e-tis keeps")
     assert verdict == OPEN and evidence.startswith("not matched: grpo.kl_penalty is 1.0")
@@ -192,7 +196,7 @@ def test_experts_are_held_against_the_dense_model_cell_by_cell():
 
 def test_two_studies_at_once_are_refused():
     [recipe] = compose(["precision=bf16", "correction=none", "grpo.learning_rate=1", "seed=9"])
-    other = Run(Path("runs/other"), plan_recipe(recipe), [], {})
+    other = FinishedRun(Path("runs/other"), plan_recipe(recipe), [], {})
     with pytest.raises(SystemExit, match="one study at a time"):
         experiment.cells_of(compare([*BASE, other]))
 
@@ -218,7 +222,7 @@ def test_the_runs_that_are_kept_get_the_verdicts_that_their_numbers_give(tmp_pat
         if each.plan.cell.endswith("fp8-kv-attn-tis")
     ]
     [row] = [row for row in content["rows"] if row["cell"].endswith("fp8-kv-attn-tis")]
-    assert Estimate(**row["late_accuracy"]) == pytest.approx(mean_of_seeds(by_hand))
+    assert MeanOfSeeds(**row["late_accuracy"]) == pytest.approx(mean_of_seeds(by_hand))
     assert row["rejected"]["mean"] == 0 and 0.3 < row["abs_log_ratio_p99"]["mean"] < 0.6
     assert len(content["runs"]) == 12
     assert [Path(each) for each in content["runs"]] == find_runs(KEPT)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8_nemo.report.compare import find_runs, read_run
+from fp8_nemo.report.runs import find_runs, read_run
 from fp8_nemo.runs.provenance import environment
 
 BENCHMARKS = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.report.compare import find_runs, read_run
+from fp8_nemo.report.runs import find_runs, read_run
 from fp8_nemo.runs.run_dir import Frozen
 
 ROOT = Path(__file__).parents[2]

@@ -127,7 +127,12 @@ def make_chat() -> Chat:
 
 def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
     """The transformers configuration of a shape: Qwen3-MoE, Qwen3 or Llama."""
-    family = Qwen3MoeConfig if shape.experts else Qwen3Config if shape.qk_norm else LlamaConfig
+    if shape.experts:
+        family = Qwen3MoeConfig
+    elif shape.qk_norm:
+        family = Qwen3Config
+    else:
+        family = LlamaConfig
     experts = {
         "num_experts": shape.experts,
         "num_experts_per_tok": shape.experts_per_token,

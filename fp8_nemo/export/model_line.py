@@ -24,11 +24,13 @@ def read_model_line(words: list[str]) -> tuple[Path, Recipe]:
     Raises:
         ComposeError: the folder is missing, or an override is another's or impossible.
     """
-    if asked := [word for word in words if word in HELP]:
+    asked = [word for word in words if word in HELP]
+    if asked:
         compose_plans(asked)  # prints, and ends the process
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ComposeError(["recipes.make_model: the first argument is the folder to make"])
-    if others := [word for word in words[1:] if not TAKES.match(word)]:
+    others = [word for word in words[1:] if not TAKES.match(word)]
+    if others:
         raise ComposeError(f"{word}: a model is made of model, data, seed" for word in others)
     # A BF16 run of the model: what the model is made for does not bind how it is made.
     run = ["backend=local", "precision=bf16", f"model.path={hydra_value(words[0])}"]

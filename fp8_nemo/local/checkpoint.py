@@ -96,12 +96,9 @@ def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:
 def _restore(tensors: dict[str, Tensor], policy: Policy, progress: Progress) -> None:
     for name, master in policy.masters.items():
         master.copy_(tensors[f"master.{name}"])
-        policy.optimizer.state[master] = {
-            moment: tensors[f"{moment}.{name}"].cpu()
-            if moment == "step"
-            else tensors[f"{moment}.{name}"]
-            for moment in MOMENTS
-        }
+        moments = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
+        moments["step"] = moments["step"].cpu()  # where AdamW keeps its step count
+        policy.optimizer.state[master] = moments
     policy.load_masters()
     progress.sampler.set_state(tensors["rng.sampler"].cpu())
     progress.observer.load_state_dict({"amax_SL3": tensors["kv.amax_SL3"]})

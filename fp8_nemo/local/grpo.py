@@ -60,11 +60,8 @@ class GrpoLoop:
     def __init__(self, plan: Plan, path: Path) -> None:
         self.recipe: Recipe = plan.recipe
         self.path = path
-        grpo, precision, source = (
-            self.recipe.grpo,
-            self.recipe.precision,
-            model_path(self.recipe.model),
-        )
+        grpo, precision = self.recipe.grpo, self.recipe.precision
+        source = model_path(self.recipe.model)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.problems = load_problems(self.recipe.data, self.recipe.seed)
         if self.recipe.data.is_made:
@@ -175,9 +172,8 @@ class GrpoLoop:
         prompts, train = _set(self.recipe.grpo.prompts_per_step), self.problems.train
         first = (step - 1) * prompts
         chosen = [train[index % len(train)] for index in range(first, first + prompts)]
-        return [
-            each for each in chosen for _ in range(_set(self.recipe.grpo.generations_per_prompt))
-        ]
+        generations = _set(self.recipe.grpo.generations_per_prompt)
+        return [each for each in chosen for _ in range(generations)]
 
     def _sample(self, problems: list[Problem], generator: torch.Generator) -> Batch:
         prompts = [self.chat.prompt(problem.input) for problem in problems]

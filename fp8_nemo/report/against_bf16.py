@@ -1,7 +1,7 @@
-"""Each FP8 cell against its BF16 twin: accuracy, mismatch and speed, in words that a rule decides.
+"""Each FP8 cell against its BF16 baseline: accuracy, mismatch and speed, in words by a rule.
 
-The twin is the BF16 cell of the same model that differs in the fewest settings beside precision and
-correction. Settings that differ all the same are named, and no word is said: runs that are not
+The baseline is the BF16 cell of the same model that differs in the fewest settings beside precision
+and correction. Settings that differ all the same are named, and no word is said: runs that are not
 matched must not look matched.
 
 Differences are taken seed by seed, over the seeds that both cells have, with a 95% interval, and
@@ -29,51 +29,53 @@ from fp8_nemo.correction.health import STATES
 from fp8_nemo.report.compare import (
     Cell,
     Comparison,
-    Estimate,
-    Run,
+    MeanOfSeeds,
     differing,
     differing_problems,
     given,
     last_accuracy,
     mean_of_seeds,
 )
+from fp8_nemo.report.runs import FinishedRun
 
 EQUAL = 2.0  # points of accuracy
 WARM_UP = 1  # steps: kernels are compiled in the first
 KL_FORMAT = ".1e"
 MACHINE = ("hardware.", "versions.", "python")
 CLUSTER = ("nodes", "gpus_per_node", "gpu")
+CELL, BASELINE = "cell", "baseline"
 BF16 = dict.fromkeys(
     ("precision.rollout_linear", "precision.rollout_kv", "precision.train_linear"), "bf16"
 )
 
 
 @dataclass(frozen=True)
-class AgainstTwin:
-    """A cell's differences from its twin.
+class AgainstBaseline:
+    """A cell's differences from its baseline.
 
-    Example: `AgainstTwin("fp8-kv-attn-tis", "bf16-none", (), 3, 3, accuracy=Estimate(-0.3, 1.1, 3),
-    kl=Estimate(5e-3, 4e-4, 3), twin_kl=Estimate(5e-5, 2e-6, 3), health="healthy", step=None,
-    rollout=None)`.
+    Example: `AgainstBaseline("fp8-kv-attn-tis", "bf16-none", (), 3, 3,
+    accuracy=MeanOfSeeds(-0.3, 1.1, 3), kl=MeanOfSeeds(5e-3, 4e-4, 3),
+    twin_kl=MeanOfSeeds(5e-5, 2e-6, 3), health="healthy", step=None, rollout=None)`.
     """
 
     cell: str
     twin: str
+    """The baseline's label; `twin` and `twin_kl` are keys of records that are kept."""
     unmatched: tuple[str, ...]
     """What differs beside precision and correction: `grpo.steps is 60, the twin's 40`."""
     seeds: int
     """That both have."""
     finished: int
     """Of these, how many have finished in both."""
-    accuracy: Estimate | None
-    """Points, the cell's less the twin's."""
-    kl: Estimate | None
+    accuracy: MeanOfSeeds | None
+    """Points, the cell's less the baseline's."""
+    kl: MeanOfSeeds | None
     """Nats per token."""
-    twin_kl: Estimate | None
+    twin_kl: MeanOfSeeds | None
     health: str
-    step: Estimate | None
-    """Times as fast as the twin's."""
-    rollout: Estimate | None
+    step: MeanOfSeeds | None
+    """Times as fast as the baseline's."""
+    rollout: MeanOfSeeds | None
 
     @property
     def accuracy_word(self) -> str:
@@ -88,7 +90,7 @@ class AgainstTwin:
         return self._word(self.step, 1.0, "faster", "slower", 0.0)
 
     def _word(
-        self, found: Estimate | None, none: float, above: str, below: str, equal: float
+        self, found: MeanOfSeeds | None, none: float, above: str, below: str, equal: float
     ) -> str:
         if self.unmatched:
             return "not matched"
@@ -104,7 +106,7 @@ class AgainstTwin:
             return below
         return "equal" if abs(found.mean - none) + found.half <= equal else "open"
 
-    def _beside_twin(self) -> str:
+    def _beside_baseline(self) -> str:
         return f", the twin's {self.twin_kl.mean:{KL_FORMAT}}" if self.twin_kl else ""
 
     def __str__(self) -> str:
@@ -115,7 +117,7 @@ class AgainstTwin:
         elif self.finished < self.seeds:
             said.append("no accuracy before both have finished")
         if self.kl:
-            said.append(f"KL {self.kl.text(KL_FORMAT)}{self._beside_twin()} ({self.health})")
+            said.append(f"KL {self.kl.text(KL_FORMAT)}{self._beside_baseline()} ({self.health})")
         if self.step:
             said.append(f"step {self.step.text('.2f')} times as fast ({self.speed_word})")
         if self.rollout:
@@ -123,17 +125,17 @@ class AgainstTwin:
         return "; ".join([*said, *(f"NOT MATCHED: {each}" for each in self.unmatched)])
 
 
-def against_twins(comparison: Comparison) -> list[AgainstTwin]:
+def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:
     """Every cell that is not BF16, where its model has a BF16 cell."""
     found = []
     for cell in comparison.cells:
-        twin = twin_of(cell, comparison.cells)
-        if twin is not None and not _is_bf16(cell):
-            found.append(_against(cell, twin))
+        baseline = baseline_of(cell, comparison.cells)
+        if baseline is not None and not _is_bf16(cell):
+            found.append(_against(cell, baseline))
     return found
 
 
-def twin_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
+def baseline_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
     """The BF16 cell of the same model that differs least; of equals that without correction."""
     model = cell.runs[0].recipe.model.name
     bf16 = [each for each in cells if _is_bf16(each) and each.runs[0].recipe.model.name == model]
@@ -150,21 +152,20 @@ def _is_bf16(cell: Cell) -> bool:
     return all(settings[key] == value for key, value in BF16.items())
 
 
-def _against(cell: Cell, twin: Cell) -> AgainstTwin:
-    ours, theirs = _by_seed(cell), _by_seed(twin)
+def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
+    ours, theirs = _by_seed(cell), _by_seed(baseline)
     pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
     timed = pairs if all(_same_machine(*pair) for pair in pairs) else []
     states = [state for run in cell.runs for state in run.series("health/state").values()]
+    accuracies = [(last_accuracy(mine), last_accuracy(its)) for mine, its in pairs]
     points = [
-        100 * (mine - its)
-        for mine, its in ((last_accuracy(mine), last_accuracy(its)) for mine, its in pairs)
-        if mine is not None and its is not None
+        100 * (mine - its) for mine, its in accuracies if mine is not None and its is not None
     ]
     kl = [_shared(*pair, "mismatch/kl") for pair in pairs]
-    return AgainstTwin(
+    return AgainstBaseline(
         cell.label,
-        twin.label,
-        tuple(_unmatched(cell, twin)),
+        baseline.label,
+        tuple(_unmatched(cell, baseline)),
         len(pairs),
         len(points),
         accuracy=mean_of_seeds(points),
@@ -176,42 +177,45 @@ def _against(cell: Cell, twin: Cell) -> AgainstTwin:
     )
 
 
-def _by_seed(cell: Cell) -> dict[int, Run]:
+def _by_seed(cell: Cell) -> dict[int, FinishedRun]:
     return {run.recipe.seed: run for run in cell.runs}
 
 
-def _speeds(pairs: Iterable[tuple[Run, Run]], key: str) -> Iterator[float]:
-    """How many times as fast each run is as its twin, by their median steps."""
+def _speeds(pairs: Iterable[tuple[FinishedRun, FinishedRun]], key: str) -> Iterator[float]:
+    """How many times as fast each run is as its baseline, by their median steps."""
     for pair in pairs:
         mine, its = _shared(*pair, key, after=WARM_UP)
         if mine and median(mine) > 0:
             yield median(its) / median(mine)
 
 
-def _shared(mine: Run, its: Run, key: str, after: int = 0) -> tuple[list[float], list[float]]:
+def _shared(
+    mine: FinishedRun, its: FinishedRun, key: str, after: int = 0
+) -> tuple[list[float], list[float]]:
     """A metric of both at the steps that both have: one run may be further than the other."""
     series = mine.series(key), its.series(key)
     steps = [step for step in series[0] if step in series[1] and step > after]
     return [series[0][step] for step in steps], [series[1][step] for step in steps]
 
 
-def _unmatched(cell: Cell, twin: Cell) -> Iterator[str]:
-    """Also a correction of the twin's that is neither none nor the cell's own."""
-    sides = {"": cell, "t": twin}
+def _unmatched(cell: Cell, baseline: Cell) -> Iterator[str]:
+    """Yield a sentence for each setting that differs beside precision and correction.
+
+    A correction of the baseline that is neither none nor the cell's own is one of them.
+    """
+    sides = {CELL: cell, BASELINE: baseline}
     named = [(side, run.matched) for side, each in sides.items() for run in each.begun]
     runs = [(side, run) for side, each in sides.items() for run in each.runs]
     for key, holders in (differing(named) | differing_problems(runs)).items():
-        mine, its = (
-            " or ".join(value for value, names in holders.items() if side in names)
-            for side in sides
-        )
+        mine = " or ".join(value for value, names in holders.items() if CELL in names)
+        its = " or ".join(value for value, names in holders.items() if BASELINE in names)
         yield f"{key} is {mine}, the twin's {its}"
-    corrections = [each.runs[0].recipe.correction for each in (cell, twin)]
+    corrections = [each.runs[0].recipe.correction for each in (cell, baseline)]
     if corrections[1].name != "none" and corrections[0] != corrections[1]:
         yield f"the twin's correction is {corrections[1].name}: {given(corrections[1])}"
 
 
-def _same_machine(mine: Run, its: Run) -> bool:
+def _same_machine(mine: FinishedRun, its: FinishedRun) -> bool:
     """Whether seconds of the two can be compared: both inside NeMo RL, on the same machines."""
     both = [
         {key: text for key, text in run.environment.items() if key.startswith(MACHINE)}

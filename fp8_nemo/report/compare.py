@@ -1,4 +1,4 @@
-"""Run directories -> one comparison: numbers per cell; `twin` compares, `health` alone judges.
+"""Run directories -> one comparison: numbers per cell; `health` alone judges them.
 
 A cell is the runs that differ in nothing but seed, outputs, logging and cluster; its seeds are
 averaged. Runs whose other settings differ never are, also where MODEL/PRECISION-CORRECTION is the
@@ -10,32 +10,22 @@ validation) is a dash, never a zero. A damaged run directory is named, the other
 
 from __future__ import annotations
 
-import dataclasses
-import gzip
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from fp8_nemo.plan.plan import ONLY_CHECKED, Plan, plan_from_json
+from fp8_nemo.plan.plan import ONLY_CHECKED
 from fp8_nemo.recipe.checks import as_typed
-from fp8_nemo.recipe.options import Correction, Precision, Recipe
-from fp8_nemo.recipe.plain import leaves
-from fp8_nemo.runs.metrics import METRICS, RunDirError, read_metrics, steps_done
-from fp8_nemo.runs.run_dir import ENVIRONMENT, PLAN, State, read_plan, state_of
+from fp8_nemo.recipe.options import Correction, Precision
+from fp8_nemo.report.runs import FinishedRun
+from fp8_nemo.runs.run_dir import ENVIRONMENT
 
-BESIDE_THE_CELL = ("seed", "outputs", "logging", "cluster")
-OF_THE_CELL = ("precision.", "correction.")
 BEGUN_WITH = ("weights", "problems")
 """Keys of environment.json that are digests of what a run began with, not of where it ran."""
-ARCHIVE = ".jsonl.gz"
-"""A folder of runs as one file: a line a run, with its path, plan, environment and rows."""
 LAST_STEPS = 5
 HUGE = 1e4
 """Where a number that is a ratio or a mean is written by its power of ten; bytes are not."""
@@ -48,57 +38,8 @@ last, which is at most 7% too wide."""
 EMULATION = "Local runs are an emulation: they show learning and mismatch, not speed."
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run directory, read.
-
-    Example: `Run(Path("outputs/tiny-llama/bf16-none/s42-1a2b3c"), plan, rows=[{"step": 0,
-    "val/accuracy": 0.4}, {"step": 1, "reward/mean": 0.38}], environment={"python": "3.11.7"})`.
-    """
-
-    path: Path
-    plan: Plan
-    rows: list[dict[str, Any]]
-    """metrics.jsonl, one object a step; step 0 is before training."""
-    environment: dict[str, str]
-    """environment.json as `{dotted key: text}`; empty if it was not written."""
-
-    @property
-    def recipe(self) -> Recipe:
-        """The plan's recipe."""
-        return self.plan.recipe
-
-    @property
-    def steps(self) -> int:
-        """Steps done."""
-        return steps_done(self.rows)
-
-    @property
-    def state(self) -> State:
-        """Whether the plan's last step is done."""
-        return state_of(self.plan, self.steps)
-
-    @cached_property
-    def settings(self) -> dict[str, str]:
-        """What makes its cell, as `{dotted key: text}`, with the backend that was chosen."""
-        recipe = dataclasses.asdict(self.recipe) | {"backend": self.plan.backend}
-        kept = _as_typed({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
-        held_against = {f"correction.{key}" for key in ONLY_CHECKED}
-        return {key: text for key, text in kept.items() if key not in held_against}
-
-    @property
-    def matched(self) -> dict[str, str]:
-        """What runs share if only their precision and correction are to be compared."""
-        kept = {k: text for k, text in self.settings.items() if not k.startswith(OF_THE_CELL)}
-        return kept | {"starting weights": self.environment.get("weights", "not recorded")}
-
-    def series(self, key: str) -> dict[int, float]:
-        """Step -> value of a metric, at the steps that have one."""
-        return {row["step"]: row[key] for row in self.rows if row.get(key) is not None}
-
-
-class Estimate(NamedTuple):
-    """A number over the seeds that have it: `Estimate(mean=31.6, half=5.2, seeds=3)`."""
+class MeanOfSeeds(NamedTuple):
+    """A number over the seeds that have it: `MeanOfSeeds(mean=31.6, half=5.2, seeds=3)`."""
 
     mean: float
     half: float | None
@@ -115,16 +56,16 @@ class Estimate(NamedTuple):
 class Cell:
     """Runs that differ in their seed alone, and their numbers by `Column.name`; None is a dash.
 
-    Example: `Cell("fp8-kv-attn-tis", (run_of_seed_42, run_of_seed_43), {"KL": Estimate(0.006,
+    Example: `Cell("fp8-kv-attn-tis", (run_of_seed_42, run_of_seed_43), {"KL": MeanOfSeeds(0.006,
     0.001, 2), "gain": None, ...})`.
     """
 
     label: str
-    runs: tuple[Run, ...]
-    numbers: dict[str, Estimate | None]
+    runs: tuple[FinishedRun, ...]
+    numbers: dict[str, MeanOfSeeds | None]
 
     @property
-    def begun(self) -> tuple[Run, ...]:
+    def begun(self) -> tuple[FinishedRun, ...]:
         """Those that recorded what they began with, or the first: it stands for settings alone."""
         return tuple(run for run in self.runs if run.environment) or self.runs[:1]
 
@@ -136,8 +77,9 @@ class Cell:
     @property
     def steps(self) -> str:
         """Steps done of steps planned, `30/30`, or `12-30/30` where seeds differ."""
-        done = sorted({run.steps for run in self.runs})
-        return "-".join(map(str, done[:1] + done[1:][-1:])) + f"/{self.runs[0].recipe.grpo.steps}"
+        done, planned = [run.steps for run in self.runs], self.runs[0].recipe.grpo.steps
+        least, most = min(done), max(done)
+        return f"{least}/{planned}" if least == most else f"{least}-{most}/{planned}"
 
     def show(self, column: Column, joint: str = " ") -> str:
         """A number as text: `39.8% ±1.2%`, with `(2/3)` if not every seed has it, or a dash.
@@ -162,7 +104,7 @@ class Comparison:
     """What a reader must know: damaged directories, emulation, what is not matched."""
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[FinishedRun]:
         """All runs, cell by cell."""
         return [run for cell in self.cells for run in cell.runs]
 
@@ -174,38 +116,38 @@ class Comparison:
         return f"{', '.join(models)}, {' and '.join(backends)} backend"
 
 
-Measure = Callable[[Run], float | None]
+Measure = Callable[[FinishedRun], float | None]
 
 
 def _mean(key: str, fold: Callable[[Collection[float]], float] = fmean) -> Measure:
-    def over_steps(run: Run) -> float | None:
+    def over_steps(run: FinishedRun) -> float | None:
         values = run.series(key).values()
         return fold(values) if values else None
 
     return over_steps
 
 
-def _first_accuracy(run: Run) -> float | None:
+def _first_accuracy(run: FinishedRun) -> float | None:
     return run.series("val/accuracy").get(0)
 
 
-def last_accuracy(run: Run) -> float | None:
+def last_accuracy(run: FinishedRun) -> float | None:
     """The last validation of a run that is finished."""
     validated = [value for step, value in run.series("val/accuracy").items() if step > 0]
     return validated[-1] if validated and run.state == "finished" else None
 
 
-def _gain(run: Run) -> float | None:
+def _gain(run: FinishedRun) -> float | None:
     first, last = _first_accuracy(run), last_accuracy(run)
     return None if first is None or last is None else 100 * (last - first)
 
 
-def _last_reward(run: Run) -> float | None:
+def _last_reward(run: FinishedRun) -> float | None:
     rewards = list(run.series("reward/mean").values())
     return fmean(rewards[-LAST_STEPS:]) if rewards else None
 
 
-def _max_drift(run: Run) -> float | None:
+def _max_drift(run: FinishedRun) -> float | None:
     drifts = run.series("recalibrate/max_drift").items()
     return max((drift for step, drift in drifts if step > 1), default=None)
 
@@ -262,76 +204,7 @@ SECTIONS: dict[str, tuple[Column, ...]] = {
 COLUMNS = [column for columns in SECTIONS.values() for column in columns]
 
 
-def find_runs(path: Path) -> list[Path]:
-    """List the run directory itself, or all below a folder, sorted; never hidden (staging) ones.
-
-    Args:
-        path: a run directory, a folder of them, or a folder that was packed into one file
-            `FOLDER.jsonl.gz` (`benchmarks/keep_runs.py`); runs in it keep their paths.
-    """
-    path = Path(str(path).removesuffix(ARCHIVE))
-    found = [run for run in _packed(_archive_of(path)) if run == path or path in run.parents]
-    for folder, below, files in os.walk(path):
-        if {PLAN, METRICS} & set(files):
-            found.append(Path(folder))
-            below.clear()
-        for name in files:
-            found += _packed(Path(folder) / name) if name.endswith(ARCHIVE) else ()
-        below[:] = [name for name in below if not name.startswith(".")]
-    return sorted(found)
-
-
-def read_run(run_dir: Path) -> Run:
-    """Read one run, finished or not, from its directory or from the archive that it was packed in.
-
-    Raises:
-        RunDirError: it is damaged.
-    """
-    packed = _packed(_archive_of(run_dir)).get(run_dir)
-    try:
-        if packed:
-            plan = plan_from_json(packed["plan"])
-            return Run(run_dir, plan, packed["rows"], _as_typed(packed["environment"]))
-        path = run_dir / ENVIRONMENT
-        plan, rows = read_plan(run_dir), read_metrics(run_dir)
-        environment = _as_typed(json.loads(path.read_text())) if path.exists() else {}
-    except RunDirError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunDirError(f"{run_dir}: cannot be read ({error})") from error
-    return Run(run_dir, plan, rows, environment)
-
-
-def _archive_of(path: Path) -> Path | None:
-    """Return the archive that holds a path, if one does: its own, or that of a folder above."""
-    archives = (each.with_name(each.name + ARCHIVE) for each in (path, *path.parents) if each.name)
-    return next((each for each in archives if each.is_file()), None)
-
-
-def _packed(archive: Path | None) -> Mapping[Path, dict[str, Any]]:
-    return {} if archive is None else _read_archive(archive, archive.stat().st_mtime_ns)
-
-
-@lru_cache
-def _read_archive(archive: Path, written: int) -> dict[Path, dict[str, Any]]:
-    """Read an archive: by path, the plan, environment and rows of each run that it holds."""
-    folder = Path(str(archive).removesuffix(ARCHIVE))
-    with gzip.open(archive, "rt") as lines:
-        return {folder / each["run"]: each for each in map(json.loads, lines)}
-
-
-def read_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
-    """All runs that can be read, and one line for each directory that cannot."""
-    runs, damaged = [], []
-    for path in paths:
-        try:
-            runs.append(read_run(path))
-        except RunDirError as error:
-            damaged.append(str(error))
-    return runs, damaged
-
-
-def compare(runs: Iterable[Run], damaged: Iterable[str] = ()) -> Comparison:
+def compare(runs: Iterable[FinishedRun], damaged: Iterable[str] = ()) -> Comparison:
     """Group runs by cell, in the order of their first run, and average their seeds.
 
     Args:
@@ -354,7 +227,7 @@ def compare(runs: Iterable[Run], damaged: Iterable[str] = ()) -> Comparison:
     )
 
 
-def _drop_repeated(group: list[Run]) -> list[str]:
+def _drop_repeated(group: list[FinishedRun]) -> list[str]:
     """Keep the longest run of each seed: twice the same is not two seeds. Says what it dropped."""
     kept = {run.recipe.seed: run for run in sorted(group, key=lambda run: run.steps)}
     dropped = [run for run in group if kept[run.recipe.seed] is not run]
@@ -365,7 +238,9 @@ def _drop_repeated(group: list[Run]) -> list[str]:
     ]
 
 
-def _numbers(group: Sequence[Run], runs: Sequence[Run]) -> dict[str, Estimate | None]:
+def _numbers(
+    group: Sequence[FinishedRun], runs: Sequence[FinishedRun]
+) -> dict[str, MeanOfSeeds | None]:
     same_model = [run for run in runs if run.recipe.model == group[0].recipe.model]
     bf16 = [run for run in same_model if not run.recipe.precision.rollout.is_quantized]
     numbers = {}
@@ -378,21 +253,23 @@ def _numbers(group: Sequence[Run], runs: Sequence[Run]) -> dict[str, Estimate | 
     return numbers
 
 
-def _measured(column: Column, runs: Iterable[Run]) -> list[float]:
+def _measured(column: Column, runs: Iterable[FinishedRun]) -> list[float]:
     return [value for run in runs if (value := column.measure(run)) is not None]
 
 
-def mean_of_seeds(values: Sequence[float]) -> Estimate | None:
+def mean_of_seeds(values: Sequence[float]) -> MeanOfSeeds | None:
     """Mean and 95% interval of a number that each seed has; None of nothing."""
     if len(values) < 2:
-        return Estimate(values[0], None, 1) if values else None
+        return MeanOfSeeds(values[0], None, 1) if values else None
     if not all(map(math.isfinite, values)):
-        return Estimate(fmean(values), math.nan, len(values))
+        return MeanOfSeeds(fmean(values), math.nan, len(values))
     quantile = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
-    return Estimate(fmean(values), quantile * stdev(values) / math.sqrt(len(values)), len(values))
+    return MeanOfSeeds(
+        fmean(values), quantile * stdev(values) / math.sqrt(len(values)), len(values)
+    )
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
+def _labels(runs: Sequence[FinishedRun]) -> list[str]:
     """PRECISION-CORRECTION; the model where there are several; what namesakes differ in."""
     one_model = len({run.recipe.model.name for run in runs}) == 1
     labels = []
@@ -418,7 +295,8 @@ def _unmatched(cells: Iterable[Cell]) -> Iterator[str]:
 
 def _environments(cells: Iterable[Cell]) -> Iterator[str]:
     named = [(cell.label, run) for cell in cells for run in cell.runs]
-    if missing := [str(run.path) for _, run in named if not run.environment]:
+    missing = [str(run.path) for _, run in named if not run.environment]
+    if missing:
         yield f"no {ENVIRONMENT} in {', '.join(missing)}"
     recorded = [
         (label, {key: text for key, text in run.environment.items() if key not in BEGUN_WITH})
@@ -446,7 +324,7 @@ def differing(named: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[
     return found
 
 
-def differing_problems(named: Iterable[tuple[str, Run]]) -> dict[str, dict[str, list[str]]]:
+def differing_problems(named: Iterable[tuple[str, FinishedRun]]) -> dict[str, dict[str, list[str]]]:
     """As `differing`, of the problems of one `data`, where recorded; seed by seed."""
     alike = defaultdict(list)
     for name, run in named:
@@ -472,11 +350,6 @@ def given(option: Precision | Correction) -> str:
         for key, value in vars(option).items()
         if value != plain[key] and key not in ("name", *ONLY_CHECKED)
     )
-
-
-def _as_typed(tree: Mapping[str, Any]) -> dict[str, str]:
-    """`{"a": {"b": None}}` -> `{"a.b": "null"}`; a group without a key is left out."""
-    return {key: as_typed(value) for key, value in leaves(tree).items() if value != {}}
 
 
 def markdown_table(rows: Sequence[Sequence[Any]]) -> str:

@@ -7,9 +7,10 @@ notebook with all figures inside, so that one file can be sent and opened anywhe
 from __future__ import annotations
 
 import html
+import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,20 @@ from rich.table import Table
 from rich.text import Text
 
 from fp8_nemo.correction.health import worst
-from fp8_nemo.report import against_bf16 as twin
-from fp8_nemo.report.against_bf16 import AgainstTwin, against_twins
-from fp8_nemo.report.compare import COLUMNS, SECTIONS, Comparison, Run, given, markdown_table
+from fp8_nemo.report.against_bf16 import EQUAL, KL_FORMAT, AgainstBaseline, against_baselines
+from fp8_nemo.report.compare import COLUMNS, SECTIONS, Comparison, given, markdown_table
+from fp8_nemo.report.runs import FinishedRun
+from fp8_nemo.runs.run_dir import report_dir, short_path
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04-compare-your-runs.ipynb"
 ABOUT_NUMBERS = (
     "Means over steps, then over seeds; ± is half of the 95% interval over seeds (Student's t), "
     "left out where it rounds to zero. A dash: the run has no such number (yet)."
 )
-ABOUT_TWINS = (
+ABOUT_BASELINES = (
     "Differences seed by seed, over the seeds that both cells have and the steps that both runs "
     "have done, with 95% intervals. `equal`: "
-    f"the interval of accuracy lies within {twin.EQUAL:g} points of zero. `open`: neither equal "
+    f"the interval of accuracy lies within {EQUAL:g} points of zero. `open`: neither equal "
     "nor different, more seeds would tell. Speed is that of the median step inside NeMo RL, on the "
     "same nodes, hardware and versions. One seed has no interval and gets no word, nor does a cell "
     "of which a seed has not finished."
@@ -41,7 +43,7 @@ class PageError(RuntimeError):
     """A page that could not be made; one line."""
 
 
-def table(comparison: Comparison) -> Table:
+def comparison_table(comparison: Comparison) -> Table:
     """The comparison for a terminal of 100 columns; the Markdown page has all columns."""
     columns = [column for column in COLUMNS if column.terminal]
     grid = Table(
@@ -77,6 +79,29 @@ def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], c
     blocks += [ABOUT_NUMBERS, "## Runs", run_table(comparison), "## Health", health(comparison)]
     blocks += ["## Environment", common_environment(comparison)]
     return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def write_pages(
+    comparison: Comparison, paths: Collection[Path], command: str, *, with_html: bool
+) -> Iterator[Path]:
+    """Write the pages of a comparison into the folder `report` above its runs; yield each page.
+
+    Args:
+        comparison: what `compare` returned for the runs.
+        paths: of run directories, or folders of them.
+        command: the line that makes the pages again.
+        with_html: whether to add the executed notebook and its HTML page.
+
+    Raises:
+        OSError: there is nowhere to write.
+        ModuleNotFoundError: an extra is not installed.
+        PageError: a cell of the notebook failed.
+    """
+    above = Path(os.path.commonpath([path.resolve() for path in paths]))
+    folder = report_dir(short_path(above) if above != Path(above.anchor) else Path())
+    yield write_markdown(comparison, folder, command)
+    if with_html:
+        yield write_html(comparison, folder, [short_path(path) for path in paths])
 
 
 def write_markdown(comparison: Comparison, folder: Path, command: str) -> Path:
@@ -156,13 +181,13 @@ def escape_markdown(text: object) -> str:
 
 
 def verdicts(comparison: Comparison) -> str:
-    """Every cell against its BF16 twin, the rule, and what is not matched."""
-    found = against_twins(comparison)
+    """Every cell against its BF16 baseline, the rule, and what is not matched."""
+    found = against_baselines(comparison)
     if not found:
         return "No FP8 cell here has a BF16 run of the same model beside it."
     heading = ("cell", "twin", "seeds", "accuracy, points", "accuracy is", "KL", "twin's KL",
                "health", "step, times as fast", "rollout", "speed is")  # fmt: skip
-    blocks = [markdown_table([heading, *map(_against_row, found)]), ABOUT_TWINS]
+    blocks = [markdown_table([heading, *map(_against_row, found)]), ABOUT_BASELINES]
     blocks += [
         f"- **{escape_markdown(each.cell)}** is not matched: {escape_markdown(key)}"
         for each in found
@@ -171,11 +196,11 @@ def verdicts(comparison: Comparison) -> str:
     return "\n\n".join(blocks)
 
 
-def _against_row(found: AgainstTwin) -> tuple[Any, ...]:
+def _against_row(found: AgainstBaseline) -> tuple[Any, ...]:
     styles = {
         "accuracy": "+.1f",
-        "kl": twin.KL_FORMAT,
-        "twin_kl": twin.KL_FORMAT,
+        "kl": KL_FORMAT,
+        "twin_kl": KL_FORMAT,
         "step": ".2f",
         "rollout": ".2f",
     }
@@ -230,7 +255,7 @@ def health(comparison: Comparison) -> str:
     return "\n".join(_health(comparison.runs)) or "No step was other than healthy."
 
 
-def _health(runs: Iterable[Run]) -> Iterator[str]:
+def _health(runs: Iterable[FinishedRun]) -> Iterator[str]:
     for run in runs:
         if found := worst(run.rows):
             step, verdict = found

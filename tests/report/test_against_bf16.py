@@ -18,9 +18,10 @@ from fp8_nemo.recipe.options import (
     Recalibrate,
     Recipe,
 )
-from fp8_nemo.report.against_bf16 import EQUAL, against_twins
-from fp8_nemo.report.compare import EMULATION, Run, compare
+from fp8_nemo.report.against_bf16 import EQUAL, against_baselines
+from fp8_nemo.report.compare import EMULATION, compare
 from fp8_nemo.report.page import to_markdown, verdicts
+from fp8_nemo.report.runs import FinishedRun
 
 BF16 = Precision("bf16")
 FP8 = Precision("fp8-linear", rollout_linear="fp8")
@@ -30,7 +31,7 @@ MACHINE = {"hardware.gpus": "H200", "versions.torch": "2.11.0", "python": "3.12"
 
 
 def run(precision, correction=NONE, seed=1, *, last=0.5, kl=0.01, step=1.0, environment=MACHINE,
-        state=0, steps=3, **recipe) -> Run:  # fmt: skip
+        state=0, steps=3, **recipe) -> FinishedRun:  # fmt: skip
     """A finished run; its first step takes ten times as long, and its rollout half of a step."""
     plan = plan_recipe(
         Recipe(precision=precision, correction=correction, seed=seed, grpo=Grpo(steps=steps),
@@ -42,10 +43,10 @@ def run(precision, correction=NONE, seed=1, *, last=0.5, kl=0.01, step=1.0, envi
         for n in range(1, steps + 1)
     ]  # fmt: skip
     rows[-1]["val/accuracy"] = last
-    return Run(Path(f"runs/{plan.run_name}"), plan, rows, environment)
+    return FinishedRun(Path(f"runs/{plan.run_name}"), plan, rows, environment)
 
 
-def nemo(*arguments, **changes) -> Run:
+def nemo(*arguments, **changes) -> FinishedRun:
     base = "examples/configs/grpo_math_1B_megatron.yaml"
     stock = Glue("stock", "stock", "bf16", "off", Recalibrate("forward"))
     settings = {
@@ -56,7 +57,7 @@ def nemo(*arguments, **changes) -> Run:
 
 
 def only(*runs):
-    [found] = against_twins(compare(runs))
+    [found] = against_baselines(compare(runs))
     return found
 
 
@@ -171,7 +172,7 @@ def test_one_seed_from_other_weights_is_enough():
 
 def test_a_pair_that_has_not_finished_says_why_it_has_no_accuracy():
     short = run(FP8)
-    unfinished = Run(short.path, short.plan, short.rows[:2], short.environment)
+    unfinished = FinishedRun(short.path, short.plan, short.rows[:2], short.environment)
     assert "; no accuracy before both have finished; KL 1.0e-02" in str(only(run(BF16), unfinished))
     assert "before both" not in str(only(run(BF16), run(FP8)))
 
@@ -213,7 +214,7 @@ def test_the_twin_is_the_bf16_cell_that_differs_least_and_of_equals_the_uncorrec
 
 def test_a_twin_is_of_the_same_model_and_bf16_cells_have_none():
     other = run(FP8, model=Model("tiny-qwen3-moe"))
-    assert against_twins(compare([run(BF16), run(BF16, TIS), other])) == []
+    assert against_baselines(compare([run(BF16), run(BF16, TIS), other])) == []
     assert "No FP8 cell here has a BF16 run" in verdicts(compare([other]))
 
 

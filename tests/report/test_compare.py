@@ -27,16 +27,10 @@ from fp8_nemo.recipe.options import (
     Recalibrate,
     Recipe,
 )
-from fp8_nemo.report.compare import (
-    EMULATION,
-    SECTIONS,
-    compare,
-    find_runs,
-    read_run,
-    read_runs,
-)
+from fp8_nemo.report.compare import EMULATION, SECTIONS, compare
 from fp8_nemo.report.figures import CURVES, draw_figures, save_figures
-from fp8_nemo.report.page import table, to_markdown
+from fp8_nemo.report.page import comparison_table, to_markdown
+from fp8_nemo.report.runs import find_runs, read_run, read_runs
 from fp8_nemo.runs import run_dir
 from fp8_nemo.runs.metrics import append_metrics
 
@@ -99,7 +93,7 @@ def only_cell(*paths):
 
 def as_text(comparison) -> str:
     console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(table(comparison))
+    console.print(comparison_table(comparison))
     return console.export_text()
 
 
@@ -257,7 +251,7 @@ def test_the_terminals_table_breaks_a_label_where_its_parts_meet(make):
     runs = [make(finished()), make(finished(), grpo=small), make(finished(), precision=E2E_KV)]
     runs.append(make(finished(), model=Model(name="tiny-qwen3-moe")))
     console = Console(file=io.StringIO(), width=100)
-    console.print(table(compare(map(read_run, runs))))
+    console.print(comparison_table(compare(map(read_run, runs))))
     firsts = [line[:16].rstrip() for line in console.file.getvalue().splitlines()]
     assert firsts.count("tiny-llama/") == 3 and firsts.count("fp8-kv-attn-tis") == 3
     assert "grpo.learning_ra" in firsts and "fp8-e2e-kv-attn-" in firsts

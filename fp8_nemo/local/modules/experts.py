@@ -65,7 +65,8 @@ class Experts(nn.Module):
         # shipped models depend on it.
         given_T1A, index_TA = index_TA[:, None], index_TA.sort(-1, descending=True).values
         share_TA = share_TA[:, None].where(index_TA[..., None] == given_T1A, 0.0).sum(-1)
-        output_TAI = (self._of_all if Experts.take_all else self._of_chosen)(hidden_TI, index_TA)
+        products = self._of_all if Experts.take_all else self._of_chosen
+        output_TAI = products(hidden_TI, index_TA)
         output_TAI = (output_TAI * share_TA[..., None]).to(hidden_TI.dtype)
         mixed_TI = torch.zeros_like(hidden_TI)
         for output_TI in reversed(output_TAI.unbind(1)):

@@ -1,0 +1,148 @@
+"""Read runs, finished or not, from their directories or from the archive of a study."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from fp8_nemo.plan.plan import ONLY_CHECKED, Plan, plan_from_json
+from fp8_nemo.recipe.checks import as_typed
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.plain import leaves
+from fp8_nemo.runs.metrics import METRICS, RunDirError, read_metrics, steps_done
+from fp8_nemo.runs.run_dir import ENVIRONMENT, PLAN, State, read_plan, state_of
+
+ARCHIVE = ".jsonl.gz"
+"""A folder of runs as one file: a line a run, with its path, plan, environment and rows."""
+BESIDE_THE_CELL = ("seed", "outputs", "logging", "cluster")
+OF_THE_CELL = ("precision.", "correction.")
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """One run directory, read.
+
+    Example: `FinishedRun(Path("outputs/tiny-llama/bf16-none/s42-1a2b3c"), plan, rows=[{"step": 0,
+    "val/accuracy": 0.4}, {"step": 1, "reward/mean": 0.38}], environment={"python": "3.11.7"})`.
+    """
+
+    path: Path
+    plan: Plan
+    rows: list[dict[str, Any]]
+    """metrics.jsonl, one object a step; step 0 is before training."""
+    environment: dict[str, str]
+    """environment.json as `{dotted key: text}`; empty if it was not written."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The plan's recipe."""
+        return self.plan.recipe
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return steps_done(self.rows)
+
+    @property
+    def state(self) -> State:
+        """Whether the plan's last step is done."""
+        return state_of(self.plan, self.steps)
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """What makes its cell, as `{dotted key: text}`, with the backend that was chosen."""
+        recipe = dataclasses.asdict(self.recipe) | {"backend": self.plan.backend}
+        kept = _as_typed({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
+        held_against = {f"correction.{key}" for key in ONLY_CHECKED}
+        return {key: text for key, text in kept.items() if key not in held_against}
+
+    @property
+    def matched(self) -> dict[str, str]:
+        """What runs share if only their precision and correction are to be compared."""
+        kept = {k: text for k, text in self.settings.items() if not k.startswith(OF_THE_CELL)}
+        return kept | {"starting weights": self.environment.get("weights", "not recorded")}
+
+    def series(self, key: str) -> dict[int, float]:
+        """Step -> value of a metric, at the steps that have one."""
+        return {row["step"]: row[key] for row in self.rows if row.get(key) is not None}
+
+
+def find_runs(path: Path) -> list[Path]:
+    """List the run directory itself, or all below a folder, sorted; never hidden (staging) ones.
+
+    Args:
+        path: a run directory, a folder of them, or a folder that was packed into one file
+            `FOLDER.jsonl.gz` (`benchmarks/keep_runs.py`); runs in it keep their paths.
+    """
+    path = Path(str(path).removesuffix(ARCHIVE))
+    found = [run for run in _packed(_archive_of(path)) if run == path or path in run.parents]
+    for folder, below, files in os.walk(path):
+        if {PLAN, METRICS} & set(files):
+            found.append(Path(folder))
+            below.clear()
+        for name in files:
+            found += _packed(Path(folder) / name) if name.endswith(ARCHIVE) else ()
+        below[:] = [name for name in below if not name.startswith(".")]
+    return sorted(found)
+
+
+def read_run(run_dir: Path) -> FinishedRun:
+    """Read one run, finished or not, from its directory or from the archive that it was packed in.
+
+    Raises:
+        RunDirError: it is damaged.
+    """
+    packed = _packed(_archive_of(run_dir)).get(run_dir)
+    try:
+        if packed:
+            plan = plan_from_json(packed["plan"])
+            return FinishedRun(run_dir, plan, packed["rows"], _as_typed(packed["environment"]))
+        path = run_dir / ENVIRONMENT
+        plan, rows = read_plan(run_dir), read_metrics(run_dir)
+        environment = _as_typed(json.loads(path.read_text())) if path.exists() else {}
+    except RunDirError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunDirError(f"{run_dir}: cannot be read ({error})") from error
+    return FinishedRun(run_dir, plan, rows, environment)
+
+
+def _archive_of(path: Path) -> Path | None:
+    """Return the archive that holds a path, if one does: its own, or that of a folder above."""
+    archives = (each.with_name(each.name + ARCHIVE) for each in (path, *path.parents) if each.name)
+    return next((each for each in archives if each.is_file()), None)
+
+
+def _packed(archive: Path | None) -> Mapping[Path, dict[str, Any]]:
+    return {} if archive is None else _read_archive(archive, archive.stat().st_mtime_ns)
+
+
+@lru_cache
+def _read_archive(archive: Path, written: int) -> dict[Path, dict[str, Any]]:
+    """Read an archive: by path, the plan, environment and rows of each run that it holds."""
+    folder = Path(str(archive).removesuffix(ARCHIVE))
+    with gzip.open(archive, "rt") as lines:
+        return {folder / each["run"]: each for each in map(json.loads, lines)}
+
+
+def read_runs(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[str]]:
+    """All runs that can be read, and one line for each directory that cannot."""
+    runs, damaged = [], []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except RunDirError as error:
+            damaged.append(str(error))
+    return runs, damaged
+
+
+def _as_typed(tree: Mapping[str, Any]) -> dict[str, str]:
+    """`{"a": {"b": None}}` -> `{"a.b": "null"}`; a group without a key is left out."""
+    return {key: as_typed(value) for key, value in leaves(tree).items() if value != {}}
