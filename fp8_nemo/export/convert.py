@@ -64,7 +64,7 @@ def _recipe_of_run(run_dir: Path, plan: Plan, settings: list[str]) -> Recipe:
 def _rolled_out(plan: Plan) -> list[str]:
     """The overrides that name the precision of a run's rollout; none where that was BF16."""
     precision = plan.recipe.precision
-    if precision.rollout_linear != "fp8":
+    if not precision.rollout.is_quantized:
         return []
     return [f"precision.{key}={value}" for key, value in asdict(precision).items()]
 
@@ -80,7 +80,7 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
     if strange:
         raise ConversionError(f"{strange[0]}: recipes.quantize_checkpoint takes precision alone")
     [recipe] = compose(["precision=fp8-linear", *settings, f"model.shape.layers={count}"])
-    if recipe.precision.rollout_linear != "fp8":
+    if not recipe.precision.rollout.is_quantized:
         name = recipe.precision.name
         raise ConversionError(f"precision={name}: its weights are BF16; choose fp8-linear")
     return recipe
@@ -97,7 +97,7 @@ def calibration_texts(recipe: Recipe, file: Path | None) -> list[str]:
         ConversionError: texts are missing, or not wanted.
     """
     name = recipe.precision.name
-    if recipe.precision.rollout_kv != "fp8":
+    if not recipe.precision.cache.is_quantized:
         if file is not None:
             raise ConversionError(
                 f"--calibrate {file}: precision={name} has a cache in BF16; choose fp8-kv-attn"

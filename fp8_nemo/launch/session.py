@@ -82,7 +82,7 @@ def opened(
         if settings.observes and not parts.policy.kv_scales.in_force:
             parts.policy.prepare_for_lp_inference()
             ranks = parts.policy.sharding_annotations.get_axis_size("data_parallel")
-            count = plan.recipe.grpo.prompts_per_step or 1
+            count = plan.settled.prompts_per_step
             prompts = first_prompts(parts, -(-count // ranks) * ranks)  # to be shared evenly
             parts.policy.calibrate_qkv_fp8_scales(prompts, include_q=True)
         yield parts

@@ -59,17 +59,18 @@ class GrpoLoop:
 
     def __init__(self, plan: Plan, path: Path) -> None:
         self.recipe: Recipe = plan.recipe
+        self.settled = plan.settled
         self.path = path
-        grpo, precision = self.recipe.grpo, self.recipe.precision
+        _grpo, precision = self.recipe.grpo, self.recipe.precision
         source = model_path(self.recipe.model)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.problems = load_problems(self.recipe.data, self.recipe.seed)
         if self.recipe.data.is_made:
             write_problems(run_dir.data_dir(path), self.problems)
         self.chat = Chat.load(source)
-        self.policy = Policy(source, precision, _set(grpo.learning_rate), device)
+        self.policy = Policy(source, precision, self.settled.learning_rate, device)
         self.reference = (
-            Policy(source, precision, 0.0, device) if _set(grpo.kl_penalty) > 0 else None
+            Policy(source, precision, 0.0, device) if self.settled.kl_penalty > 0 else None
         )
         self.engine = Engine(self.policy.model.config, precision, device)
         self.num_layers = self.policy.model.config.num_hidden_layers
@@ -126,7 +127,7 @@ class GrpoLoop:
         report(row)
 
     def _step(self, step: int) -> dict[str, Any]:
-        grpo, clock = self.recipe.grpo, Clock()
+        _grpo, clock = self.recipe.grpo, Clock()
         row: dict[str, Any] = {"step": step}
         with clock("step"):
             with clock("rollout"):
@@ -142,7 +143,7 @@ class GrpoLoop:
             multiplier = correct(pair, self.recipe.correction)
             with clock("train"):
                 advantages_B = group_advantages(
-                    rewards_B.view(-1, _set(grpo.generations_per_prompt))
+                    rewards_B.view(-1, self.settled.generations_per_prompt)
                 )
                 row["train/grad_norm"] = self._update(
                     batch, advantages_B, train_BR, reference_BR, multiplier
@@ -169,15 +170,15 @@ class GrpoLoop:
 
     def _problems_of(self, step: int) -> list[Problem]:
         """The step's problems, each `generations_per_prompt` times, group by group."""
-        prompts, train = _set(self.recipe.grpo.prompts_per_step), self.problems.train
+        prompts, train = self.settled.prompts_per_step, self.problems.train
         first = (step - 1) * prompts
         chosen = [train[index % len(train)] for index in range(first, first + prompts)]
-        generations = _set(self.recipe.grpo.generations_per_prompt)
+        generations = self.settled.generations_per_prompt
         return [each for each in chosen for _ in range(generations)]
 
     def _sample(self, problems: list[Problem], generator: torch.Generator) -> Batch:
         prompts = [self.chat.prompt(problem.input) for problem in problems]
-        limit = _set(self.recipe.grpo.max_new_tokens)
+        limit = self.settled.response_tokens
         return self.engine.generate(prompts, self.chat, limit, generator)
 
     def _rewards(self, batch: Batch, problems: list[Problem]) -> Tensor:
@@ -195,7 +196,7 @@ class GrpoLoop:
         multiplier: Multiplier,
     ) -> float:
         """`updates_per_step` optimizer steps over the batch; the largest gradient norm."""
-        size = len(batch.tokens_BT) // _set(self.recipe.grpo.updates_per_step)
+        size = len(batch.tokens_BT) // self.settled.updates_per_step
         advantages_B1 = advantages_B.to(self.policy.device)[:, None]
         counted_BR = batch.response_mask_BR
         if self.recipe.correction.renormalize_denominator:
@@ -210,7 +211,7 @@ class GrpoLoop:
                     current_BR, train_BR[rows], advantages_B1[rows]
                 )
                 if reference_BR is not None:
-                    penalty = _set(self.recipe.grpo.kl_penalty)
+                    penalty = self.settled.kl_penalty
                     loss_BR = loss_BR + penalty * k3(current_BR, reference_BR[rows])
                 tokens = counted_BR[start : start + size].sum().clamp(min=1)
                 return (loss_BR * counted_BR[rows]).sum() / tokens
@@ -336,9 +337,3 @@ class Clock:
         start = time.perf_counter()
         yield
         self.times[f"time/{phase}"] = time.perf_counter() - start
-
-
-def _set(value: Any) -> Any:
-    """A number that the plan has filled in."""
-    assert value is not None
-    return value

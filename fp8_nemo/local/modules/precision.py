@@ -19,7 +19,7 @@ def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
     """Give every linear and expert the format in which the trainer multiplies it."""
     pow2 = precision.scales == "pow2"
     for name, module in list(model.named_modules()):
-        fp8 = precision.train_linear == "fp8" and _is_fp8(model, name, precision)
+        fp8 = precision.train.is_quantized and _is_fp8(model, name, precision)
         if _is_experts(name):
             _replace(model, name, (Fp8TrainExperts if fp8 else Bf16Experts)(module, pow2))
         elif isinstance(module, nn.Linear):
@@ -40,7 +40,7 @@ def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
             _replace(model, name, Fp8RolloutLinear(module, pow2))
         elif isinstance(module, nn.Linear):
             module.__class__ = Bf16Linear
-    prepare_attention(model, fp8_kv=precision.rollout_kv == "fp8")
+    prepare_attention(model, fp8_kv=precision.cache.is_quantized)
     _fuse_norms(model)
 
 
