@@ -61,7 +61,7 @@ class GrpoLoop:
         self.recipe: Recipe = plan.recipe
         self.settled = plan.settled
         self.path = path
-        _grpo, precision = self.recipe.grpo, self.recipe.precision
+        precision = self.recipe.precision
         source = model_path(self.recipe.model)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.problems = load_problems(self.recipe.data, self.recipe.seed)
@@ -127,7 +127,7 @@ class GrpoLoop:
         report(row)
 
     def _step(self, step: int) -> dict[str, Any]:
-        _grpo, clock = self.recipe.grpo, Clock()
+        clock = Clock()
         row: dict[str, Any] = {"step": step}
         with clock("step"):
             with clock("rollout"):
