@@ -91,6 +91,7 @@ def _stop_on_signals(path: Path) -> threading.Event:
         signal.signal(number, lambda *_: stop.set())
 
     def interrupted(*_: object) -> None:
+        """Save after this step; stop at once when asked again."""
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()

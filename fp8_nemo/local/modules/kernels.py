@@ -1,6 +1,6 @@
 """Products and a token's attention of the local engine as Triton kernels.
 
-They sum in another order than their references in `layers.py` and `attention.py`, and read nothing
+They sum in another order than their references in `linears.py` and `attention.py`, and read nothing
 on the host. Triton launches on the current device, which need not be the tensor's: every launch
 says where.
 
