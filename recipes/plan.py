@@ -1,45 +1,50 @@
-"""Show what a run would do, before a GPU is asked for. Needs no torch.
+"""Show what a run would do, before a GPU is asked for: does it fit, how fast, and how. No torch.
 
 python -m recipes.plan model=llama31-8b precision=fp8-kv-attn correction=tis
+python -m recipes.plan model=llama31-8b precision=fp8-kv-attn --keys
 """
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 
-from rich.console import Console
-
 from fp8_nemo.nemo_config.checkout import host_of
-from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.describe import changes, differences, stock_command, table
+from fp8_nemo.plan.cells import compose_plans, line_parser, read_line
+from fp8_nemo.plan.describe import changes, decision, describe, differences, stock_command
+from fp8_nemo.plan.terminal import complain, fields, say, shell
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.run_dir import run_path
-from fp8_nemo.runs.slurm import notes, sbatch_command
+from fp8_nemo.runs.slurm import node_notes, sbatch_command
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the plan of every cell; 2 if one of them is impossible."""
+    parser = line_parser("plan", __doc__)
+    text = "print NeMo RL's keys too, and the same run as a stock NeMo RL command"
+    parser.add_argument("--keys", action="store_true", help=text)
+    options, words = read_line(parser, sys.argv[1:] if arguments is None else arguments)
     try:
-        plans = compose_plans(sys.argv[1:] if arguments is None else arguments, host_of)
+        plans = compose_plans(words, host_of)
         calls = [sbatch_command(p) if p.recipe.cluster.kind == "slurm" else [] for p in plans]
     except (ComposeError, RunDirError) as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
-    console = Console(width=100, markup=False)
     for plan, call in zip(plans, calls, strict=True):
         host, path = host_of(plan.recipe), run_path(plan)
-        console.print(table(plan, host, path))
-        if plan.nemo:
-            console.print(changes(differences(plan, host, path)))
-            stock = shlex.join(stock_command(plan, host, path))
-            print(f"\nThe same with NeMo RL alone, in its checkout:\n\n{stock}")
+        print(plan.cell)
+        say(*decision(plan))
+        print(f"\n{fields([('run directory', str(path)), *describe(plan, host)])}\n")
+        if plan.nemo and options.keys:
+            print(f"{changes(differences(plan, host, path))}\n")
+            print(f"The same with NeMo RL alone, in its checkout:\n")
+            print(f"{shell(stock_command(plan, host, path))}\n")
+        elif plan.nemo:
+            say("--keys shows NeMo RL's keys, and this run as a stock NeMo RL command.", "")
         if call:
-            print(f"\nQueued by:\n\n{shlex.join(call)}")
-    for note in notes(plans):
-        print(f"\nnote: {note}")
+            print(f"Queued by:\n\n{shell(call)}\n")
+    say(*(f"note: {note}" for note in node_notes(plans)))
     return 0
 
 

@@ -1,22 +1,23 @@
 """Convert a Hugging Face checkpoint, or a local run's, to a blockwise FP8 one for vLLM.
 
-python -m recipes.quantize_checkpoint SRC DST [--calibrate TEXTS] [precision=fp8-linear ...]
+python -m recipes.quantize_checkpoint models/llama models/llama-fp8
+python -m recipes.quantize_checkpoint models/llama models/llama-fp8-kv \\
+    precision=fp8-kv-attn --calibrate texts.txt
 
-Of a local run's directory the last checkpoint becomes SRC/model-STEP first. The same line goes on
-where it was stopped. Precision: a run's own, else fp8-linear; an FP8 cache needs `--calibrate`, a
-file of a text a line. Prints what FP8 cost each layer; DST/quantization.json has every weight.
+The same line goes on where it was stopped. Prints what FP8 cost each layer;
+DST/quantization.json has every weight.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fp8_nemo.local.preflight import require
+from fp8_nemo.plan.terminal import Parser, complain, console
 from fp8_nemo.runs.process import INTERRUPTED
 
 
@@ -27,8 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
     from fp8_nemo.export.convert import convert
     from fp8_nemo.export.fp8_checkpoint import error_table, serve_line
 
+    shown = (
+        TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn()
+    )  # fmt: skip
     try:
-        with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as bar:
+        with Progress(*shown, console=console()) as bar:
             task = bar.add_task("", visible=False)
 
             def report(what: str, done: int, total: int) -> None:
@@ -36,23 +40,31 @@ def main(arguments: list[str] | None = None) -> int:
 
             errors = convert(**vars(options), progress=report)
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
     except KeyboardInterrupt:
-        print(f"{options.target}: stopped; the same line goes on", file=sys.stderr)
+        complain(f"{options.target}: stopped; the same line goes on")
         return INTERRUPTED
-    Console(width=100, markup=False).print(error_table(errors))
-    print(serve_line(options.target, fp8_cache=options.calibrate is not None))
+    print(error_table(errors))
+    print(f"\n{serve_line(options.target, fp8_cache=options.calibrate is not None)}")
     return 0
 
 
-def _options(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("recipes.quantize_checkpoint", description=__doc__)
-    parser.usage = argparse.SUPPRESS  # a mistake is one line
-    parser.add_argument("source", metavar="SRC", type=Path)
-    parser.add_argument("target", metavar="DST", type=Path)
-    parser.add_argument("settings", metavar="precision=...", nargs="*", default=[])
-    parser.add_argument("--calibrate", metavar="TEXTS", type=Path)
+def _options(words: list[str]) -> Namespace:
+    parser = Parser("quantize_checkpoint", __doc__)
+    parser.add_argument(
+        "source", metavar="SRC", type=Path,
+        help="checkpoint, or run directory: its last checkpoint becomes SRC/model-STEP first",
+    )  # fmt: skip
+    parser.add_argument("target", metavar="DST", type=Path, help="folder to be made")
+    parser.add_argument(
+        "settings", metavar="precision=...", nargs="*", default=[],
+        help="option and keys of precision; else the run's own, or fp8-linear",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calibrate", metavar="TEXTS", type=Path,
+        help="file of a text a line, which an FP8 cache is calibrated on",
+    )  # fmt: skip
     return parser.parse_intermixed_args(words)
 
 

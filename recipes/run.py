@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.plan.terminal import Parser, complain, say
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.process import INTERRUPTED
 from fp8_nemo.runs.run_dir import changed_versions, read_plan
@@ -20,27 +21,23 @@ DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.launch.driver"}
 
 def main(arguments: list[str] | None = None) -> int:
     """0 when the last step is done, 2 if the directory cannot be run, 1 if a proof failed."""
-    paths = sys.argv[1:] if arguments is None else arguments
-    if {"-h", "--help"} & {*paths}:
-        print(__doc__, end="")
-        return 0
-    if len(paths) != 1:
-        print("recipes.run: takes one argument, a run directory", file=sys.stderr)
-        return 2
-    path = Path(paths[0])
+    parser = Parser("run", __doc__)
+    parser.add_argument("path", metavar="RUN_DIR", type=Path, help="what `grpo` has frozen")
+    path = parser.parse_args(sys.argv[1:] if arguments is None else arguments).path
     try:
         plan = read_plan(path)
     except RunDirError as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 2
     changed = changed_versions(path) if plan.recipe.cluster.other_versions == "refuse" else []
     if lines := problems_with(plan) + changed:
-        print(*lines, sep="\n", file=sys.stderr)
+        complain(*lines)
         return 2
     try:  # imports torch, or NeMo RL: after the plan is known to be whole
+        say(f"{plan.cell}, seed {plan.recipe.seed}: starts; {plan.recipe.grpo.steps} steps")
         return import_module(DRIVER[plan.backend]).run(plan, path)
     except KeyboardInterrupt:  # before the driver was there to hear it
-        print(f"{path}: stopped; the same line goes on", file=sys.stderr)
+        complain(f"{path}: stopped; the same line goes on")
         return INTERRUPTED
 
 

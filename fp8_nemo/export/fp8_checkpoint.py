@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -30,7 +29,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -38,6 +36,7 @@ from torch import Tensor
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.quantize import FP8, Fp8Weight, dequantize_blocks
 from fp8_nemo.glue.refit import encode, pieces_of
+from fp8_nemo.plan.terminal import shell, table
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options import Precision
 
@@ -144,20 +143,19 @@ def read_config(source: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
-def error_table(errors: list[WeightError]) -> Table:
-    """One row a layer: mean and largest relative error, and which weight has it."""
-    rows = Table(title="relative error of FP8 weights", title_justify="left")
-    for name in ("layer", "weights", "mean", "largest", "in", "became 0"):
-        rows.add_column(name, justify="left" if name == "in" else "right")
+def error_table(errors: list[WeightError]) -> str:
+    """Return one row a layer: mean and largest relative error, and which weight has it."""
+    rows = []
     for layer, found in by_layer(errors).items():
         worst = found[0]
-        rows.add_row(
+        rows.append((
             str(layer), str(len(found)), f"{fmean(error.relative for error in found):.4f}",
             f"{worst.relative:.4f}",
             worst.name.partition(f".{layer}.")[2].removesuffix(".weight"),
             f"{max(error.zeroed for error in found):.2%}",
-        )  # fmt: skip
-    return rows
+        ))  # fmt: skip
+    heading = ("layer", "weights", "mean", "largest", "in", "became 0")
+    return table("Relative error of FP8 weights", heading, rows)
 
 
 def serve_line(target: Path, *, fp8_cache: bool) -> str:
@@ -166,8 +164,8 @@ def serve_line(target: Path, *, fp8_cache: bool) -> str:
     Without the variable vLLM 0.25.1 quantizes the weights again as it loads them on a GPU with
     DeepGEMM, to scales that are powers of two (`deepgemm_post_process_fp8_weight_block`).
     """
-    cache = " --kv-cache-dtype fp8" if fp8_cache else ""
-    return f"VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve {shlex.quote(str(target))}{cache}"
+    cache = ["--kv-cache-dtype", "fp8"] if fp8_cache else []
+    return shell(["VLLM_USE_DEEP_GEMM_E8M0=0", "vllm", "serve", str(target), *cache])
 
 
 def by_layer(errors: list[WeightError]) -> dict[int, list[WeightError]]:

@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from fp8_nemo.nemo.worker_settings import PLUGIN, own_folder
 from fp8_nemo.nemo_config.checkout import read_host
 from fp8_nemo.nemo_config.host import HostError, root_of
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.plan.terminal import table
 from fp8_nemo.recipe.model_dir import model_mistakes
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.problems import DataError, load_problems
@@ -89,6 +92,17 @@ def check(plan: Plan, path: Path) -> list[Finding]:
         found += findings(plan, name, seen)
     canary.unlink()
     return [*found, *_all_reduce(names)]
+
+
+def findings_table(found: list[Finding]) -> str:
+    """Return what was found as a table; equal findings of several nodes share a row."""
+    order = list(dict.fromkeys(each.check for each in found))
+    ranked = sorted(found, key=lambda each: (order.index(each.check), *each[2:], each.node))
+    rows = [
+        (check, ", ".join(each.node for each in same), text, problem or "ok")
+        for (check, text, problem), same in groupby(ranked, attrgetter("check", "found", "problem"))
+    ]
+    return table("Checks of the nodes", ("check", "nodes", "found", "verdict"), rows)
 
 
 def interpreters(plan: Plan) -> dict[str, str]:

@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Column, Table
-
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import command_line
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.nemo_config.versions import OPTIMIZER_ALWAYS_MOVED
-from fp8_nemo.plan.memory import GPU_GIB, HEADROOM, count, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.memory import GIB, GPU_GIB, HEADROOM, count, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.plan.speed import FITTED, Decode, decode_of_engine, refit_seconds
+from fp8_nemo.plan.terminal import wrapped
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.options import Precision
 from fp8_nemo.recipe.settled import KEEPS_OPTIMIZER, Settled
@@ -36,22 +35,42 @@ class Difference(NamedTuple):
     plan: Any
 
 
-def table(plan: Plan, host: Host, run_dir: Path) -> Table:
-    """One plan as a table of words and numbers."""
-    columns = Column(), Column(overflow="fold")
-    rows = Table(*columns, title=plan.cell, title_justify="left", show_header=False, min_width=98)
-    for row in [("run directory", str(run_dir)), *describe(plan, host)]:
-        rows.add_row(*row)
-    return rows
+def decision(plan: Plan) -> list[str]:
+    """Say whether a run fits its GPUs, and how fast it is beside BF16: one line each."""
+    if not plan.nemo:
+        return ["Local backend: it emulates FP8, and has no estimate of memory or of speed."]
+    settled, cluster = plan.settled, plan.recipe.cluster
+    memory = memory_per_gpu(settled)
+    free, used = memory.headroom(memory.worst), sum(memory.phases[memory.worst].values()) / GIB
+    word = "Fits" if free >= HEADROOM else "Does not fit" if free < 0 else "May not fit"
+    return [
+        f"{word}: {used:.1f} of {memory.gpu_gib:.1f} GiB per GPU in its fullest phase, "
+        f"{memory.worst}, by estimate ({settled.gpus} {cluster.gpu}).",
+        f"Speed: {_speed_beside_bf16(settled)}.",
+    ]
 
 
-def changes(found: list[Difference]) -> Table:
-    """The keys of NeMo RL's that a plan changes, as a table."""
-    columns = [Column(name, overflow="fold") for name in Difference._fields]
-    rows = Table(*columns, title="changes to the base YAML", title_justify="left")
-    for each in found:
-        rows.add_row(*("" if value is ... else str(value) for value in each))
-    return rows
+def _speed_beside_bf16(settled: Settled) -> str:
+    recipe = settled.recipe
+    found = _decode(settled, recipe.cluster.gpu, recipe.precision)
+    plain = _decode(settled, recipe.cluster.gpu, Precision())
+    if found is None or plain is None:
+        return "no estimate, this model and layout were not measured"
+    rate = f"{found.tokens_per_second:,.0f} tokens/s per engine"
+    whole = "a whole step has no estimate"
+    if not recipe.precision.rollout.is_quantized:
+        return f"decodes {rate}, by estimate; {whole}"
+    ratio = found.tokens_per_second / plain.tokens_per_second
+    return f"decodes {ratio:.2f} times as fast as BF16, {rate}, by estimate; {whole}"
+
+
+def changes(found: list[Difference]) -> str:
+    """Return the keys of NeMo RL's that a plan changes, `key: base -> plan`, one after another."""
+    lines = [
+        wrapped(f"{key}: {value}" if base is ... else f"{key}: {base} -> {value}", indent=" " * 4)
+        for key, base, value in found
+    ]
+    return "\n".join([f"{len(found)} keys of NeMo RL's base YAML are changed:", *lines])
 
 
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
@@ -151,29 +170,32 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
         )
 
 
+def _decode(settled: Settled, gpu: str, precision: Precision) -> Decode | None:
+    """Estimate an engine of this run on another GPU, or in another precision."""
+    there = _with(settled, gpu, precision)
+    sequences, context = _sequences_per_engine(settled), settled.sequence_tokens // 2
+    return decode_of_engine(there.recipe, memory_per_gpu(there), sequences, context)
+
+
+def _sequences_per_engine(settled: Settled) -> int:
+    engines = settled.gpus // settled.recipe.model.parallel.rollout_tensor
+    return -(-settled.sequences_per_step // engines)
+
+
 def _speed_texts(settled: Settled) -> Iterator[str]:
     """Say how fast decode and refit are, where this model was measured, beside BF16."""
     recipe = settled.recipe
-    engines = settled.gpus // recipe.model.parallel.rollout_tensor
-    sequences = -(-settled.sequences_per_step // engines)
-    context = settled.sequence_tokens // 2
-
-    def decode(gpu: str, precision: Precision) -> Decode | None:
-        """Estimate an engine of this run on another GPU, or in another precision."""
-        there = _with(settled, gpu, precision)
-        return decode_of_engine(there.recipe, memory_per_gpu(there), sequences, context)
-
-    found = decode(recipe.cluster.gpu, recipe.precision)
-    plain = decode(recipe.cluster.gpu, Precision())
+    found = _decode(settled, recipe.cluster.gpu, recipe.precision)
+    plain = _decode(settled, recipe.cluster.gpu, Precision())
     if found is None or plain is None:
         yield "not measured for this model and layout (docs/speed.md)"
         return
     yield (
-        f"decode, {found.running} of an engine's {sequences} sequences of {context:,} tokens in "
-        "its cache"
+        f"decode, {found.running} of an engine's {_sequences_per_engine(settled)} sequences of "
+        f"{settled.sequence_tokens // 2:,} tokens in its cache"
     )
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
-        if there := decode(gpu, recipe.precision):
+        if there := _decode(settled, gpu, recipe.precision):
             yield f"{gpu} {there.tokens_per_second:,.0f} tokens/s"
     if recipe.precision.rollout.is_quantized:
         ratio = found.tokens_per_second / plain.tokens_per_second

@@ -15,7 +15,7 @@ import dataclasses
 import difflib
 import itertools
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from textwrap import fill
@@ -33,7 +33,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes
+from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes, verb_line
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 
@@ -81,21 +81,35 @@ def compose(arguments: Iterable[str]) -> list[Recipe]:
     return [cell.recipe for cell in compose_cells(arguments)]
 
 
-def choices() -> str:
-    """What a command line may hold: every group with its options, keys, sweeps."""
+def choices(columns: int, only: Collection[str] = ()) -> str:
+    """Say what a command line may hold: groups with their options, keys, sweeps.
+
+    Args:
+        columns: of a line.
+        only: the groups that a verb takes; all of them if none is named.
+    """
     folder = option_folder("")
-    groups = sorted(each.name for each in folder.iterdir() if any(each.glob("*.yaml")))
+    groups = sorted(only or (each.name for each in folder.iterdir() if any(each.glob("*.yaml"))))
     wide = max(map(len, groups)) + 2
     options = (f"  {group:{wide}}{' '.join(option_names(group))}" for group in groups)
-    indent = " " * (wide + 2)
+    keys = f"KEY=VALUE, as grpo.steps=50: `{verb_line('plan')}` shows the values in force."
+    rest = [
+        keys,
+        f"Every key, with a comment: {folder}",
+        "+nemo.KEY=VALUE sets one of NeMo RL's own keys.",
+        "-m with several values, as precision=bf16,fp8-linear: every combination, each a run.",
+    ]
     return "\n".join([
         "GROUP=OPTION, of these:",
-        *(fill(each, 100, subsequent_indent=indent, break_on_hyphens=False) for each in options),
-        "KEY=VALUE, as grpo.steps=50; recipes.plan shows the values in force, and the files in",
-        f"{folder} every key;",
-        "+nemo.KEY=VALUE for NeMo RL's own keys.",
-        "-m with several values, as precision=bf16,fp8-linear: every combination, each a run.",
+        *(_filled(each, columns, " " * (wide + 2)) for each in options),
+        *(_filled(each, columns, "  ") for each in ([] if only else rest)),
     ])  # fmt: skip
+
+
+def _filled(text: str, columns: int, indent: str) -> str:
+    return fill(
+        text, columns, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def option_folder(group: str) -> Path:

@@ -1,0 +1,188 @@
+"""Write for a terminal: lines and tables that fit its width, commands to paste, a verb's --help.
+
+Piped output is `PIPED` columns wide. A word is never cut: a path that is longer than a line stays
+whole, so that it can be copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from textwrap import fill
+
+from rich.console import Console
+
+import fp8_nemo
+from fp8_nemo.nemo_config.versions import SUPPORTED
+from fp8_nemo.recipe.checks import verb_line
+
+WIDEST, PIPED = 120, 100
+GAP = "  "
+NONE = ("-", "")
+"""What a cell of a table says where there is no number."""
+NUMBER = re.compile(r"[-+±\d.,%e()/ naif]+")
+LEAST_OF_A_TEXT = 24
+"""Columns below which a long text in a table is not broken further."""
+CALL = re.compile(r"python -m recipes\.(\w+)")
+
+
+def columns() -> int:
+    """Return how many columns a line may have: `COLUMNS`, else the terminal's, else `PIPED`."""
+    return min(shutil.get_terminal_size((PIPED, 24)).columns, WIDEST)
+
+
+def console() -> Console:
+    """Return a console of that width, for progress displays."""
+    return Console(width=columns(), markup=False, highlight=False)
+
+
+def busy(what: str) -> AbstractContextManager[object]:
+    """Show on a terminal that something is under way, until it is done."""
+    return console().status(what)
+
+
+def wrapped(text: str, first: str = "", indent: str = GAP) -> str:
+    """Break a text between words, the first line after `first`, the others after `indent`."""
+    return fill(
+        text, columns(), initial_indent=first, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def say(*texts: str) -> None:
+    """Print each text, broken between words."""
+    for text in texts:
+        print(wrapped(text), flush=True)
+
+
+def complain(*lines: object) -> None:
+    """Print each line to stderr: broken between words on a terminal, whole where it is piped."""
+    for line in "\n".join(map(str, lines)).splitlines():
+        print(wrapped(line) if sys.stderr.isatty() else line, file=sys.stderr)
+
+
+def fields(pairs: Iterable[tuple[str, str]], indent: str = "") -> str:
+    """Return names and texts in two columns: `rollout     linear fp8, attention and KV bf16`."""
+    pairs = list(pairs)
+    wide = max((len(name) for name, _ in pairs), default=0) + len(GAP)
+    after = indent + " " * wide
+    return "\n".join(wrapped(text or "-", f"{indent}{name:{wide}}", after) for name, text in pairs)
+
+
+def shell(words: Iterable[str]) -> str:
+    """Return a command that can be pasted: lines are broken by a backslash, between arguments."""
+    lines = [""]
+    for word in map(shlex.quote, words):
+        if lines[-1] and len(f"{lines[-1]} {word} \\") > columns():
+            lines[-1] += " \\"
+            lines.append(f"{GAP}{word}")
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
+def table(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as text.
+
+    Columns without a number are left out. If it is wider than a line, a column that says the same
+    in every row is told below it, then long texts and headings are broken between words; if it is
+    still too wide, each row becomes a block of its own.
+
+    Args:
+        title: the line above it.
+        heading: names of the columns; the first one names the rows.
+        rows: a text for each column; one may have several lines.
+    """
+    grid = [[name, *cells] for name, *cells in zip(heading, *rows, strict=True)]
+    grid = [grid[0], *(each for each in grid[1:] if not {*each[1:]} <= {*NONE})]
+    below = list[str]()
+    if len(rows) > 1 and _widths(grid, shrink=False) is None:
+        same = [each for each in grid[1:] if len({*each[1:]}) == 1]
+        below = [wrapped(f"{name}: {texts[0]} in every row") for name, *texts in same]
+        grid = [each for each in grid if each not in same]
+    widths = _widths(grid, shrink=True)
+    lines = _lines(grid, widths) if widths else _blocks(grid)
+    return "\n".join([wrapped(title), *lines, *below])
+
+
+def _widths(grid: list[list[str]], *, shrink: bool) -> list[int] | None:
+    """Return a width for each column such that a row fits a line; None if there is none."""
+    least = [max(map(len, " ".join(column).split())) for column in grid]
+    widths = [max(len(line) for text in column for line in text.split("\n")) for column in grid]
+    floors = [
+        max(word, LEAST_OF_A_TEXT) if width > LEAST_OF_A_TEXT else word
+        for word, width in zip(least, widths, strict=True)
+    ]
+    over = sum(widths) + len(GAP) * (len(grid) - 1) - columns()
+    while over > 0 and shrink:
+        spare = [width if width > floor else 0 for width, floor in zip(widths, floors, strict=True)]
+        if not any(spare):
+            return None
+        widths[spare.index(max(spare))] -= 1
+        over -= 1
+    return widths if over <= 0 else None
+
+
+def _lines(grid: list[list[str]], widths: list[int]) -> Iterator[str]:
+    right = [all(map(NUMBER.fullmatch, [text or "-" for text in column[1:]])) for column in grid]
+    for number, row in enumerate(zip(*grid, strict=True)):
+        broken = [
+            [part for line in text.split("\n") for part in _broken(line, width)]
+            for text, width in zip(row, widths, strict=True)
+        ]
+        for at in range(max(map(len, broken))):
+            parts = [each[at] if at < len(each) else "" for each in broken]
+            cells = zip(parts, widths, right, strict=True)
+            line = GAP.join(part.rjust(w) if r else part.ljust(w) for part, w, r in cells)
+            yield line.rstrip()
+        if number == 0:
+            yield GAP.join("─" * width for width in widths)
+
+
+def _broken(line: str, width: int) -> list[str]:
+    return fill(line, width, break_long_words=False, break_on_hyphens=False).split("\n")
+
+
+def _blocks(grid: list[list[str]]) -> Iterator[str]:
+    for name, *texts in zip(*(column[1:] for column in grid), strict=True):
+        yield wrapped(name)
+        known = [(column[0], text) for column, text in zip(grid[1:], texts, strict=True)]
+        yield fields(
+            ((key, " ".join(text.split())) for key, text in known if text not in NONE), GAP
+        )
+
+
+class Parser(argparse.ArgumentParser):
+    """Read the words after a verb; a mistake is one line, and no flag may be cut short."""
+
+    def __init__(self, verb: str, about: str | None, more: str = "") -> None:
+        """Begin with --help and --version.
+
+        Args:
+            verb: as its file in recipes/ is called.
+            about: that file's docstring.
+            more: what --help says after the arguments.
+        """
+        super().__init__(
+            prog=verb_line(verb),
+            description=CALL.sub(lambda call: verb_line(call[1]), (about or "").strip()),
+            epilog=more,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("--version", action="version", version=version())
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """End the process with one line and exit code 2."""
+        complain(f"{self.prog}: error: {message}; --help shows what there is")
+        raise SystemExit(2)
+
+
+def version() -> str:
+    """Return the version of this package and those of NeMo RL that it supports."""
+    return f"fp8-nemo {fp8_nemo.__version__}, for NeMo RL {' and '.join(SUPPORTED)}"
