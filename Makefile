@@ -27,22 +27,22 @@ test-browser: $(VENV)/installed
 # On a GPU, where NeMo RL's packages are (docs/nemo.md); Llama 3.1 8B's shape, random weights.
 bench: $(VENV)/installed
 	mkdir -p $(BENCH)
-	$(BIN)/python benchmarks/bench_quantize.py --out $(BENCH)/quantize.json
-	$(BIN)/python benchmarks/bench_refit.py --out $(BENCH)/refit.json
-	$(BIN)/python benchmarks/bench_train.py --out $(BENCH)/train-8b.json
-	$(BIN)/python benchmarks/bench_rollout.py --out $(BENCH)/rollout-8b.json
+	$(BIN)/python -m benchmarks.speed.quantize --out $(BENCH)/quantize.json
+	$(BIN)/python -m benchmarks.speed.refit --out $(BENCH)/refit.json
+	$(BIN)/python -m benchmarks.speed.train --out $(BENCH)/train-8b.json
+	$(BIN)/python -m benchmarks.speed.rollout --out $(BENCH)/rollout-8b.json
 
 # Executes every notebook where it lies, so that what it stores is what the code says now.
 notebooks: $(VENV)/installed
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace \
 		--ExecutePreprocessor.record_timing=False notebooks/*.ipynb
-	$(BIN)/python benchmarks/small_figures.py notebooks/*.ipynb
+	$(BIN)/python -m benchmarks.small_figures notebooks/*.ipynb
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/shellcheck --severity=warning --shell=bash slurm/grpo.sbatch slurm/node.sh benchmarks/node_job.sh
+	$(BIN)/shellcheck --severity=warning --shell=bash slurm/grpo.sbatch slurm/node.sh benchmarks/glue/node_job.sh
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,7 @@
 """Pack what a comparison reads of run directories into one file: plan, environment, metrics.
 
 python -m recipes.grpo -m sweep=demo seed=1,2,3 outputs=runs
-python benchmarks/keep_runs.py runs benchmarks/results/runs [--commit COMMIT]
+python -m benchmarks.keep_runs runs benchmarks/results/runs [--commit COMMIT]
 
 Checkpoints, logs and data stay behind. The notebooks compare what is kept: `recipes.compare` reads
 `benchmarks/results/runs`, packed as `benchmarks/results/runs.jsonl.gz`, as if it were a folder.

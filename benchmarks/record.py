@@ -33,12 +33,12 @@ def need(*packages: str, device: bool = True) -> None:
     """End here, with what to do, unless these packages, and a CUDA device, are there."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        sys.exit(f"{Path(sys.argv[0]).name}: needs {', '.join(missing)}; run it where NeMo RL's "
+        sys.exit(f"{_script()}: needs {', '.join(missing)}; run it where NeMo RL's "
                  "packages are, its container or its environment (docs/nemo.md)")  # fmt: skip
     import torch
 
     if device and not torch.cuda.is_available():
-        sys.exit(f"{Path(sys.argv[0]).name}: needs a CUDA device; torch {torch.__version__} sees "
+        sys.exit(f"{_script()}: needs a CUDA device; torch {torch.__version__} sees "
                  "none (nvidia-smi, CUDA_VISIBLE_DEVICES)")  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def keep(out: Path, commit: str, **content: Any) -> None:
     A clone knows its commit better than `--commit` does.
     """
     head = {
-        "command": _command(),
+        "command": command(),
         "commit": _environment()["commit"] or commit or None,
         "environment": _environment(),
     }
@@ -62,13 +62,20 @@ def keep(out: Path, commit: str, **content: Any) -> None:
     new.replace(out)
 
 
-def _command() -> str:
-    """What was typed, torchrun's part of it too, which hands on the rest alone."""
+def command() -> str:
+    """Return what was typed, with torchrun's part, which torchrun does not hand on."""
     launcher = "python"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         count = os.environ["LOCAL_WORLD_SIZE"]
         launcher = f"python -m torch.distributed.run --nproc-per-node {count}"
-    return " ".join([launcher, *sys.argv])
+    module = "-m " * (sys.modules["__main__"].__spec__ is not None)
+    return " ".join([launcher, f"{module}{_script()}", *sys.argv[1:]])
+
+
+def _script() -> str:
+    """Return `benchmarks.speed.train` of `python -m benchmarks.speed.train`, else the file."""
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec else sys.argv[0]
 
 
 def kernels(work: Callable[[], Any]) -> list[tuple[str, float]]:

@@ -1,6 +1,6 @@
 """Keep what run directories hold as one results file: curves, settings, versions, hardware.
 
-python benchmarks/record_runs.py outputs/tiny-llama --command "make demo" --out FILE.json
+python -m benchmarks.record_runs outputs/tiny-llama --command "make demo" --out FILE.json
 
 Times of the local backend are left out: it shows learning and mismatch, not speed.
 """

@@ -1,6 +1,6 @@
 """docs/results.md from benchmarks/results: every number with its command, machine and versions.
 
-python benchmarks/render_results.py > docs/results.md
+python -m benchmarks.render_results > docs/results.md
 
 A test holds the page against the files. Repetitions stay in the files; so do rows beyond `MOST`.
 """
@@ -32,7 +32,7 @@ RAW = (
 """Keys whose numbers a table of medians stands for."""
 HEAD = """# Measured
 
-Made by `python benchmarks/render_results.py > docs/results.md` from `benchmarks/results/`; a test
+Made by `python -m benchmarks.render_results > docs/results.md` from `benchmarks/results/`; a test
 says if it is stale. Each section names the command, the machine and the versions; repetitions are
 in the file. What the numbers mean is said in [nemo.md](nemo.md), [correction.md](correction.md) and
 [numerics.md](numerics.md)."""

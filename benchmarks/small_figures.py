@@ -1,6 +1,6 @@
 """Shrink the figures that notebooks store: 720 pixels wide, 96 colours, as `make notebooks` does.
 
-python benchmarks/small_figures.py notebooks/*.ipynb
+python -m benchmarks.small_figures notebooks/*.ipynb
 """
 
 from __future__ import annotations

@@ -19,28 +19,44 @@ KEPT = BENCHMARKS / "results" / "runs.jsonl.gz"
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-@pytest.mark.parametrize("script", ["bench_quantize", "bench_rollout", "bench_train"])
+@pytest.mark.parametrize("script", ["quantize", "rollout", "train"])
 def test_a_benchmark_names_the_packages_that_it_lacks(script, tmp_path):
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--out", str(tmp_path / "x.json")]
+    command = [
+        sys.executable,
+        "-m",
+        f"benchmarks.speed.{script}",
+        "--out",
+        str(tmp_path / "x.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and not (tmp_path / "x.json").exists()
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"{script}.py: needs ") and "docs/nemo.md" in line
+    assert line.startswith(f"benchmarks.speed.{script}: needs ") and "docs/nemo.md" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_is_told():
-    code = "import record; record.need('json')"
+    code = "from benchmarks import record; record.need('json')"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        cwd=BENCHMARKS.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 1 and "needs a CUDA device" in done.stderr
 
 
 @pytest.mark.parametrize("clone", [True, False])
 def test_a_clone_knows_its_commit_better_than_the_one_who_asks(clone, tmp_path):
-    code = "import pathlib, record; record.keep(pathlib.Path('x.json'), 'abc')"
-    own = os.environ | {"PYTHONPATH": str(BENCHMARKS)} | ({} if clone else {"GIT_DIR": "nowhere"})
+    code = (
+        "import pathlib; from benchmarks import record; record.keep(pathlib.Path('x.json'), 'abc')"
+    )
+    own = (
+        os.environ
+        | {"PYTHONPATH": str(BENCHMARKS.parent)}
+        | ({} if clone else {"GIT_DIR": "nowhere"})
+    )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=own, check=True, timeout=120)
     found = json.loads((tmp_path / "x.json").read_text())
     assert found["commit"] == (environment()["commit"] or "abc" if clone else "abc")
@@ -48,12 +64,12 @@ def test_a_clone_knows_its_commit_better_than_the_one_who_asks(clone, tmp_path):
 
 def test_the_command_of_a_results_file_has_torchruns_part(tmp_path):
     (tmp_path / "bench.py").write_text(
-        "import os, pathlib, record\n"
+        "import os, pathlib\nfrom benchmarks import record\n"
         "if os.environ['RANK'] == '0':\n    record.keep(pathlib.Path('x.json'), 'c', rows=[])\n"
     )
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [sys.executable, *launcher, "bench.py", "--out", "x.json"]
-    own = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    own = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
     subprocess.run(command, cwd=tmp_path, env=own, check=True, timeout=300, capture_output=True)
     found = json.loads((tmp_path / "x.json").read_text())["command"]
     assert found == " ".join(["python", *command[1:]])
@@ -68,8 +84,9 @@ def test_kept_runs_have_the_commit_that_they_could_not_tell(known, tmp_path):
     (run / "plan.json").write_text(json.dumps(one["plan"]))
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in one["rows"]))
     (run / "environment.json").write_text(json.dumps(found | {"commit": known}))
-    command = [sys.executable, str(BENCHMARKS / "keep_runs.py"), "runs", "kept", "--commit", "abc"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    command = [sys.executable, "-m", "benchmarks.keep_runs", "runs", "kept", "--commit", "abc"]
+    own = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
+    subprocess.run(command, cwd=tmp_path, env=own, check=True, timeout=120)
     [line] = gzip.decompress((tmp_path / "kept.jsonl.gz").read_bytes()).splitlines()
     kept = json.loads(line)
     assert kept["environment"] == found | {"commit": known or "abc"}

@@ -2,16 +2,14 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import render_results
+
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import render_results  # noqa: E402
 
 
 def test_every_results_file_has_a_line_in_the_list_and_a_part_of_the_page():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,36 @@ VLLM_CACHE = {"bf16": "auto", "fp8": "fp8"}
 """`vllm_cfg.kv_cache_dtype` by the format of the cache."""
 
 
+@dataclass(frozen=True)
+class Configuration:
+    """What NeMo RL is handed: `Configuration({"grpo.seed": 42}, {}, loss_corrects=True)`."""
+
+    keys: dict[str, Any]
+    """Every key that the cell sets, but folders; the user's own replace ours."""
+    environment: dict[str, str]
+    """Of the driver's process; its workers inherit it. Never a secret."""
+    loss_corrects: bool
+    """NeMo RL's own loss applies the correction; else the advantages carry it."""
+    mistakes: tuple[Mistake, ...] = ()
+    """What is wrong with the keys that the user gave under `nemo`."""
+
+
+def configure(settled: Settled, host: Host) -> Configuration:
+    """Write the configuration of a run, and say what is wrong with the user's part of it.
+
+    Args:
+        settled: the run's recipe, with the user's own keys.
+        host: the NeMo RL whose base YAML has the other keys.
+    """
+    ours = _keys_of(settled, host)
+    return Configuration(
+        ours | dict(settled.own),
+        _environment_variables(settled.recipe),
+        native_correction(settled.recipe.correction) is not None,
+        tuple(_own_key_mistakes(settled, ours, host)),
+    )
+
+
 def native_correction(correction: Correction) -> dict[str, Any] | None:
     """The keys of `loss_fn` that make NeMo RL's own loss apply a correction; None if none does.
 
@@ -75,13 +106,8 @@ def native_correction(correction: Correction) -> dict[str, Any] | None:
     return None
 
 
-def keys_of(settled: Settled, host: Host) -> dict[str, Any]:
-    """Write every key of NeMo RL that this cell sets, but folders; without the user's own.
-
-    Args:
-        settled: of the run.
-        host: for keys that not every version has.
-    """
+def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
+    """Write every key that this cell sets, but folders; without the user's own."""
     recipe = settled.recipe
     base, there = _base(recipe), host.leaves(_base(recipe))
     written = {
@@ -103,8 +129,7 @@ def keys_of(settled: Settled, host: Host) -> dict[str, Any]:
     return {key: value for key, value in written.items() if key not in lacking}
 
 
-def environment_variables(recipe: Recipe) -> dict[str, str]:
-    """What the driver's process needs; its workers inherit it. Never a secret."""
+def _environment_variables(recipe: Recipe) -> dict[str, str]:
     found = {
         "TORCH_CUDA_ARCH_LIST": ARCHITECTURES[recipe.cluster.gpu],  # seam architectures
         "VLLM_NO_USAGE_STATS": "1",
@@ -145,14 +170,7 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
     return found
 
 
-def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> Iterator[Mistake]:
-    """List what is wrong with the keys that a user gave under `nemo`.
-
-    Args:
-        settled: with the user's own keys.
-        ours: `keys_of` it.
-        host: whose base YAML has the other keys.
-    """
+def _own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> Iterator[Mistake]:
     base, refused = _base(settled.recipe), PINNED | ABSENT
     there = {**ours, **host.leaves(base)}
     known = {*ADDED, *OURS, *refused, *there}

@@ -45,7 +45,6 @@ def count(shape: Shape, precision: Precision) -> Counts:
     shapes = named_shapes(shape)
     specs = wire_specs(shapes, precision, shape.layers)
     scales = [name for name in specs if name.endswith(SCALE_SUFFIX)]
-    kv_values = 2 * shape.layers * shape.kv_heads * shape.head_dim
     parameters = sum(math.prod(each) for each in shapes.values())
     return Counts(
         parameters=parameters,
@@ -53,8 +52,12 @@ def count(shape: Shape, precision: Precision) -> Counts:
         bf16_weights=len(shapes) - len(scales),
         refit_bytes=sum(DTYPE_BYTES[each.dtype] * math.prod(each.shape) for each in specs.values()),
         refit_bytes_bf16=2 * parameters,
-        kv_bytes_per_token=kv_values * precision.cache.bytes,
+        kv_bytes_per_token=_kv_bytes_per_token(shape, precision),
     )
+
+
+def _kv_bytes_per_token(shape: Shape, precision: Precision) -> int:
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * precision.cache.bytes
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ def memory_per_gpu(settled: Settled, tokens: int | None = None) -> MemoryByPhase
 
 def kv_cache_tokens(recipe: Recipe, memory: MemoryByPhase) -> int:
     """Count the tokens that one engine's KV cache holds, over its `rollout_tensor` GPUs."""
-    per_token = count(recipe.model.shape, recipe.precision).kv_bytes_per_token
+    per_token = _kv_bytes_per_token(recipe.model.shape, recipe.precision)
     shards = min(recipe.model.parallel.rollout_tensor, recipe.model.shape.kv_heads)
     return int(memory.phases["rollout"]["KV cache"] * shards / per_token)
 

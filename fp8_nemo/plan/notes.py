@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fp8_nemo.nemo_config.overrides import native_correction
 from fp8_nemo.nemo_config.seams import SEAMS
-from fp8_nemo.plan.memory import HEADROOM, memory_per_gpu
+from fp8_nemo.plan.memory import HEADROOM, MemoryByPhase, memory_per_gpu
 from fp8_nemo.recipe.checks import SBATCH_KEYS
 from fp8_nemo.recipe.options import Recalibrate, Recipe
 from fp8_nemo.recipe.problems import longest_answer
@@ -20,8 +19,14 @@ STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05
 """NeMo RL's own (conf/glue/stock.yaml)."""
 
 
-def nemo_notes(settled: Settled) -> Iterator[str]:
-    """List the notes on a run inside NeMo RL."""
+def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> Iterator[str]:
+    """List the notes on a run inside NeMo RL.
+
+    Args:
+        settled: the run's recipe.
+        memory: `memory_per_gpu` of the run.
+        loss_corrects: NeMo RL's own loss applies the correction.
+    """
     yield from _recalibrate_notes(settled.recipe)
     recipe = settled.recipe
     if not recipe.data.is_made and recipe.grpo.max_new_tokens:
@@ -32,12 +37,12 @@ def nemo_notes(settled: Settled) -> Iterator[str]:
         )
     if SHARE in settled.own and recipe.model.memory.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
-    if recipe.correction.name != "none" and native_correction(recipe.correction) is None:
+    if recipe.correction.name != "none" and not loss_corrects:
         yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
     if recipe.glue.transfer == "fp8" and not recipe.glue.sends_fp8:
         yield "glue.transfer: no effect, with glue.quantize=stock NeMo RL's receiver quantizes"
     yield from _without_effect(recipe)
-    yield from _tight_memory(settled)
+    yield from _tight_memory(settled, memory)
 
 
 def local_notes(settled: Settled) -> Iterator[str]:
@@ -117,9 +122,9 @@ def _notes(without_effect: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
             yield f"{key}: no effect, {reason}"
 
 
-def _tight_memory(settled: Settled) -> Iterator[str]:
+def _tight_memory(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
     """Note what may run out of memory; it is not refused, because it is an estimate."""
-    recipe, memory = settled.recipe, memory_per_gpu(settled)
+    recipe = settled.recipe
     if memory.headroom(memory.worst) < HEADROOM:
         yield (
             f"memory: {memory.worst} leaves {memory.headroom(memory.worst):.0%} of an "

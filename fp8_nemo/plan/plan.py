@@ -21,14 +21,9 @@ from typing import Any
 
 from fp8_nemo.nemo_config.host import MAIN, Host, base_of
 from fp8_nemo.nemo_config.limits import host_mistakes
-from fp8_nemo.nemo_config.overrides import (
-    VALIDATION_BATCH,
-    environment_variables,
-    keys_of,
-    own_key_mistakes,
-)
+from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, configure
 from fp8_nemo.nemo_config.seams import SEAMS
-from fp8_nemo.plan.memory import kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import TASKS, Cluster, Recipe
@@ -166,21 +161,21 @@ def _nemo_plan(recipe: Recipe, host: Host) -> Plan:
         text = "backend=nemo starts from a YAML of NeMo RL's"
         raise PlanError([Mistake("model.base_config", None, text)])
     settled = settle(recipe, host.base(base))
-    ours = keys_of(settled, host)
+    nemo = configure(settled, host)
     _refuse([
         *_batch_mistakes(settled),
         *_container_mistakes(recipe.cluster),
         *host_mistakes(settled, host),
-        *own_key_mistakes(settled, ours, host),
+        *nemo.mistakes,
     ])  # fmt: skip
-    written = ours | dict(settled.own)
-    _refuse([*_small_cache(settled), *_no_validation(written)])
+    memory = memory_per_gpu(settled)
+    _refuse([*_small_cache(settled, memory), *_no_validation(nemo.keys)])
     return Plan(
         _cell(recipe),
         "nemo",
         settled.recipe,
-        notes=tuple(nemo_notes(settled)),
-        nemo=NemoPlan(host.name, base, written, environment_variables(settled.recipe)),
+        notes=tuple(nemo_notes(settled, memory, nemo.loss_corrects)),
+        nemo=NemoPlan(host.name, base, nemo.keys, nemo.environment),
     )
 
 
@@ -212,10 +207,10 @@ def _container_mistakes(cluster: Cluster) -> Iterator[Mistake]:
         )
 
 
-def _small_cache(settled: Settled) -> Iterator[Mistake]:
+def _small_cache(settled: Settled, memory: MemoryByPhase) -> Iterator[Mistake]:
     """Refuse a cache that holds less than one sequence: vLLM does not start (`max_model_len`)."""
     gib, longest = settled.recipe.model.memory.kv_cache_gib, settled.sequence_tokens
-    tokens = kv_cache_tokens(settled.recipe, memory_per_gpu(settled))
+    tokens = kv_cache_tokens(settled.recipe, memory)
     if gib is not None and tokens < longest:
         yield Mistake(
             "model.memory.kv_cache_gib",

@@ -12,15 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.speed import fit_estimate
+from benchmarks.speed.capacity import decode_floor, engine_kv_bytes, kv_capacity
+from benchmarks.speed.fit_estimate import Measured, compared, fitted, worst
 from fp8_nemo.plan.memory import count
 from fp8_nemo.plan.speed import FITTED, GPU_SPEED, decode_seconds, decode_work, refit_seconds
 from fp8_nemo.recipe.options import Precision, Shape
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import fit_estimate
-from capacity import decode_floor, engine_kv_bytes, kv_capacity
-from fit_estimate import Measured, compared, fitted, worst
 
 MODELS = Path(__file__).parents[2] / "conf" / "model"
 FP8 = Precision(rollout_linear="fp8")

@@ -1,0 +1,472 @@
+"""Decode speed of vLLM by precision: the same batch for all, and a KV cache that overflows in BF16.
+
+python -m benchmarks.speed.rollout --out benchmarks/results/rollout-8b-h200.json [--gpus 0,1,2,3]
+    [--model llama31-8b] [--precisions bf16,fp8-kv-attn] [--points 64x1024,32x8192] [--limited
+    128x256+768] [--caches outputs/caches] [--eager] [--nemo] [--small]
+
+One process per precision, one after the other, or side by side with one GPU each. The engine runs
+inside that process, with statistics on and CUDA graphs, as in NeMo RL's worker; `--nemo` is that
+worker itself, with its flags (sleep mode, logprobs, prefix cache) and its patches of vLLM. Weights
+are random with a trained model's spread: vLLM's dummies are zeros in FP8, which multiply faster.
+
+`resident`: BATCHxPROMPT; all prompts at once, then three stretches of decode steps in which every
+sequence makes one token: seconds per step, tokens/s, and the time to the first token of one prompt
+alone. `limited`: BATCHxPROMPT+OUTPUT in a cache of 1/1.6 of what BF16 needs, the same bytes for
+all: the rest of the engine's blocks are held (`--kv-gib` starts the engine with a cache of one size
+instead). Tokens/s from first prompt to last token, and how often a request was preempted.
+
+Seconds of 8B in BF16 on an H200 (4.8 TB/s at 88%, prefill 30k tokens/s): engine start 60; prefill
+of all points 33; decode 215 steps each of 5.6, 12.5, 5.6, 11.7, 5.6, 11.7 ms, 12; first tokens 4;
+limited, 4 times 9. About 170 in all, and in FP8 on DeepGEMM twice that where its cache is empty: it
+compiles a kernel per shape, 4 seconds each, one after the other. With `--gpus 0,1,2` the second
+such precision finds what the first has compiled. `--caches` is where vLLM, Triton, inductor,
+DeepGEMM and FlashInfer keep what they compiled: VLLM_CACHE_ROOT, TRITON_CACHE_DIR,
+TORCHINDUCTOR_CACHE_DIR, DG_JIT_CACHE_DIR, FLASHINFER_WORKSPACE_BASE. Needs a GPU and vLLM; `--nemo`
+also NEMO_RL_ROOT (docs/nemo.md).
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import record
+from benchmarks.speed import rollout_engine
+from benchmarks.speed.capacity import decode_floor, kv_capacity
+from benchmarks.speed.rollout_engine import Engine, Point, TooFewSteps
+from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.plan.memory import count
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.options import Precision, Shape
+
+
+class Variant(NamedTuple):
+    """What is measured: `Variant("fp8-linear", "cutlass", "CutlassFp8BlockScaledMMKernel")`."""
+
+    precision: str
+    """An option of conf/precision."""
+    linear: str = "auto"
+    """vLLM's `linear_backend`, by which 0.25.1 narrows its list of block-scaled kernels."""
+    kernel: str = "UnquantizedLinearMethod"
+    """The class that must have been chosen, for every linear of the layers."""
+    experts: str = "triton"
+    """vLLM's `moe_backend`; FP8 experts have no CUTLASS (`allow_vllm_cutlass=False`)."""
+
+
+CUTLASS, DEEPGEMM = "CutlassFp8BlockScaledMMKernel", "DeepGemmFp8BlockScaledMMKernel"
+VARIANTS = {
+    "bf16": Variant("bf16"),
+    "fp8-linear-cutlass": Variant("fp8-linear", "cutlass", CUTLASS),
+    "fp8-linear-deepgemm": Variant("fp8-linear", "deep_gemm", DEEPGEMM),
+    "fp8-linear-deepgemm-experts": Variant("fp8-linear", "deep_gemm", DEEPGEMM, "deep_gemm"),
+    "fp8-kv-attn": Variant("fp8-kv-attn", "deep_gemm", DEEPGEMM),
+    "fp8-kv-attn-cutlass": Variant("fp8-kv-attn", "cutlass", CUTLASS),
+}
+USUAL = "bf16,fp8-linear-cutlass,fp8-linear-deepgemm,fp8-kv-attn"
+POINTS = "64x1024,256x1024,16x4096,64x4096,8x8192,32x8192"
+OVERFLOW = 1.6
+GRAPHS = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]
+BLOCK_FP8 = {
+    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}  # fmt: skip
+
+
+def model_config(shape: Shape, longest: int) -> dict[str, Any]:
+    """A `config.json` as transformers and vLLM read it, of either family."""
+    common = {
+        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "head_dim": shape.head_dim,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": longest, "hidden_act": "silu", "dtype": "bfloat16",
+        "attention_bias": False, "bos_token_id": None, "eos_token_id": shape.vocab - 1,
+    }  # fmt: skip
+    if not shape.experts:
+        return common | {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False,
+            "intermediate_size": shape.ffn, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+        }  # fmt: skip
+    return common | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "intermediate_size": shape.ffn, "moe_intermediate_size": shape.expert_ffn,
+        "num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    }  # fmt: skip
+
+
+def engine_arguments(
+    shape: Shape, variant: Variant, precision: Precision, folder: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """For `vllm.LLM`, with what NeMo RL's worker sets (quantization/fp8.py:247, vllm_worker.py)."""
+    found: dict[str, Any] = {
+        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True,
+        "dtype": "bfloat16", "seed": 0, "enable_prefix_caching": False, "disable_log_stats": False,
+        "gpu_memory_utilization": options.share, "max_model_len": longest(options),
+        "enforce_eager": options.eager, "generation_config": "vllm",
+        "enable_flashinfer_autotune": False, "linear_backend": variant.linear,
+        "kv_cache_dtype": "fp8" if precision.rollout_kv == "fp8" else "auto",
+    }  # fmt: skip
+    if shape.experts:
+        found["moe_backend"] = variant.experts
+    if options.kv_gib:
+        found["kv_cache_memory_bytes"] = int(options.kv_gib * 2**30)
+    if not options.eager:
+        found["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(options)}
+    if precision.rollout_linear == "fp8":
+        gates = [f"model.layers.{n}.mlp.gate" for n in range(shape.layers if shape.experts else 0)]
+        quantization = BLOCK_FP8 | {"ignored_layers": gates, "ignore": gates}
+        found |= {"quantization": "fp8", "hf_overrides": {"quantization_config": quantization}}
+    return found
+
+
+def environment_variables(variant: Variant, caches: Path) -> dict[str, str]:
+    """Before vLLM is imported: FP32 scales, as NeMo RL sets them (fp8.py:236), and no FlashInfer.
+
+    Its kernel for fewer than 32 tokens would be first in vLLM's list, and compiles when first used.
+    """
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+        "VLLM_USE_DEEP_GEMM": str(int("deep_gemm" in variant)),
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",
+        "VLLM_DEEP_GEMM_WARMUP": "skip",  # of every M: graphs and warm-ups meet those that count
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "DG_JIT_CACHE_DIR": str(caches / "deep_gemm"),
+        "FLASHINFER_WORKSPACE_BASE": str(caches / "flashinfer"),
+    }
+
+
+def graph_sizes(options: argparse.Namespace) -> list[int]:
+    """A fifth of vLLM's own sizes, and those of the points: DeepGEMM compiles for each."""
+    return sorted({*GRAPHS, *(each.batch for each in options.points)})
+
+
+def longest(options: argparse.Namespace) -> int:
+    """Tokens of the longest sequence of any point, in whole blocks."""
+    points = [p.filled(options.repetitions) for p in (*options.points, options.limited)]
+    return -(-max(each.prompt + each.output for each in points) // 16) * 16
+
+
+class Bench:
+    """One precision: its engine's calls, and the rows they make."""
+
+    def __init__(self, options: argparse.Namespace, plan: Plan) -> None:
+        self.options, self.plan, self.variant = options, plan, VARIANTS[options.precision]
+        self.shape, self.precision = plan.recipe.model.shape, plan.recipe.precision
+        engine = "NeMo RL" if options.nemo else "vLLM"
+        self.names = {"model": options.model, "precision": options.precision, "engine": engine}
+        self.failed = False
+
+    def measure(self, call: Callable[..., Any], start: float) -> None:
+        """Both regimes; each row is in the file before the next is begun.
+
+        Raises:
+            SystemExit: a point failed, or the engine's kernels are others than this row's name.
+        """
+        ready = time.perf_counter() - start
+        engine: dict[str, Any] = {"start_seconds": ready, "eager": self.options.eager}
+        engine |= self.names | call("described")
+        kernels = engine["kernels"]
+        linears = [kind for kind in kernels if kind.startswith("linear: ")]
+        engine["kernel_as_asked"] = linears == [f"linear: {self.variant.kernel}"]
+        engine["kernels"] = ", ".join(f"{count} {name}" for name, count in kernels.items())
+        keep(self.options, "engines", engine)
+        print(json.dumps(engine, indent=1), flush=True)
+        self._keep(self.options.limited, lambda: self._limited(self.options.limited, call))
+        for point in self.options.points:
+            self._keep(point, lambda p=point: self._resident(p, call))
+        if self.failed or not engine["kernel_as_asked"]:
+            raise SystemExit("a point failed" if self.failed else f"not {self.variant.kernel}")
+
+    def _keep(self, point: Point, make: Callable[[], dict[str, Any]]) -> None:
+        start = time.perf_counter()
+        row: dict[str, Any]
+        try:
+            row = make()
+        except TooFewSteps as error:  # which must not cost the points after it
+            traceback.print_exc()
+            self.failed = True
+            row = {"regime": "failed", "error": str(error).splitlines()[-1:]}
+        row["took_seconds"] = time.perf_counter() - start
+        row = self.names | {"batch": point.batch, "prompt": point.prompt} | row
+        keep(self.options, "rows", row)
+        print(json.dumps(row), flush=True)
+
+    def _resident(self, point: Point, call: Callable[..., Any]) -> dict[str, Any]:
+        found = call("resident", point, self.options.repetitions)
+        times, contexts = found["seconds_per_step"], found["contexts"]
+        rates = found["prompt_tokens_per_second"]
+        context, step = sum(contexts) / len(contexts), record.repeated(times)
+        floor = decode_floor(self.shape, self.precision, point.batch, context, self.options.gpu)
+        return {
+            "regime": "resident",
+            "context": context,
+            "tokens_per_second": record.repeated([point.batch / each for each in times]),
+            "seconds_per_step": step,
+            "of_roofline": floor / step["median"],
+            "first_token_seconds": record.repeated(found["first_token_seconds"]),
+            "call_tokens_per_second": point.batch * found["output"] / found["call_seconds"],
+            "prompt_tokens_per_second": record.repeated(rates) if rates else None,
+        }
+
+    def _limited(self, point: Point, call: Callable[..., Any]) -> dict[str, Any]:
+        tokens = point.batch * (point.prompt + point.output)
+        size = tokens * count(self.shape, Precision()).kv_bytes_per_token / OVERFLOW
+        left = kv_capacity(self.shape, self.precision, size)
+        found = call("limited", point, self.options.repetitions, left)
+        made = point.batch * point.output
+        return {
+            "regime": "limited",
+            "output": point.output,
+            "kv_bytes": int(size),
+            "kv_tokens": left,
+            "tokens_per_second": record.repeated([made / each for each in found["seconds"]]),
+            **{name: record.repeated(numbers) for name, numbers in found.items()},
+        }
+
+    def alone(self, folder: Path) -> None:
+        """Through `vllm.LLM` in this process."""
+        start = time.perf_counter()
+        from vllm import LLM
+
+        arguments = engine_arguments(self.shape, self.variant, self.precision, folder, self.options)
+        engine = Engine(LLM(**arguments), self.shape.vocab)
+        self.measure(lambda name, *given: getattr(engine, name)(*given), start)
+
+    def in_nemo(self, folder: Path) -> None:
+        """Through NeMo RL's generation worker, an actor of Ray on one GPU."""
+        start = time.perf_counter()
+        from fp8_nemo.launch import driver, ray_cluster
+
+        assert self.plan.nemo
+        settings = nemo_settings(self.plan, folder, self.options)
+        number = int(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])  # sets its ports
+        for name, value in self.plan.nemo.environment.items():
+            os.environ.setdefault(name, value)
+        with driver.own_ray():
+            ray_cluster.connect(60)
+            import ray
+            from nemo_rl.models.generation.vllm.vllm_worker import (
+                VllmGenerationWorker,
+                VllmGenerationWorkerImpl,
+            )
+            from ray import cloudpickle
+
+            cloudpickle.register_pickle_by_value(rollout_engine)
+            _, own, arguments, _ = VllmGenerationWorkerImpl.configure_worker(1, (0, [number]))
+            variables = environment_variables(self.variant, self.options.caches.absolute()) | own
+            actor = VllmGenerationWorker.options(  # type: ignore[attr-defined]
+                num_gpus=1, runtime_env={"env_vars": variables}
+            ).remote(settings, **arguments)
+            ray.get(actor.__ray_ready__.remote())
+            work, vocab = rollout_engine.in_actor, self.shape.vocab
+            self.measure(
+                lambda name, *given: ray.get(actor.__ray_call__.remote(work, vocab, name, given)),
+                start,
+            )
+
+
+def nemo_settings(plan: Plan, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """`policy.generation` as our plan writes it, with this file's cache, lengths and graphs."""
+    from fp8_nemo.nemo_config.checkout import config_of
+    from fp8_nemo.nemo_config.host import root_of
+
+    root = root_of(plan.recipe)
+    assert root and plan.nemo
+    found = config_of(root, plan.nemo.base_config, plan.nemo.overrides)["policy"]["generation"]
+    found |= {"model_name": str(folder), "_pad_token_id": plan.recipe.model.shape.vocab - 1}
+    found |= {"stop_token_ids": [], "ignore_eos": True}
+    found["vllm_cfg"] |= {
+        "load_format": "dummy", "skip_tokenizer_init": True, "use_tqdm": False,
+        "max_model_len": longest(options), "gpu_memory_utilization": options.share,
+        "enforce_eager": options.eager,
+        "use_deep_gemm": VARIANTS[options.precision].linear == "deep_gemm",
+    }  # fmt: skip
+    found["vllm_kwargs"].pop("kv_cache_memory_bytes", None)
+    if not options.eager:
+        found["vllm_kwargs"]["compilation_config"] = {
+            "cudagraph_capture_sizes": graph_sizes(options)
+        }
+    found["vllm_kwargs"]["linear_backend"] = VARIANTS[options.precision].linear
+    return found
+
+
+def plan_of(options: argparse.Namespace, folder: Path) -> Plan:
+    """The cell of one precision; with NeMo RL's keys where its worker is asked for."""
+    words = [
+        "backend=nemo", "glue=stock", "correction=tis", "data=arithmetic", f"model={options.model}",
+        f"precision={VARIANTS[options.precision].precision}", f"model.path={folder}",
+        "cluster.interpreter=system", f"cluster.gpu={options.gpu}", "cluster.nodes=1",
+        "cluster.gpus_per_node=1", "model.parallel.tensor=1", "model.parallel.expert=1",
+        "model.parallel.rollout_tensor=1",
+    ]  # fmt: skip
+    if not options.nemo:
+        return compose_plans(words)[0]
+    from fp8_nemo.nemo_config.checkout import host_of
+
+    return compose_plans(words, host_of)[0]
+
+
+def keep(options: argparse.Namespace, key: str, row: dict[str, Any] | None) -> None:
+    """Add a row to the results file, which other processes add to; an older twin gives way."""
+    options.caches.mkdir(parents=True, exist_ok=True)
+    with (options.caches / f"{options.out.stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        old = json.loads(options.out.read_text()) if options.out.exists() else {}
+        rows = {name: old.get(name, []) for name in ("rows", "engines")}
+        if row is not None:
+            rows[key] = [each for each in rows[key] if not twins(each, row)] + [row]
+        given = {name: getattr(options, name) for name in ("gpu", "share", "eager")}
+        record.keep(options.out, options.commit, **given, **rows)
+
+
+def twins(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Whether two rows are of one point; one that failed is of whatever its point gives now."""
+    same = ("model", "precision", "engine", "batch", "prompt")
+    kinds = {old.get("regime"), new.get("regime")} - {"failed"}
+    return all(old.get(name) == new.get(name) for name in same) and len(kinds) < 2
+
+
+def run_one(options: argparse.Namespace) -> None:
+    """One precision, in this process."""
+    os.environ |= environment_variables(VARIANTS[options.precision], options.caches.absolute())
+    folder = options.caches.absolute() / f"{options.model}-{options.precision}"  # no two write one
+    plan = plan_of(options, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model_config(plan.recipe.model.shape, longest(options))
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    bench = Bench(options, plan)
+    (bench.in_nemo if options.nemo else bench.alone)(folder)
+
+
+def run_all(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Each precision in a process of its own, on the next free GPU; the worst exit code."""
+    waiting, running, worst = options.precisions.split(","), {}, 0
+    free = options.gpus.split(",")
+    while waiting or running:
+        while waiting and free:
+            name, gpu = waiting.pop(0), free.pop(0)
+            log = options.out.with_name(f"{options.out.stem}-{name}.log")
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.speed.rollout",
+                *words,
+                "--precision",
+                name,
+            ]
+            own = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+            with log.open("w") as file:
+                child = subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT)
+            running[name] = child, gpu, log, time.monotonic()
+        for name, (child, gpu, log, start) in list(running.items()):
+            late = time.monotonic() - start > options.limit
+            if late:
+                child.kill()
+            if late or child.poll() is not None:
+                code = child.wait()
+                print(f"{name}: exit {code} after {time.monotonic() - start:.0f} s", flush=True)
+                if code:
+                    print(log.read_text()[-3000:], flush=True)
+                worst = max(worst, abs(code))
+                free.append(gpu)
+                del running[name]
+        time.sleep(0.5)
+    return worst
+
+
+def against_bf16(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows point by point, each with its tokens/s over those of BF16 in the same engine."""
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("model", "regime", "prompt", "batch", "engine"))
+
+    rates = {
+        (place(row), row["precision"]): row["tokens_per_second"]["median"]
+        for row in rows
+        if "tokens_per_second" in row
+    }
+    found = []
+    for row in sorted(rows, key=place):
+        rate, base = (rates.get((place(row), name)) for name in (row["precision"], "bf16"))
+        found.append(row | {"of_bf16": rate / base if rate and base else None})
+    return found
+
+
+def show(out: Path) -> None:
+    """The file's rows, and below them the engines that gave them."""
+    content = json.loads(out.read_text())
+    columns = ("model", "regime", "batch", "prompt", "engine", "precision", "tokens_per_second",
+               "of_bf16", "seconds_per_step", "of_roofline", "first_token_seconds",
+               "preemptions")  # fmt: skip
+    rows = against_bf16(content["rows"])
+    record.show(out.stem, [{name: row.get(name) for name in columns} for row in rows])
+    columns = ("precision", "engine", "start_seconds", "kv_tokens", "kernel_as_asked",
+               "logits_finite", "kernels")  # fmt: skip
+    record.show("engines", [{name: e.get(name) for name in columns} for e in content["engines"]])
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command line; `--small` changes what is not given."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    record.add_options(parser)
+    parser.add_argument("--small", action="store_true", help="a small model and short sequences")
+    parser.add_argument("--model", default="llama31-8b", help="an option of conf/model")
+    parser.add_argument("--precisions", default=USUAL, help=", ".join(VARIANTS))
+    parser.add_argument("--precision", choices=VARIANTS, help="this one alone, in this process")
+    parser.add_argument("--points", type=_points, default=_points(POINTS))
+    parser.add_argument("--limited", type=Point.read, default=Point(128, 256, 768))
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--share", type=float, default=0.9, help="of the GPU, for the engine")
+    parser.add_argument("--kv-gib", type=float, help="size of the cache, instead of the share")
+    parser.add_argument("--gpu", default="h200", help="whose roofline: h100, h200, b200")
+    parser.add_argument("--gpus", default="0", help="numbers; several run side by side")
+    parser.add_argument("--limit", type=float, default=580, help="seconds of one precision")
+    parser.add_argument("--caches", type=Path, default=Path("outputs/caches"))
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--nemo", action="store_true", help="through NeMo RL's worker")
+    if "--small" in words:
+        small = {"model": "small-llama", "points": _points("8x128,16x256"), "share": 0.3}
+        parser.set_defaults(**small, limited=Point(32, 64, 192))
+    return parser.parse_args(words)
+
+
+def _points(text: str) -> list[Point]:
+    return [Point.read(word) for word in text.split(",")]
+
+
+def main() -> int:
+    """Measure one precision, or all; the table."""
+    words = sys.argv[1:]
+    options = parse(words)
+    record.need("vllm", device=False)
+    if options.precision:
+        run_one(options)
+        return 0
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    code = run_all(options, words)
+    keep(options, "rows", None)  # the file names this command, not its last child's
+    show(options.out)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""benchmarks.speed.refit runs here on a CPU; its seconds are of a GPU alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo.plan.memory import count
+from fp8_nemo.recipe.compose import compose
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3-moe"])
+def test_what_is_streamed_are_the_bytes_of_the_estimate_and_all_of_it_lands(model, tmp_path):
+    pytest.importorskip("torch")
+    out = tmp_path / "found.json"
+    words = ["--out", str(out), "--model", model, "--repetitions", "3", "--rows", "8,16"]
+    command = [sys.executable, "-m", "benchmarks.speed.refit", *words]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    content = json.loads(out.read_text())
+    assert content["model"] == model and [row["rows"] for row in content["watch"]] == [8, 16]
+    [recipe] = compose([f"model={model}", "precision=fp8-kv-attn"])
+    weighs = count(recipe.model.shape, recipe.precision)
+    sent = {row["stream"]: row["bytes"] for row in content["stream"]}
+    assert sent["FP8, loaded under the ledger"] == sent["FP8, loaded under full"]
+    assert sent["FP8, loaded under full"] == sent["FP8, loaded"] == weighs.refit_bytes
+    assert 0 < sent["FP8"] - weighs.refit_bytes < 2e5  # sentinel and manifest, which names all
+    assert 0 < sent["BF16"] - weighs.refit_bytes_bf16 < 2e5
+    for row in content["stream"]:
+        assert len(row["seconds"]["repetitions"]) == 3 and row["seconds"]["median"] > 0
+    ratios = {row["stream"]: row["of_loaded"] for row in content["stream"]}
+    assert ratios["FP8, loaded"] == 1 and ratios["FP8"] is None
+    assert ratios["FP8, loaded under full"] > 1  # checksums of every byte, thrice
