@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
 
-VERBS = (
-    "plan",
-    "grpo",
-    "run",
-    "compare",
-    "measure_mismatch",
-    "quantize_checkpoint",
-    "make_model",
-    "check_cluster",
-)
+VERBS = ("plan", "grpo", "run", "compare", "measure_mismatch", "quantize_checkpoint",
+         "make_model", "check_cluster")  # fmt: skip
 
 
 def main() -> None:
@@ -26,16 +19,19 @@ def main() -> None:
 
         print(version())
     elif name in ("-h", "--help"):
-        print("usage: fp8-nemo VERB ...\n", *map(_about, VERBS), sep="\n")
+        from fp8_nemo.plan.terminal import fields
+
+        print(f"usage: fp8-nemo VERB ...\n\n{fields(map(_about, VERBS), '  ')}")
         print("\nfp8-nemo VERB --help shows its arguments; fp8-nemo --version the version.")
     elif (verb := name.replace("-", "_")) in VERBS:
         sys.argv[1:] = words
         runpy.run_module(f"fp8_nemo.recipes.{verb}", run_name="__main__")
     else:
-        raise SystemExit(f"fp8-nemo: {name}: no such verb; there are {', '.join(VERBS)}")
+        print(f"fp8-nemo: {name}: no such verb; --help shows them", file=sys.stderr)
+        raise SystemExit(2)
 
 
-def _about(verb: str) -> str:
-    """Return a verb and the first sentence of its file, without importing it."""
-    first = Path(__file__).with_name(f"{verb}.py").read_text().partition("\n")[0]
-    return f"  {verb.replace('_', '-'):20} {first.strip(chr(34)).split(';')[0].split(':')[0].rstrip('.')}"
+def _about(verb: str) -> tuple[str, str]:
+    """Return a verb and the head of its file's docstring, without importing it."""
+    head = Path(__file__).with_name(f"{verb}.py").read_text().partition('"""')[2]
+    return verb.replace("_", "-"), re.split("[;:.]", head)[0]

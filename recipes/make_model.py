@@ -1,7 +1,7 @@
-"""Train a small starting checkpoint, with tokenizer and chat template, in Hugging Face format.
+r"""Train a small starting checkpoint, with tokenizer and chat template, in Hugging Face format.
 
 python -m recipes.make_model models/tiny-llama model=tiny-llama
-python -m recipes.make_model models/small-llama-sum model=small-llama \\
+python -m recipes.make_model models/small-llama-sum model=small-llama \
     data=running-sum
 """
 

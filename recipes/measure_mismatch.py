@@ -60,8 +60,8 @@ def _options(words: list[str]) -> Namespace:
         help="write the bounds as conf/correction/my-NAME.yaml, for correction=my-NAME",
     )  # fmt: skip
     parser.add_argument(
-        "--mask", choices=[*RATIOS, *DIVERGENCES], default="geometric",
-        help="statistic that --write bounds (geometric)",
+        "--mask", metavar="STATISTIC", choices=[*RATIOS, *DIVERGENCES], default="geometric",
+        help=f"what --write bounds (geometric): {', '.join((*RATIOS, *DIVERGENCES))}",
     )  # fmt: skip
     return parser.parse_args(words)
 

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n{fields([('run directory', str(path)), *describe(plan, host)])}\n")
         if plan.nemo and options.keys:
             print(f"{changes(differences(plan, host, path))}\n")
-            print(f"The same with NeMo RL alone, in its checkout:\n")
+            print("The same with NeMo RL alone, in its checkout:\n")
             print(f"{shell(stock_command(plan, host, path))}\n")
         elif plan.nemo:
             say("--keys shows NeMo RL's keys, and this run as a stock NeMo RL command.", "")

@@ -1,7 +1,7 @@
-"""Convert a Hugging Face checkpoint, or a local run's, to a blockwise FP8 one for vLLM.
+r"""Convert a Hugging Face checkpoint, or a local run's, to a blockwise FP8 one for vLLM.
 
 python -m recipes.quantize_checkpoint models/llama models/llama-fp8
-python -m recipes.quantize_checkpoint models/llama models/llama-fp8-kv \\
+python -m recipes.quantize_checkpoint models/llama models/llama-fp8-kv \
     precision=fp8-kv-attn --calibrate texts.txt
 
 The same line goes on where it was stopped. Prints what FP8 cost each layer;

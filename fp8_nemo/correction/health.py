@@ -43,7 +43,7 @@ class Signal(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`Verdict("watch", ["mismatch/kl 0.03 above 0.02: ..."])`."""
+    """`Verdict("watch", ["mismatch/kl 0.03 > 0.02. A refit may have ..."])`."""
 
     state: str
     reasons: list[str]
@@ -53,21 +53,22 @@ class UnstableError(RuntimeError):
     """A step after which a run was not to go on; one line."""
 
 
-STALE = "a refit may have brought stale weights or scales: set glue.verify=full"
+STALE = "A refit may have brought stale weights or scales: set glue.verify=full"
+OUTLIER = "One outlier token can cause this; if it persists, see docs/troubleshooting.md#mismatch"
 SIGNALS = (
     Signal(KL, 0.02, 0.1, STALE),
-    Signal("mismatch/token_mult_prob_error", 1.05, 1.5, f"{KL} in docs/troubleshooting.md"),
-    Signal("correction/ess", 0.5, 0.3, "few tokens carry the update: truncate, or mask by token"),
+    Signal("mismatch/token_mult_prob_error", 1.05, 1.5, OUTLIER),
+    Signal("correction/ess", 0.5, 0.3, "Few tokens carry the update: truncate, or mask by token"),
     Signal(
         "correction/masked_fraction", 0.1, 0.5,
-        "bounds too tight for this mismatch: recipes.measure_mismatch proposes others",
+        "The bounds are too tight for this mismatch: measure_mismatch proposes others",
     ),
     Signal(
         "recalibrate/saturated_fraction", 0.5, 1.1,
-        "ranges outgrow their scales each step: raise glue.recalibrate.margin or history",
+        "Ranges outgrow their scales each step: raise glue.recalibrate.margin or history",
     ),
 )  # fmt: skip
-GROWTH = Signal(f"growth of {KL}", 3.0, 10.0, "lower the learning rate, or correct more strictly")
+GROWTH = Signal(f"growth of {KL}", 3.0, 10.0, "Lower the learning rate, or correct more strictly")
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
@@ -101,6 +102,25 @@ def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:
     return int(rows[at]["step"]), judge(rows[: at + 1])
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """Say how often a run was not healthy and why first; nothing if it always was.
+
+    `watch in 9 of 40 steps, first at step 31: mismatch/kl 0.03 > 0.02. A refit may have ...`
+    """
+    found = worst(rows)
+    if found is None:
+        return ""
+    states = [int(row.get(STATE, 0)) for row in rows if row.get("step")]
+    counts = [
+        f"{state} in {states.count(number)}"
+        for number, state in reversed([*enumerate(STATES)][1:])
+        if number in states
+    ]
+    step, verdict = found
+    reasons = ". ".join(verdict.reasons)
+    return f"{', '.join(counts)} of {len(states)} steps, first at step {step}: {reasons}"
+
+
 def _growth(rows: Sequence[Row]) -> float | None:
     """Mean KL of the last window over that of the first; None before two windows have passed."""
     kl = [row[KL] for row in rows if KL in row]
@@ -113,7 +133,7 @@ def _growth(rows: Sequence[Row]) -> float | None:
 def _reason(signal: Signal, value: float) -> str:
     state = signal.state(value)
     bound = (signal.watch, signal.unstable)[state - 1]
-    side = "above" if signal.unstable > signal.watch else "below"
+    side = ">" if signal.unstable > signal.watch else "<"
     texts = (f"{value:.{digits}g}" for digits in range(3, 18))
-    found = next(text for text in texts if text != f"{bound:g}")  # not "1.05 above 1.05"
-    return f"{signal.key} {found} {side} {bound:g}: {signal.action}"
+    found = next(text for text in texts if text != f"{bound:g}")  # not "1.05 > 1.05"
+    return f"{signal.key} {found} {side} {bound:g}. {signal.action}"

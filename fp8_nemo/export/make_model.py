@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -40,6 +39,7 @@ from transformers import (
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import pad_left
 from fp8_nemo.local.modules.deterministic import repeat_exactly
+from fp8_nemo.plan.terminal import console, say
 from fp8_nemo.recipe.model_dir import weights_digest
 from fp8_nemo.recipe.options import Recipe, Shape
 from fp8_nemo.recipe.problems import Problem, Split, reward, working
@@ -88,22 +88,23 @@ def make(folder: Path, recipe: Recipe, problems: Split) -> None:
     how = teaching_for(problems.train, shape)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = new_model(shape, chat, recipe.seed)
-    console, every = Console(), max(1, how.steps // 10)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
+    shown, every = console(), max(1, how.steps // 10)
+    parts = TextColumn("{task.description}"), BarColumn(10), TimeRemainingColumn()
+    with Progress(*parts, console=shown, disable=not shown.is_terminal) as bar:
         task = bar.add_task(recipe.model.name, total=how.steps)
 
         def report(step: int, loss: float) -> None:
             """Move the bar, or print the line."""
-            shown = f"{recipe.model.name} loss {loss:.3f}"
-            bar.update(task, completed=step, description=shown)
-            if not console.is_terminal and step % every == 0:
-                console.print(f"{shown}  step {step}/{how.steps}", soft_wrap=True)
+            text = f"{recipe.model.name} loss {loss:.3f}  step {step}/{how.steps}"
+            bar.update(task, completed=step, description=text)
+            if not shown.is_terminal and step % every == 0:
+                say(text)
 
         train_model(model, chat, problems.train, teaching=how, seed=recipe.seed, report=report)
     save_model(model, chat, folder)
     about = f"{model.num_parameters():,} parameters, weights {weights_digest(folder)}"
     share = sampled_right(model, chat, problems.validation[:GRADED], recipe.seed)
-    print(f"{folder}: {recipe.model.name}, {about}; {share:.0%} of its held-out answers are right")
+    say(f"{folder}: {recipe.model.name}, {about}; {share:.0%} of its held-out answers are right")
 
 
 def make_chat() -> Chat:

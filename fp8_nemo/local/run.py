@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +17,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import transformers
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from fp8_nemo.correction.health import UnstableError
+from fp8_nemo.correction.health import UnstableError, summary
 from fp8_nemo.correction.mismatch import LogprobError
 from fp8_nemo.glue.recalibrate import RecalibrateError
 from fp8_nemo.glue.wire import RefitError
@@ -30,6 +28,7 @@ from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import GrpoLoop, Report
 from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.plan.terminal import complain, console, say, wrapped
 from fp8_nemo.runs import metrics, process, run_dir
 from fp8_nemo.runs.provenance import environment
 from fp8_nemo.runs.starting_point import starting_point
@@ -65,19 +64,22 @@ def run(plan: Plan, path: Path) -> int:
     except (CheckpointError, metrics.RunDirError, OSError, *DIVERGED) as error:
         if logging.getLogger().hasHandlers():  # there is a log: the directory is this attempt's
             logging.exception("stopped")
-        print(error if str(path) in str(error) else f"{path}: {error}", file=sys.stderr)
+        complain(error if str(path) in str(error) else f"{path}: {error}")
         return 1 if isinstance(error, DIVERGED) else 2
     except KeyboardInterrupt:
         saved = run_dir.checkpoints(path)
         goes_on = f"goes on from {saved[-1].name}" if saved else "begins again, nothing was saved"
-        print(f"{path}: stopped; the same line {goes_on}", file=sys.stderr)
+        complain(f"{path}: stopped; the same line {goes_on}")
         return process.INTERRUPTED
+    rows = metrics.read_metrics(path)
+    if health := summary(rows):
+        say(f"health: {health}")
     if step < plan.recipe.grpo.steps:
-        print(f"{path}: stopped, step {step} is saved; the same line goes on", file=sys.stderr)
+        complain(f"{path}: stopped, step {step} is saved; the same line goes on")
         return process.INTERRUPTED
-    print(f"{path}: finished, {plan.recipe.grpo.steps} steps")
-    if _learned_nothing([row for row in metrics.read_metrics(path) if row["step"]]):
-        print(NOTHING_LEARNED)
+    say(f"{path}: finished, {plan.recipe.grpo.steps} steps")
+    if _learned_nothing([row for row in rows if row["step"]]):
+        say(NOTHING_LEARNED)
     return 0
 
 
@@ -95,7 +97,7 @@ def _stop_on_signals(path: Path) -> threading.Event:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        print(f"{path}: saves after this step; Ctrl-C again stops at once", file=sys.stderr)
+        complain(f"{path}: saves after this step; Ctrl-C again stops at once")
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupted)
@@ -119,33 +121,32 @@ def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
 
 @contextmanager
 def progress(plan: Plan) -> Iterator[Report]:
-    """A bar on a terminal, a line every tenth of the way elsewhere; every row goes to the log."""
-    console, steps = Console(markup=False), plan.recipe.grpo.steps
-    every, name = max(1, steps // 10), f"{plan.cell} s{plan.recipe.seed}"
+    """Show each step: one line on a terminal, a line every tenth of the way elsewhere.
+
+    Every row goes to the log. A line fits 80 columns; it begins before the model is loaded.
+    """
+    shown, steps = console(), plan.recipe.grpo.steps
+    every, latest = max(1, steps // 10), dict[str, str]()
     bar = Progress(
-        TextColumn(name),
-        BarColumn(bar_width=10),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        SpinnerColumn(),
+        TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
         TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[shown]}", table_column=Column()),  # wraps, where 80 columns end
-        console=console,
-        disable=not console.is_terminal,
+        TextColumn("left  {task.fields[numbers]}", table_column=Column(no_wrap=True)),
+        console=shown,
+        disable=not shown.is_terminal,
     )
-    latest: dict[str, str] = {}
     with bar:
-        task = bar.add_task("", total=steps, shown="")
+        task = bar.add_task("", total=steps, numbers="loads the model")
 
         def report(row: dict[str, Any]) -> None:
             """Show one step."""
             logging.info("%s", row)
             if row.get("health"):
-                console.print(f"{name}  {row['health']}", soft_wrap=True)
-            latest.update({word: f"{row[key]:.3g}" for word, key in SHOWN.items() if key in row})
-            if SHOWN["val"] in row:
-                latest["val"] += f" at {row['step']}"
-            shown = "  ".join(f"{word} {value}" for word, value in latest.items())
-            bar.update(task, completed=row["step"], shown=shown)
-            if not console.is_terminal and row["step"] % every == 0:
-                console.print(f"{name}  step {row['step']}/{steps}  {shown}", soft_wrap=True)
+                shown.print(wrapped(row["health"]), soft_wrap=True)
+            latest.update({word: f"{row[key]:.2g}" for word, key in SHOWN.items() if key in row})
+            numbers = "  ".join(f"{word} {value}" for word, value in latest.items())
+            bar.update(task, completed=row["step"], numbers=numbers)
+            if not shown.is_terminal and row["step"] % every == 0:
+                shown.print(f"step {row['step']}/{steps}  {numbers}", soft_wrap=True)
 
         yield report

@@ -77,13 +77,18 @@ def fields(pairs: Iterable[tuple[str, str]], indent: str = "") -> str:
 def shell(words: Iterable[str]) -> str:
     """Return a command that can be pasted: lines are broken by a backslash, between arguments."""
     lines = [""]
-    for word in map(shlex.quote, words):
+    for word in map(_quoted, words):
         if lines[-1] and len(f"{lines[-1]} {word} \\") > columns():
             lines[-1] += " \\"
             lines.append(f"{GAP}{word}")
         else:
             lines[-1] += f" {word}" if lines[-1] else word
     return "\n".join(lines)
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for a shell: one that holds single quotes alone is read in double ones."""
+    return f'"{word}"' if "'" in word and not {*'"$`\\!'} & {*word} else shlex.quote(word)
 
 
 def table(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -170,7 +175,7 @@ class Parser(argparse.ArgumentParser):
         """
         super().__init__(
             prog=verb_line(verb),
-            description=CALL.sub(lambda call: verb_line(call[1]), (about or "").strip()),
+            description="\n\n".join(map(_told, (about or "").strip().split("\n\n"))),
             epilog=more,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -181,6 +186,13 @@ class Parser(argparse.ArgumentParser):
         """End the process with one line and exit code 2."""
         complain(f"{self.prog}: error: {message}; --help shows what there is")
         raise SystemExit(2)
+
+
+def _told(paragraph: str) -> str:
+    """Return a paragraph of a docstring in lines that fit; commands keep their own."""
+    if CALL.match(paragraph):
+        return CALL.sub(lambda call: verb_line(call[1]), paragraph)
+    return wrapped(paragraph, indent="")
 
 
 def version() -> str:

@@ -25,7 +25,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from fp8_nemo.correction.health import STATES
+from fp8_nemo.correction.health import STATES, summary
+from fp8_nemo.plan.terminal import table, wrapped
 from fp8_nemo.report.compare import (
     Cell,
     Comparison,
@@ -35,6 +36,7 @@ from fp8_nemo.report.compare import (
     given,
     last_accuracy,
     mean_of_seeds,
+    section_tables,
 )
 from fp8_nemo.report.runs import FinishedRun
 
@@ -106,23 +108,39 @@ class AgainstBaseline:
             return below
         return "equal" if abs(found.mean - none) + found.half <= equal else "open"
 
-    def _beside_baseline(self) -> str:
-        return f", the twin's {self.twin_kl.mean:{KL_FORMAT}}" if self.twin_kl else ""
 
-    def __str__(self) -> str:
-        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
-        said = [f"{self.cell} against {self.twin}, {seeds} of both"]
-        if self.accuracy:
-            said.append(f"accuracy {self.accuracy.text('+.1f')} points ({self.accuracy_word})")
-        elif self.finished < self.seeds:
-            said.append("no accuracy before both have finished")
-        if self.kl:
-            said.append(f"KL {self.kl.text(KL_FORMAT)}{self._beside_baseline()} ({self.health})")
-        if self.step:
-            said.append(f"step {self.step.text('.2f')} times as fast ({self.speed_word})")
-        if self.rollout:
-            said.append(f"rollout {self.rollout.text('.2f')}")
-        return "; ".join([*said, *(f"NOT MATCHED: {each}" for each in self.unmatched)])
+def comparison_texts(comparison: Comparison) -> Iterator[str]:
+    """Yield a comparison for a terminal: notes, numbers of every cell, health, against BF16."""
+    if comparison.notes:
+        yield "\n".join(wrapped(f"note: {note}") for note in comparison.notes)
+    yield from section_tables(comparison)
+    unhealthy = [(str(run.path), text) for run in comparison.runs if (text := summary(run.rows))]
+    if unhealthy:
+        yield "\n".join(["Health", *(wrapped(f"{path}: {text}") for path, text in unhealthy)])
+    if found := against_baselines(comparison):
+        yield against_table(found)
+
+
+def against_table(found: Iterable[AgainstBaseline]) -> str:
+    """Return what each cell has cost against its BF16 baseline, as a table for a terminal."""
+    heading = ("cell", "baseline", "seeds", "points of accuracy", "accuracy", "KL", "baseline's KL",
+               "health", "step, times as fast", "rollout", "speed")  # fmt: skip
+    found, rows = list(found), []
+    for each in found:
+        accuracy, kl, its, step, rollout = (
+            "-" if number is None else number.text(style)
+            for number, style in (
+                (each.accuracy, "+.1f"), (each.kl, KL_FORMAT), (each.twin_kl, KL_FORMAT),
+                (each.step, ".2f"), (each.rollout, ".2f"),
+            )
+        )  # fmt: skip
+        rows.append((
+            each.cell, each.twin, str(each.seeds), accuracy, each.accuracy_word, kl, its,
+            each.health, step, rollout, each.speed_word,
+        ))  # fmt: skip
+    unmatched = (wrapped(f"{each.cell} is NOT MATCHED: {why}")
+                 for each in found for why in each.unmatched)  # fmt: skip
+    return "\n".join([table("Against BF16", heading, rows), *unmatched])
 
 
 def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:

@@ -36,7 +36,7 @@ def mismatch_tables(
 
 
 def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> str:
-    """Return KL and 99th percentile of `|log_ratio|`, over all tokens, by position and by length."""
+    """Return KL and 99th percentile of `|log_ratio|`, of all tokens, by position, by length."""
     from fp8_nemo.correction.measure import by_length, by_position
 
     title = f"Mismatch of {measurement.tokens:,} tokens in {measurement.sequences:,} sequences"

@@ -1,4 +1,4 @@
-"""A comparison for people: a table in the terminal, a Markdown page, a notebook, an HTML page.
+"""A comparison for people: a Markdown page, a notebook, an HTML page.
 
 The notebook is `notebooks/04-compare-your-runs.ipynb`, executed for the runs; the HTML page is that
 notebook with all figures inside, so that one file can be sent and opened anywhere.
@@ -9,19 +9,13 @@ from __future__ import annotations
 import html
 import os
 import re
-import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
-from fp8_nemo.correction.health import worst
+from fp8_nemo.correction.health import summary
 from fp8_nemo.report.against_bf16 import EQUAL, KL_FORMAT, AgainstBaseline, against_baselines
-from fp8_nemo.report.compare import COLUMNS, SECTIONS, Comparison, given, markdown_table
-from fp8_nemo.report.runs import FinishedRun
+from fp8_nemo.report.compare import SECTIONS, Comparison, given, markdown_table
 from fp8_nemo.runs.run_dir import report_dir, short_path
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04-compare-your-runs.ipynb"
@@ -41,24 +35,6 @@ ABOUT_BASELINES = (
 
 class PageError(RuntimeError):
     """A page that could not be made; one line."""
-
-
-def comparison_table(comparison: Comparison) -> Table:
-    """The comparison for a terminal of 100 columns; the Markdown page has all columns."""
-    columns = [column for column in COLUMNS if column.terminal]
-    grid = Table(
-        title=comparison.title, title_justify="left", caption=Text("\n".join(comparison.notes)),
-        caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
-    )  # fmt: skip
-    grid.add_column("cell\nsteps", no_wrap=True)
-    for column in columns:
-        grid.add_column(column.name.replace(" ", "\n"), justify="right", no_wrap=True)
-    for cell in comparison.cells:
-        own, *keys = cell.label.split(" ")  # those that differ where the names do not
-        parts = [*re.split(r"(?<=/)", own), *keys]
-        name = "\n".join([*(textwrap.fill(part, 16) for part in parts), cell.steps])
-        grid.add_row(Text(name), *(Text(cell.show(each, joint="\n")) for each in columns))
-    return grid
 
 
 def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], command: str) -> str:
@@ -251,16 +227,13 @@ def run_table(comparison: Comparison) -> str:
 
 
 def health(comparison: Comparison) -> str:
-    """The first of the worst steps of each run that was not always healthy, and why."""
-    return "\n".join(_health(comparison.runs)) or "No step was other than healthy."
-
-
-def _health(runs: Iterable[FinishedRun]) -> Iterator[str]:
-    for run in runs:
-        if found := worst(run.rows):
-            step, verdict = found
-            why = escape_markdown("; ".join(verdict.reasons))
-            yield f"- {escape_markdown(run.path)}, step {step}: {verdict.state}: {why}"
+    """How often each run was not healthy, and why in its worst step."""
+    lines = [
+        f"- {escape_markdown(run.path)}: {escape_markdown(found)}"
+        for run in comparison.runs
+        if (found := summary(run.rows))
+    ]
+    return "\n".join(lines) or "No step was other than healthy."
 
 
 def common_environment(comparison: Comparison) -> str:

@@ -115,7 +115,7 @@ def queue_problems(plans: Iterable[Plan]) -> list[str]:
 
 
 def node_notes(plans: Iterable[Plan]) -> list[str]:
-    """Return a line for each thing that the nodes must have and this machine lacks: a slip, perhaps."""
+    """Return a line for each thing that the nodes must have and this machine lacks."""
     clusters = [plan.recipe.cluster for plan in plans if plan.recipe.cluster.kind == "slurm"]
     named = [("cluster.container", each.container or "") for each in clusters]
     named += [("cluster.mounts", word.split(":")[0]) for each in clusters for word in each.mounts]
