@@ -1,8 +1,7 @@
-r"""Compose, freeze and run GRPO, here or by Slurm; the same line again resumes what stopped.
+"""Compose, freeze and run GRPO, here or by Slurm; the same line again resumes what stopped.
 
 python -m recipes.grpo precision=fp8-linear correction=tis grpo.steps=50
-python -m recipes.grpo -m sweep=precision-x-correction model=llama31-8b \
-    cluster=mysite
+python -m recipes.grpo -m sweep=precision-x-correction model=llama31-8b cluster=mysite
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-r"""Train a small starting checkpoint, with tokenizer and chat template, in Hugging Face format.
+"""Train a small starting checkpoint, with tokenizer and chat template, in Hugging Face format.
 
 python -m recipes.make_model models/tiny-llama model=tiny-llama
-python -m recipes.make_model models/small-llama-sum model=small-llama \
-    data=running-sum
+python -m recipes.make_model models/small-llama-sum model=small-llama data=running-sum
 """
 
 from __future__ import annotations

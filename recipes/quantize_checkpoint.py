@@ -1,8 +1,7 @@
-r"""Convert a Hugging Face checkpoint, or a local run's, to a blockwise FP8 one for vLLM.
+"""Convert a Hugging Face checkpoint, or a local run's, to a blockwise FP8 one for vLLM.
 
-python -m recipes.quantize_checkpoint models/llama models/llama-fp8
-python -m recipes.quantize_checkpoint models/llama models/llama-fp8-kv \
-    precision=fp8-kv-attn --calibrate texts.txt
+python -m recipes.quantize_checkpoint SRC DST
+python -m recipes.quantize_checkpoint SRC DST precision=fp8-kv-attn --calibrate texts.txt
 
 The same line goes on where it was stopped. Prints what FP8 cost each layer;
 DST/quantization.json has every weight.

@@ -13,7 +13,8 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from textwrap import fill
+from itertools import zip_longest
+from textwrap import fill, wrap
 
 from rich.console import Console
 
@@ -27,7 +28,7 @@ NONE = ("-", "")
 """What a cell of a table says where there is no number."""
 NUMBER = re.compile(r"[-+±\d.,%e()/ naif]+")
 LEAST_OF_A_TEXT = 24
-"""Columns below which a long text in a table is not broken further."""
+"""Columns below which a long text in a table is not broken further, unless a word is longer."""
 CALL = re.compile(r"python -m recipes\.(\w+)")
 
 
@@ -117,11 +118,13 @@ def table(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 def _widths(grid: list[list[str]], *, shrink: bool) -> list[int] | None:
     """Return a width for each column such that a row fits a line; None if there is none."""
-    least = [max(map(len, " ".join(column).split())) for column in grid]
     widths = [max(len(line) for text in column for line in text.split("\n")) for column in grid]
     floors = [
-        max(word, LEAST_OF_A_TEXT) if width > LEAST_OF_A_TEXT else word
-        for word, width in zip(least, widths, strict=True)
+        max(
+            LEAST_OF_A_TEXT if at and width > LEAST_OF_A_TEXT else 0,
+            *(len(part) for text in column for part in _broken(text, 1, at == 0)),
+        )
+        for at, (column, width) in enumerate(zip(grid, widths, strict=True))
     ]
     over = sum(widths) + len(GAP) * (len(grid) - 1) - columns()
     while over > 0 and shrink:
@@ -137,20 +140,23 @@ def _lines(grid: list[list[str]], widths: list[int]) -> Iterator[str]:
     right = [all(map(NUMBER.fullmatch, [text or "-" for text in column[1:]])) for column in grid]
     for number, row in enumerate(zip(*grid, strict=True)):
         broken = [
-            [part for line in text.split("\n") for part in _broken(line, width)]
-            for text, width in zip(row, widths, strict=True)
+            _broken(text, width, at == 0)
+            for at, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
-        for at in range(max(map(len, broken))):
-            parts = [each[at] if at < len(each) else "" for each in broken]
-            cells = zip(parts, widths, right, strict=True)
-            line = GAP.join(part.rjust(w) if r else part.ljust(w) for part, w, r in cells)
-            yield line.rstrip()
+        for line in zip_longest(*broken, fillvalue=""):
+            cells = zip(line, widths, right, strict=True)
+            yield GAP.join(part.rjust(w) if r else part.ljust(w) for part, w, r in cells).rstrip()
         if number == 0:
             yield GAP.join("─" * width for width in widths)
 
 
-def _broken(line: str, width: int) -> list[str]:
-    return fill(line, width, break_long_words=False, break_on_hyphens=False).split("\n")
+def _broken(text: str, width: int, is_name: bool) -> list[str]:
+    """Break a cell's text between words; a row's name at its hyphens too."""
+    lines = (
+        wrap(line, width, break_long_words=False, break_on_hyphens=is_name) or [""]
+        for line in text.split("\n")
+    )
+    return [part for each in lines for part in each]
 
 
 def _blocks(grid: list[list[str]]) -> Iterator[str]:
@@ -189,10 +195,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def _told(paragraph: str) -> str:
-    """Return a paragraph of a docstring in lines that fit; commands keep their own."""
-    if CALL.match(paragraph):
-        return CALL.sub(lambda call: verb_line(call[1]), paragraph)
-    return wrapped(paragraph, indent="")
+    """Return a paragraph of a docstring in lines that fit; a line that is a command stays one."""
+    if not CALL.match(paragraph):
+        return wrapped(paragraph, indent="")
+    called = CALL.sub(lambda call: verb_line(call[1]), paragraph)
+    return "\n".join(shell(line.split()) for line in called.splitlines())
 
 
 def version() -> str:
