@@ -27,11 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
     from fp8_nemo.export.convert import convert
     from fp8_nemo.export.fp8_checkpoint import error_table, serve_line
 
+    screen = console()
     shown = (
         TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn()
     )  # fmt: skip
     try:
-        with Progress(*shown, console=console()) as bar:
+        with Progress(*shown, console=screen, disable=not screen.is_terminal) as bar:
             task = bar.add_task("", visible=False)
 
             def report(what: str, done: int, total: int) -> None:

@@ -8,7 +8,6 @@ import venv
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from fp8_nemo.launch import cluster_check
 from fp8_nemo.launch.cluster_check import findings, needed_versions
@@ -16,7 +15,6 @@ from fp8_nemo.launch.driver import job_end, save_within
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.runs.run_dir import freeze
-from recipes import check_cluster
 from tests.conftest import small_plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -115,7 +113,7 @@ def test_a_real_ray_on_this_machine_is_checked_and_a_wrong_plan_is_refused(tmp_p
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for check in ("a task", "GPUs", "packages, job", "outputs", "model", "memory", "all-reduce"):
-        assert f"│ {check}" in done.stdout
+        assert f"\n{check} " in done.stdout
     assert socket.gethostname() in done.stdout and not (frozen.path / ".canary").exists()
 
     none = subprocess.run([*call, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
@@ -138,8 +136,8 @@ def test_where_only_the_watching_is_ours_its_plugin_is_asked_for_too():
     assert cluster_check.needed_plugins(nemo_plan(*words[:1]), "job") == set()
 
 
-def test_a_problem_is_shown_as_it_is_brackets_included(capsys):
+def test_a_problem_is_shown_as_it_is_brackets_included():
     said = "[/pytorch/gloo/pair.cc:547] Connection closed [rank0]: gone"
     found = [cluster_check.Finding("node1", "all-reduce", "2 nodes", said)]
-    Console(width=200, markup=False).print(check_cluster.table(found))
-    assert said in capsys.readouterr().out
+    told = cluster_check.findings_table(found)
+    assert said.split() == [word for word in told.split() if word in said.split()]
