@@ -8,7 +8,7 @@ usual; NeMo RL's guide looks for trouble where it climbs past 1.01-1.02, and at 
 (docs/guides/grpo.md, main 7ea279a), which FP8 KV exceeds in a healthy run; verl warns at an
 effective sample share of 0.3 and a KL of 0.1 (docs/algo/rollout_corr.md, b178a3c). A rejected share
 of 0.1 is this package's `max_reject`. The other bounds are this package's own: 0.02 nats is several
-times what FP8 KV showed inside NeMo RL (docs/nemo.md), 1.5 and half of the batch are far beyond any
+times what FP8 KV showed inside NeMo RL (docs/research/nemo.md), 1.5 and half of the batch are far beyond any
 run that learned. Growth is over a window against the run's first steps: in NeMo RL #1801
 `token_mult_prob_error` grew until the run crashed.
 """

@@ -3,12 +3,12 @@
 Characters are tokens. The model learns answers by cross-entropy; in the last fifth of its training
 half of the answers are wrong on purpose. It ends up like a base model that knows the task and
 answers carelessly, which is what GRPO can mend within a minute on a CPU. A model that is merely
-stopped early does not know the rest: GRPO gained 16 points on one in 60 steps (docs/log.md).
+stopped early does not know the rest: GRPO gained 16 points on one in 60 steps (docs/research/log.md).
 
 Working is careless line by line: a wrong result is carried on, and no line tells that an earlier
 one was wrong, so the model learns to slip as often at every line, and so few answers come out right
 that reward starts between 0.1 and 0.4, whatever the difficulty. That is of a model that has learned
-the task: four layers of 256 learn sums of eight numbers, two do not (docs/log.md). What it samples
+the task: four layers of 256 learn sums of eight numbers, two do not (docs/research/log.md). What it samples
 in the end is graded, and told.
 """
 
@@ -73,7 +73,7 @@ class Teaching(NamedTuple):
 ANSWERS = Teaching(2500, 256, 1.0e-3, 20)
 WORKING = Teaching(600, 64, 3.0e-4, 100)
 """Every line is an example of its own, so fewer steps teach it. 113M parameters did not learn it at
-1e-3 after 20 steps of warm-up, and at 3e-4 within 300 steps (docs/log.md, 2026-11-21)."""
+1e-3 after 20 steps of warm-up, and at 3e-4 within 300 steps (docs/research/log.md, 2026-11-21)."""
 NARROW = 512
 """Hidden sizes below this learn `WORKING` at 1e-3: one of 256 did not at 3e-4 (2026-11-23)."""
 

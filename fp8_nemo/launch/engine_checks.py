@@ -81,7 +81,7 @@ def check_receivers(generation: Any) -> None:
         raise EngineError(
             f"vLLM worker {', '.join(missing)}: runs NeMo RL's own receiver, not ours, so it would "
             "quantize FP8 weights again; its environment does not show the entry point fp8_nemo of "
-            "vllm.general_plugins: install fp8-nemo there, or add glue=stock (docs/nemo.md)"
+            "vllm.general_plugins: install fp8-nemo there, or add glue=stock (docs/install.md)"
         )
 
 

@@ -131,7 +131,7 @@ def _software(recipe: Recipe, host: Host) -> Iterator[str]:
         return
     if recipe.cluster.interpreter == "container":
         if importlib.util.find_spec("ray") is None:
-            yield "ray is not installed here; run in NeMo RL's container (docs/nemo.md)"
+            yield "ray is not installed here; run in NeMo RL's container (docs/install.md)"
         if settings_of(recipe).needs_plugin and own_folder() is None:
             yield (
                 "fp8-nemo is installed among the driver's own packages, where NeMo RL's workers "
@@ -142,7 +142,7 @@ def _software(recipe: Recipe, host: Host) -> Iterator[str]:
     if missing:
         yield (
             f"cluster.interpreter=system: {', '.join(missing)} cannot be imported here; install "
-            "what docs/nemo.md lists, or run in NeMo RL's container"
+            "what docs/install.md lists, or run in NeMo RL's container"
         )
     elif settings_of(recipe).needs_plugin and (problem := _plugin_problem()):
         yield problem

@@ -14,7 +14,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # How often a thread looks before it sleeps. With libgomp's 300,000 a run beside one busy process on
-# two cores took 37 s, so 10, and alone the 9 that both take (docs/log.md).
+# two cores took 37 s, so 10, and alone the 9 that both take (docs/research/log.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import transformers

@@ -147,7 +147,7 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
     if min(kept.headroom("refit"), kept.headroom("rollout")) >= HEADROOM:
         yield (
             "there is room for the optimizer, which NeMo RL moves to the host and back in every "
-            "step, unless +nemo.policy.offload_optimizer_for_refit=false (docs/speed.md)"
+            "step, unless +nemo.policy.offload_optimizer_for_refit=false (docs/research/speed.md)"
         )
 
 
@@ -166,7 +166,7 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
     found = decode(recipe.cluster.gpu, recipe.precision)
     plain = decode(recipe.cluster.gpu, Precision())
     if found is None or plain is None:
-        yield "not measured for this model and layout (docs/speed.md)"
+        yield "not measured for this model and layout (docs/research/speed.md)"
         return
     yield (
         f"decode, {found.running} of an engine's {sequences} sequences of {context:,} tokens in "

@@ -200,7 +200,7 @@ def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mista
             continue
         if str(value) not in options:
             near = difflib.get_close_matches(str(value).lower(), options, n=1)
-            site = f"describe yours in conf/cluster/{value}.yaml (docs/slurm.md, step 2)"
+            site = f"describe yours in conf/cluster/{value}.yaml (docs/cluster.md, step 2)"
             yield Mistake(
                 group,
                 as_typed(value),

@@ -29,7 +29,8 @@ def without_a_checkout(monkeypatch):
 
 
 def nemo_plan(*words):
-    cell = ["backend=nemo", "glue=stock", "cluster.interpreter=system", "cluster.gpus_per_node=2"]
+    cell = ["backend=nemo", "glue=stock", "precision=fp8-kv-attn"]
+    cell += ["cluster.interpreter=system", "cluster.gpus_per_node=2"]
     return plan_recipe(compose([*cell, *words])[0])
 
 

@@ -48,7 +48,7 @@ MISTAKES = {
     "precision=bf16,fp8-linear": "several values; add -m to sweep over them",
     "grpo.steps=[1": "grpo.steps=[1: cannot be read",
     "--multi": "--multi: unknown flag",
-    "cluster=mine": "one of here, slurm; describe yours in conf/cluster/mine.yaml (docs/slurm.md",
+    "cluster=mine": "one of here, slurm; describe yours in conf/cluster/mine.yaml (docs/cluster.md",
 }
 
 
