@@ -230,8 +230,8 @@ def jobs_table(plans: list[Plan], jobs: list[Job]) -> Table:
         cluster = (read_plan(job.path) if job.id else plan).recipe.cluster  # as it was queued
         state = f"{job.state}, job {job.id}" if job.id else job.state
         steps = str(plan.recipe.grpo.steps)
-        rows.append((plan.cell, job.path.name, steps, str(cluster.nodes), cluster.time, state))
-    return table("cells", ("cell", "run directory", "steps", "nodes", "time", "state"), rows)
+        rows.append((plan.cell, state, job.path.name, steps, str(cluster.nodes), cluster.time))
+    return table("cells", ("cell", "state", "run directory", "steps", "nodes", "time"), rows)
 
 
 def write_job_files(plan: Plan, code: Path) -> None:

@@ -48,11 +48,14 @@ def tell(text: object, file: IO[str] | None = None) -> None:
 def table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], notes: Iterable[str] = ()
 ) -> Table:
-    """Lay out rows so that they fit: what is the same in every row goes below the table.
+    """Lay out rows so that they fit.
+
+    What is the same in every row goes below the table; if that is not enough, columns are left out
+    from the right, and named.
 
     Args:
         title: stands above.
-        heads: of the columns; the first column is what a row is about, and always stays.
+        heads: of the columns, the most important first.
         rows: texts; those of several lines are as wide as their longest line.
         notes: lines below.
     """
@@ -62,13 +65,19 @@ def table(
         if _columns_needed(heads, rows, kept) > width() and len(rows) > 1 and len(values) == 1:
             kept.remove(column)
             said.insert(0, f"{' '.join(heads[column].split())} {values.pop()}")
-    below = [f"In every row: {', '.join(said)}.", *notes] if said else [*notes]
+    left_out = []
+    while len(kept) > 1 and _columns_needed(heads, rows, kept) > width():
+        left_out.insert(0, " ".join(heads[kept.pop()].split()))
+    below = [f"In every row: {', '.join(said)}."] * bool(said)
+    below += [f"Left out, a wider terminal has it: {', '.join(left_out)}."] * bool(left_out)
+    below += notes
     grid = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0,
         show_edge=False, caption=Text("\n".join(below)), caption_justify="left",
     )  # fmt: skip
     for column in kept:
-        grid.add_column(heads[column], overflow="fold", justify="left" if not column else "default")
+        numbers = all(row[column][:1] in "0123456789+-" for row in rows)
+        grid.add_column(heads[column], overflow="fold", justify="right" if numbers else "left")
     for row in rows:
         grid.add_row(*(Text(row[column]) for column in kept))
     return grid

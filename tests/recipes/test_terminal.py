@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import termios
@@ -14,7 +15,7 @@ from fp8_nemo.runs.terminal import command, table
 from tests.conftest import SMALL
 
 ROOT = Path(__file__).parents[2]
-RUNS = "benchmarks/results/runs"
+ARCHIVE = ROOT / "benchmarks" / "results" / "runs.jsonl.gz"
 
 
 def seen(columns, *words):
@@ -44,7 +45,7 @@ def seen(columns, *words):
         ["plan", "model=llama31-8b", "precision=fp8-kv-attn", "grpo.max_new_tokens=8192"],
         ["plan", "model=qwen3-30b-a3b", "--keys"],
         ["plan", "precision=bf16", "precision.rollout_kv=fp8", "grpo.steps=zero"],
-        ["compare", RUNS],
+        ["compare", "RUNS"],
         ["measure-mismatch", "nowhere"],
         *([verb, "--help"] for verb in ("plan", "grpo", "compare", "measure-mismatch", "run")),
         *([verb, "--help"] for verb in ("quantize-checkpoint", "make-model", "check-cluster")),
@@ -53,10 +54,20 @@ def seen(columns, *words):
     ids=lambda words: " ".join(words)[:40],
 )  # fmt: skip
 def test_no_line_is_wider_than_the_terminal(columns, words, tmp_path):
-    lines = seen(columns, *words)
+    shutil.copy(ARCHIVE, tmp_path)  # the page is written beside the runs
+    lines = seen(columns, *(tmp_path / "runs" if word == "RUNS" else word for word in words))
     # A path, or one word of a command, is never broken: it would not paste.
     free = [line for line in lines if len(line.rstrip(" \\").split()) > 1 and str(ROOT) not in line]
     assert lines and [line for line in free if len(line.rstrip()) > columns] == []
+
+
+def test_a_comparison_in_eighty_columns_breaks_no_name(tmp_path):
+    shutil.copy(ARCHIVE, tmp_path)
+    lines = seen(80, "compare", tmp_path / "runs")
+    starts = [line.split()[0] for line in lines if line.startswith(("bf16", "fp8"))]
+    assert {"bf16-none", "fp8-e2e-tis", "fp8-kv-attn-none", "fp8-kv-attn-tis"} == {*starts}
+    assert any(line.startswith("In every row: steps 40/40") for line in lines)
+    assert any("Left out" in line for line in lines)
 
 
 def test_a_run_its_mismatch_and_its_checkpoint_fit_eighty_columns(tmp_path):
