@@ -2,7 +2,7 @@
 
 python -m recipes.compare outputs/tiny-llama [--html]
 
-`--html` adds the executed notebook, and one self-contained HTML page of it.
+`--html` adds one HTML page with everything inside, to be sent and opened anywhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fp8_nemo.report.against_bf16 import against_baselines
 from fp8_nemo.report.compare import compare
-from fp8_nemo.report.page import PageError, comparison_table, write_pages
+from fp8_nemo.report.page import comparison_table, write_pages
 from fp8_nemo.report.runs import find_runs, read_runs
 from fp8_nemo.runs.run_dir import short_path
 
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         remedy = "pip install 'fp8-nemo[report]'"
         print(f"the report cannot be written: {error}; {remedy}", file=sys.stderr)
         return 2
-    except (OSError, PageError) as error:
+    except OSError as error:
         print(f"the report cannot be written: {error}", file=sys.stderr)
         return 2
     return 0
@@ -53,7 +53,7 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("recipes.compare", description=__doc__)
     parser.usage = argparse.SUPPRESS  # a mistake is one line
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path)
-    parser.add_argument("--html", action="store_true", help="add a notebook and an HTML page")
+    parser.add_argument("--html", action="store_true", help="add an HTML page")
     return parser.parse_args(words)
 
 
