@@ -23,6 +23,8 @@ LEAST = 1e-7  # on a logarithmic axis; a KL below it is rounding: FP8 on both si
 MOST_POINTS = 100  # a curve of 1000 noisy steps is legible as means of 10
 INCHES = 8.0  # of a picture that stands alone; its text is of 10 points
 TWO_COLUMNS = 6.0  # inches that a legend of two columns needs
+MOST_RUNS = 30  # seeds of more would hide the means
+MOST_NAMES = 3  # cells that a title names
 OKABE_ITO = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
 DASHES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D", "v")
 
@@ -85,7 +87,10 @@ def draw(curve: Curve, comparison: Comparison, width: float) -> Figure | None:
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     axes = figure.subplots()
     for index in seen:
-        _draw(axes, comparison.cells[index], index, curve, neighbours, labels[index])
+        cell = comparison.cells[index]
+        if len(series) <= MOST_RUNS:
+            _draw_seeds(axes, cell, index, curve, neighbours)
+        _draw_mean(axes, cell, index, curve, neighbours, labels[index])
     step = "step" if neighbours == 1 else f"step (a point is the mean of {neighbours})"
     axes.set(xlabel=step, yscale=curve.scale)
     axes.set_title(curve.axis, loc="left", fontsize=10)
@@ -150,12 +155,16 @@ def _learned(comparison: Comparison) -> str:
         "open": "not decided",
         "one seed": "not decided by one seed",
     }
+    if words.keys() == {"open"}:
+        return "No accuracy is shown to differ from BF16's"
     parts = [f"{_listed(words[word])}: {end}" for word, end in ends.items() if word in words]
     return "; ".join(parts) or "No accuracy can be held against BF16 yet"
 
 
 def _listed(labels: Sequence[str]) -> str:
-    """Write `a, b and c`."""
+    """Write `a, b and c`, or only how many there are."""
+    if len(labels) > MOST_NAMES:
+        return f"{len(labels)} cells"
     return " and ".join(filter(None, [", ".join(labels[:-1]), labels[-1]]))
 
 
@@ -188,14 +197,18 @@ def _legend_height(labels: list[str], columns: int) -> float:
     return 0.22 * max(sum(1 + label.count("\n") for label in side) for side in sides)
 
 
-def _draw(axes: Axes, cell: Cell, index: int, curve: Curve, width: int, label: str) -> None:
-    """Seeds as thin lines, their mean as a thick one, as far as every seed goes."""
+def _draw_seeds(axes: Axes, cell: Cell, index: int, curve: Curve, width: int) -> None:
+    """Draw the seeds of a cell, if it has several, as thin lines."""
     seeds = [series for run in cell.runs if (series := run.series(curve.key))]
-    if not seeds:
-        return
-    color, dashes, marker = (each[index % len(each)] for each in (OKABE_ITO, DASHES, MARKERS))
-    for series in seeds if len(seeds) > 1 else []:
+    for series in seeds if len(seeds) > 1 else ():
+        color = OKABE_ITO[index % len(OKABE_ITO)]
         axes.plot(*_points(series, width), color=color, linewidth=0.7, alpha=0.4)
+
+
+def _draw_mean(axes: Axes, cell: Cell, index: int, curve: Curve, width: int, label: str) -> None:
+    """Draw the mean of a cell's seeds as a thick line, as far as every seed goes."""
+    seeds = [series for run in cell.runs if (series := run.series(curve.key))]
+    color, dashes, marker = (each[index % len(each)] for each in (OKABE_ITO, DASHES, MARKERS))
     shared = sorted(set.intersection(*map(set, seeds)))
     steps, means = _points({step: fmean(each[step] for each in seeds) for step in shared}, width)
     every = max(1, len(steps) // 8)

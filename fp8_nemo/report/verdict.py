@@ -61,7 +61,7 @@ class Choice(NamedTuple):
     """What to take for one model.
 
     Example: `Choice("tiny-llama", "fp8-e2e-tis", "Take fp8-e2e-tis", "as accurate as BF16 within 2
-    points (+0.1 ±0.6 points, 3 seeds), sends 0.53 times the bytes", (), "", (), standings)`.
+    points (+0.1 ±0.6 points, 3 seeds); sends 0.53 times BF16's bytes", (), "", (), standings)`.
     """
 
     model: str
@@ -87,7 +87,13 @@ def choices(comparison: Comparison) -> list[Choice]:
     for cell in comparison.cells:
         models[cell.runs[0].recipe.model.name].append(cell)
     against = {found.cell: found for found in against_baselines(comparison)}
-    return [_choose(model, cells, against) for model, cells in models.items()]
+    found = [_choose(model, cells, against) for model, cells in models.items()]
+    if len(found) == 1:
+        return found
+    return [
+        each if each.take else each._replace(headline=f"{each.headline} for {each.model}")
+        for each in found
+    ]
 
 
 def _choose(model: str, cells: Sequence[Cell], against: dict[str, AgainstBaseline]) -> Choice:
@@ -148,9 +154,10 @@ def _standing(found: AgainstBaseline, cell: Cell, labels: dict[str, Cell]) -> St
         reason = f"not matched to {found.twin}" if found.unmatched else "not finished"
         missing = found.unmatched[0] if found.unmatched else _unfinished(found)
         return Standing(UNKNOWN, reason, missing, found, cell)
+    if not math.isfinite(found.accuracy.mean):
+        return Standing(OUT, "diverged", seeds, found, cell)
     loss = round(found.accuracy.half or 0.0, 1) - round(found.accuracy.mean, 1)
     word, reason = {
-        "diverged": (OUT, "diverged"),
         "lower": (OUT, "less accurate than BF16"),
         "higher": (PROVEN, "more accurate than BF16"),
         "equal": (PROVEN, f"as accurate as BF16 within {EQUAL:g} points"),
@@ -183,10 +190,12 @@ def _rank(standing: Standing) -> tuple[float, ...]:
 def _gains(best: Standing) -> str:
     """Say what a cell buys, as far as it was measured."""
     found, sent = best.found, best.cell.numbers["of BF16"]
-    said = f", sends {sent.mean:.2f} times the bytes" if sent and round(sent.mean, 2) != 1 else ""
+    said = (
+        f"; sends {sent.mean:.2f} times BF16's bytes" if sent and round(sent.mean, 2) != 1 else ""
+    )
     if found.step:
         doubt = {"open": " (not shown faster)", "one seed": " (one seed)"}
-        said += f", takes a step {found.step.text('.2f')} times as fast"
+        said += f"; takes a step {found.step.text('.2f')} times as fast"
         said += doubt.get(found.speed_word, "")
     return said
 
@@ -213,7 +222,10 @@ def _seeds_to_run(best: Standing, cells: Iterable[Cell]) -> tuple[str, list[int]
     found, fresh = best.found, range(there[-1] + 1, there[-1] + len(STUDENT) + 1)
     if best.word == ONE_SEED:
         run = [*fresh[:2]]
-        return f"Run seeds {_joined(run)}: {FIRST_INTERVAL} a cell give a first interval.", run
+        return (
+            f"Run seeds {_joined(run, ', ')}: {FIRST_INTERVAL} a cell give a first interval.",
+            run,
+        )
     if best.word == UNKNOWN and not found.unmatched and found.finished < max(found.seeds, 1):
         return "Resume what has stopped and run what is missing.", there
     if best.word != OPEN:
@@ -222,7 +234,7 @@ def _seeds_to_run(best: Standing, cells: Iterable[Cell]) -> tuple[str, list[int]
         return f"At this spread of seeds, {len(STUDENT) + 1} seeds would not decide.", []
     run = [*fresh[: enough - found.seeds]]
     said = f"{enough} seeds a cell would decide, if their mean and spread stay as they are."
-    return f"Run seed{'s' * (len(run) > 1)} {_joined(run)}: {said}", run
+    return f"Run seed{'s' * (len(run) > 1)} {_joined(run, ', ')}: {said}", run
 
 
 def seeds_to_decide(found: AgainstBaseline) -> int | None:
@@ -285,5 +297,5 @@ def _settings(recipe: Recipe, base: Recipe) -> Iterator[str]:
             yield f"{'' if key in usual else '+'}{key}={text}"
 
 
-def _joined(seeds: Iterable[int]) -> str:
-    return ",".join(map(str, seeds))
+def _joined(seeds: Iterable[int], by: str = ",") -> str:
+    return by.join(map(str, seeds))

@@ -7,7 +7,7 @@ style is `style.css`, whose variables color the figures too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
@@ -51,17 +51,15 @@ def to_html(comparison: Comparison, command: str) -> str:
         command: the line that makes this page again.
     """
     chosen = choices(comparison)
-    hero, *others = [curve for curve in CURVES if figure(curve, comparison)] or [None]
-    title = "; ".join(each.headline for each in chosen)
+    parts = [_of_model(comparison, choice.model) for choice in chosen]
+    title = "; ".join(choice.headline for choice in chosen)
     body = [
         f'<p class="subject">{escape(_subject(comparison))}</p>',
         *map(_verdict, chosen),
         _notes(comparison),
-        '<div class="board"><div class="cards">',
-        *_cards(comparison, chosen),
-        f"</div>{figure(hero, comparison) if hero else ''}</div>",
+        *(_board(part, choice) for part, choice in zip(parts, chosen, strict=True)),
         '<div class="more">',
-        *_folded(comparison, [each for each in others if each], command),
+        *_folded(comparison, parts, command),
         "</div>",
     ]
     return (
@@ -72,6 +70,11 @@ def to_html(comparison: Comparison, command: str) -> str:
         + "\n".join(filter(None, body))
         + "\n</body>\n</html>\n"
     )
+
+
+def _of_model(comparison: Comparison, model: str) -> Comparison:
+    cells = (cell for cell in comparison.cells if cell.runs[0].recipe.model.name == model)
+    return Comparison(tuple(cells), comparison.notes)
 
 
 def _subject(comparison: Comparison) -> str:
@@ -85,9 +88,9 @@ def _verdict(choice: Choice) -> str:
     lines += [f"<p>{escape(each)}</p>" for each in choice.caveats]
     if choice.commands:
         opened = "" if choice.take else " open"
-        code = escape("\n".join(choice.commands))
-        lines.append(f"<details{opened}><summary>{escape(choice.remedy)}</summary>")
-        lines.append(f"<pre>{code}</pre></details>")
+        code = "".join(f"<pre>{escape(each)}</pre>" for each in choice.commands)
+        summary = f"<summary>{escape(choice.remedy)}</summary>"
+        lines.append(f"<details{opened}>{summary}{code}</details>")
     elif choice.remedy:
         lines.append(f"<p>{escape(choice.remedy)}</p>")
     return f'<section class="verdict {look}">{"".join(lines)}</section>'
@@ -103,21 +106,22 @@ def _notes(comparison: Comparison) -> str:
     return f"<details>{summary}<ul>{''.join(notes)}</ul></details>"
 
 
-def _cards(comparison: Comparison, chosen: Iterable[Choice]) -> Iterator[str]:
-    """Yield a card a cell: the one to take, the others by standing, BF16 last of its model."""
-    for choice in chosen:
-        models = [c for c in comparison.cells if c.runs[0].recipe.model.name == choice.model]
-        held = [each.cell for each in choice.standings]
-        ends = [
-            abs(a.mean) + (a.half or 0.0)
-            for each in choice.standings
-            if (a := each.found.accuracy) and math.isfinite(a.mean)
-        ]
-        scale = 1.1 * max([2 * EQUAL, *ends])
-        for each in choice.standings:
-            yield _card(each, taken=each.cell.label == choice.take, scale=scale)
-        yield from (_plain_card(cell) for cell in models if cell not in held)
-    yield f"<p>{STRIP}</p>"
+def _board(part: Comparison, choice: Choice) -> str:
+    """Return the cards of a model beside the figure of its accuracy."""
+    cards, drawn = "".join(_cards(part, choice)), figure(CURVES[0], part)
+    return f'<div class="board"><div class="cards">{cards}</div>{drawn}</div>'
+
+
+def _cards(part: Comparison, choice: Choice) -> Iterator[str]:
+    """Yield a card a cell: the one to take, the others by standing, BF16 last."""
+    points = [each.found.accuracy for each in choice.standings]
+    ends = [abs(p.mean) + (p.half or 0.0) for p in points if p and math.isfinite(p.mean)]
+    scale = 1.1 * max([2 * EQUAL, *ends])
+    for each in choice.standings:
+        yield _card(each, taken=each.cell.label == choice.take, scale=scale)
+    held = [each.cell for each in choice.standings]
+    yield from (_plain_card(cell) for cell in part.cells if cell not in held)
+    yield f"<p>{STRIP}</p>" if held else ""
 
 
 def _card(standing: Standing, *, taken: bool, scale: float) -> str:
@@ -130,7 +134,7 @@ def _card(standing: Standing, *, taken: bool, scale: float) -> str:
         speed = f"{found.step.text('.2f')} times BF16 ({found.speed_word})"
     return (
         f'<article class="card {look}{" taken" * taken}">{_head(standing.cell, look, badge)}'
-        f'<p class="big">{points} <small>points against BF16</small></p>'
+        f'<p class="big">{points} <small>points vs BF16</small></p>'
         f"{_strip(standing, look, scale)}<p>{escape(standing.reason)}</p>"
         f"{_list([('Speed', speed), *_measured(standing.cell)])}</article>"
     )
@@ -189,7 +193,9 @@ def _strip(standing: Standing, look: str, scale: float) -> str:
 def figure(curve: Curve, comparison: Comparison) -> str:
     """Return a figure under its finding, drawn wide and narrow; empty if nothing can be drawn."""
     drawn = {width: draw(curve, comparison, width) for width in (WIDE, NARROW)}
-    elements = [to_svg(each, f"{curve.name}-{w}") for w, each in drawn.items() if each]
+    elements = [
+        to_svg(each, f"{comparison.title} {curve.name} {w}") for w, each in drawn.items() if each
+    ]
     if not elements:
         return ""
     title = escape(finding(curve, comparison))
@@ -197,16 +203,19 @@ def figure(curve: Curve, comparison: Comparison) -> str:
     return f"<figure><h2>{title}</h2>{svg}</figure>"
 
 
-def _folded(comparison: Comparison, curves: Iterable[Curve], command: str) -> Iterator[str]:
+def _folded(comparison: Comparison, parts: Sequence[Comparison], command: str) -> Iterator[str]:
+    """Yield what need not be read first; each figure of a model by itself."""
     yield _details("Every cell against BF16", from_markdown(page.verdicts(comparison)))
     for section in SECTIONS:
-        figures = "".join(figure(each, comparison) for each in curves if each.section == section)
+        curves = [curve for curve in CURVES[1:] if curve.section == section]
+        figures = "".join(figure(curve, part) for curve in curves for part in parts)
         numbers, meanings = page.numbers(comparison, section), page.meanings(section)
         yield _details(section, from_markdown(numbers) + figures + from_markdown(meanings))
     runs = f"{page.run_table(comparison)}\n\n{page.health(comparison)}"
     yield _details("Runs and their health", from_markdown(runs))
-    where = f"{page.cells(comparison)}\n\n{page.common_environment(comparison)}"
-    yield _details("Settings and environment", from_markdown(where))
+    where = from_markdown(page.common_environment(comparison))
+    settings = from_markdown(page.cells(comparison))
+    yield _details("Settings and environment", f'{settings}<div class="columns">{where}</div>')
     how = f"{RULE}\n\n{page.ABOUT_NUMBERS}"
     again = f"<p>This page again:</p><pre>{escape(command)}</pre>"
     yield _details("How to read this page, and make it again", from_markdown(how) + again)
