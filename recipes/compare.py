@@ -1,6 +1,9 @@
 """Compare runs: a table here, a page with figures in `report` above the runs.
 
 python -m recipes.compare outputs/tiny-llama [--html]
+
+`--html` adds one HTML page with everything inside, to be sent and opened
+anywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from pathlib import Path
 
 from fp8_nemo.report.against_bf16 import against_baselines
 from fp8_nemo.report.compare import compare
-from fp8_nemo.report.page import PageError, comparison_table, write_pages
+from fp8_nemo.report.page import comparison_table, write_pages
 from fp8_nemo.report.runs import find_runs, read_runs
 from fp8_nemo.runs.run_dir import short_path
 from fp8_nemo.runs.terminal import console, tell
@@ -43,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         remedy = "pip install 'fp8-nemo[report]'"
         tell(f"the report cannot be written: {error}; {remedy}", sys.stderr)
         return 2
-    except (OSError, PageError) as error:
+    except OSError as error:
         tell(f"the report cannot be written: {error}", sys.stderr)
         return 2
     return 0
@@ -54,7 +57,7 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "paths", metavar="PATH", nargs="+", type=Path, help="run directories, or folders of them"
     )
-    parser.add_argument("--html", action="store_true", help="add a notebook and an HTML page")
+    parser.add_argument("--html", action="store_true", help="add an HTML page")
     return parser.parse_args(words)
 
 

@@ -158,7 +158,6 @@ def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
     ours, theirs = _by_seed(cell), _by_seed(baseline)
     pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
     timed = pairs if all(_same_machine(*pair) for pair in pairs) else []
-    states = [state for run in cell.runs for state in run.series("health/state").values()]
     accuracies = [(last_accuracy(mine), last_accuracy(its)) for mine, its in pairs]
     points = [
         100 * (mine - its) for mine, its in accuracies if mine is not None and its is not None
@@ -173,10 +172,16 @@ def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
         accuracy=mean_of_seeds(points),
         kl=mean_of_seeds([fmean(mine) for mine, _ in kl if mine]),
         twin_kl=mean_of_seeds([fmean(its) for _, its in kl if its]),
-        health=STATES[int(max(states, default=0))],
+        health=health_of(cell),
         step=mean_of_seeds([*_speeds(timed, "time/step")]),
         rollout=mean_of_seeds([*_speeds(timed, "time/rollout")]),
     )
+
+
+def health_of(cell: Cell) -> str:
+    """Return the worst state of any step of a cell."""
+    states = [state for run in cell.runs for state in run.series("health/state").values()]
+    return STATES[int(max(states, default=0))]
 
 
 def _by_seed(cell: Cell) -> dict[int, FinishedRun]:
