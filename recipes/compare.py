@@ -17,6 +17,7 @@ from fp8_nemo.report.against_bf16 import against_baselines
 from fp8_nemo.report.compare import compare
 from fp8_nemo.report.page import comparison_table, write_pages
 from fp8_nemo.report.runs import find_runs, read_runs
+from fp8_nemo.report.verdict import choices
 from fp8_nemo.runs.run_dir import short_path
 from fp8_nemo.runs.terminal import console, tell
 
@@ -38,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     console().print(comparison_table(comparison))
     for verdict in against_baselines(comparison):
         tell(verdict)
+    for choice in choices(comparison):
+        tell(f"{choice.headline}: {choice.why}")
     try:
         line = f"python -m recipes.compare {shlex.join(words)}"
         for page in write_pages(comparison, found, line, with_html=options.html):
