@@ -20,7 +20,13 @@ class Browser:
         options = "--headless=new --no-sandbox --disable-gpu --hide-scrollbars"
         line = f'exec "$0" {options} "--user-data-dir=$1" --remote-debugging-pipe'
         self._process = subprocess.Popen(
-            ["bash", "-c", f"{line} 3<&{ours} 4>&{theirs} 2>/dev/null", str(CHROMIUM), str(profile)],
+            [
+                "bash",
+                "-c",
+                f"{line} 3<&{ours} 4>&{theirs} 2>/dev/null",
+                str(CHROMIUM),
+                str(profile),
+            ],
             pass_fds=(ours, theirs),
         )
         os.close(ours)
