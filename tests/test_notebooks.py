@@ -81,7 +81,6 @@ def test_a_notebook_defines_nothing_and_stores_no_machine(path):
         )
         assert {kind for kind, _ in said(cell)} <= {"text/markdown", "image/png"}, cell.source
     assert any("image/png" in dict(said(cell)) for cell in code_of(notebook)), "no picture"
-    assert "papermill" not in notebook.metadata
     assert not re.findall(r"/(?:work|srv|root|home|tmp)/", path.read_text()), "a machine's path"
 
 

@@ -28,7 +28,7 @@ from fp8_nemo.recipe.options import (
     Recipe,
 )
 from fp8_nemo.report.compare import EMULATION, SECTIONS, compare
-from fp8_nemo.report.figures import CURVES, draw_figures, save_figures
+from fp8_nemo.report.figures import CURVES, draw_figures, finding, save_figures
 from fp8_nemo.report.page import comparison_table, to_markdown
 from fp8_nemo.report.runs import find_runs, read_run, read_runs
 from fp8_nemo.runs import run_dir
@@ -434,24 +434,60 @@ def test_figures_are_pngs_drawn_without_a_warning_also_where_kl_is_zero(make, tm
         warnings.simplefilter("error")
         drawn = save_figures(compare(map(read_run, paths)), tmp_path)
     figures = list(chain(*drawn.values()))
-    assert [figure.name for figure in figures] == ["reward.png", "validation.png", "mismatch.png"]
+    assert [figure.name for figure in figures] == ["validation.png", "reward.png", "mismatch.png"]
     for figure in figures:
         header = figure.read_bytes()[:24]
         assert header[:8] == b"\x89PNG\r\n\x1a\n"
         assert int.from_bytes(header[16:20], "big") == 1200
 
 
-def test_a_cell_that_a_log_axis_cannot_show_says_so_in_the_legend(make, tmp_path, monkeypatch):
-    legends = {}
-
-    def remember(figure, path):
-        legends[path.stem] = [text.get_text() for text in figure.legends[0].get_texts()]
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", remember)
+def test_a_cell_that_a_log_axis_cannot_show_is_in_the_title_and_not_in_the_legend(make):
     paths = [make(finished(mismatch__kl=0.0), precision=BF16), make(finished())]
-    save_figures(compare(map(read_run, paths)), tmp_path)
-    assert legends["mismatch"] == ["bf16-tis (below 1e-07)", "fp8-kv-attn-tis"]
+    figures = {curve.name: each for curve, each in draw_figures(compare(map(read_run, paths)))}
+    legends = {
+        name: [text.get_text() for text in each.legends[0].get_texts()]
+        for name, each in figures.items()
+    }
+    assert legends["mismatch"] == ["fp8-kv-attn-tis"]
     assert legends["reward"] == ["bf16-tis", "fp8-kv-attn-tis"]
+    title = " ".join(figures["mismatch"].get_suptitle().split())
+    assert title.endswith("below 1e-07, so not drawn: bf16-tis")
+
+
+def titles(*paths) -> dict[str, str]:
+    comparison = compare(map(read_run, paths))
+    return {curve.name: finding(curve, comparison) for curve in CURVES}
+
+
+def test_a_figures_title_says_how_the_accuracies_compare(make):
+    def seeds(precision, *lasts):
+        return [make(finished(x), precision=precision, seed=n) for n, x in enumerate(lasts)]
+
+    bf16, one = seeds(BF16, 0.7, 0.7, 0.7), seeds(KV, 0.71)
+    assert titles(*bf16)["validation"] == "No accuracy can be held against BF16 yet"
+    assert titles(*bf16, *one)["validation"] == "fp8-kv-attn-tis: not decided by one seed"
+    far = seeds(E2E_KV, 0.5, 0.7, 0.9)
+    assert titles(*bf16, *far)["validation"] == "No accuracy is shown to differ from BF16's"
+    low = seeds(Precision("fp8-linear", rollout_linear="fp8"), 0.6, 0.61, 0.6)
+    assert titles(*bf16, *far, *low)["validation"] == (
+        "fp8-linear-tis: less accurate than BF16; fp8-e2e-kv-attn-tis: not decided"
+    )
+
+
+def test_a_title_counts_cells_that_are_too_many_to_name(make):
+    bounds = (1.5, 2.0, 2.5, 3.0)
+    cells = [make(finished(), correction=dataclasses.replace(TIS, truncate=x)) for x in bounds]
+    title = titles(make(finished(), precision=BF16, correction=NONE), *cells)["validation"]
+    assert title == "4 cells: not decided by one seed"
+
+
+def test_a_title_says_whether_the_reward_rises(make):
+    up = [metrics(step, reward__mean=step / 10) for step in range(1, 11)]
+    flat = [metrics(step) for step in range(1, 11)]
+    rising = make(up, steps=10)
+    assert titles(rising)["reward"] == "The reward rises in every cell, by 0.50 to 0.50"
+    still = make(flat, steps=10, precision=BF16)
+    assert titles(rising, still)["reward"] == "The reward does not rise in bf16-tis"
 
 
 def test_reading_and_comparing_needs_neither_torch_nor_matplotlib():
@@ -557,7 +593,7 @@ def test_a_mismatch_of_rounding_alone_has_no_curve(make, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         drawn = [curve.name for curve, _ in draw_figures(compare(map(read_run, paths)))]
-    assert drawn == ["reward", "validation"] and not list(draw_figures(compare([])))
+    assert drawn == ["validation", "reward"] and not list(draw_figures(compare([])))
 
 
 def test_a_setting_with_a_tag_or_a_star_stays_text_in_the_page(make):

@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 from fp8_nemo.recipes.compare import main
 
+from fp8_nemo.plan.plan import plan_recipe
+from fp8_nemo.recipe.compose import compose
+from fp8_nemo.runs.run_dir import freeze
+
 from .browser import CHROMIUM, Browser
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "results" / "runs.jsonl.gz"
+NEMO = ("backend=nemo", "glue=stock", "precision=bf16", "cluster.gpus_per_node=1")
 SIZES = [(360, 740), (768, 1024), (1400, 900), (2560, 1300)]
 in_a_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium here (Debian: apt-get install chromium)"
@@ -120,6 +125,33 @@ def test_it_takes_a_few_seconds(tmp_path):
     start = time.process_time()  # not the clock on the wall: tests share cores
     assert main([str(tmp_path / "runs"), "--html"]) == 0
     assert time.process_time() - start < 10
+
+
+def frozen(tmp_path: Path, *words: str) -> Path:
+    """Freeze a run that has not begun."""
+    [recipe] = compose([*words, f"outputs={tmp_path}/outputs"])
+    [run] = freeze([plan_recipe(recipe)])
+    return run.path
+
+
+def test_runs_that_have_not_begun_are_cards_of_dashes_without_a_figure(tmp_path):
+    frozen(tmp_path, "precision=bf16", "correction=none")
+    frozen(tmp_path, "precision=fp8-e2e")
+    assert main([str(tmp_path / "outputs"), "--html"]) == 0
+    text = (tmp_path / "outputs" / "report" / "report.html").read_text()
+    assert "<h1>Undecided</h1>" in text and "Resume what has stopped" in text
+    assert "<figure>" not in text and text.count("<article") == 2 and text.count("0/40") > 2
+    assert "<details open><summary>Resume" in text, "what to run is not folded"
+
+
+def test_a_setting_with_a_tag_stays_text(tmp_path):
+    evil = "<img src=x onerror=alert(1)>"
+    for text in (evil, "</article>"):
+        frozen(tmp_path, f"+nemo.policy.generation.vllm_kwargs.a='{text}'", *NEMO)
+    assert main([str(tmp_path / "outputs"), "--html"]) == 0
+    text = (tmp_path / "outputs" / "report" / "report.html").read_text()
+    assert "<img" not in text and text.count("</article>") == 2
+    assert "&lt;img src=x onerror=alert(1)&gt;" in text
 
 
 @in_a_browser
