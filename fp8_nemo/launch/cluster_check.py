@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8_nemo.launch import probe
-from fp8_nemo.launch.preflight import hub_mistakes, settings_of
+from fp8_nemo.launch.preflight import data_problems, hub_mistakes, model_problems, settings_of
 from fp8_nemo.launch.ray_cluster import connect, node_names, workers_path
 from fp8_nemo.nemo.worker_settings import PLUGIN
 from fp8_nemo.nemo_config.checkout import read_host
 from fp8_nemo.nemo_config.host import HostError, root_of
 from fp8_nemo.plan.plan import Plan, plan_from_json
-from fp8_nemo.recipe.model_dir import model_mistakes
-from fp8_nemo.recipe.options import Recipe
-from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.provenance import gpus
 
 WORKERS = {
@@ -105,23 +102,24 @@ def interpreters(plan: Plan) -> dict[str, str]:
     return found
 
 
-def look(plan: Seen, pythons: dict[str, str], canary: str, written: str) -> Seen:
+def look(content: Seen, pythons: dict[str, str], canary: str, written: str) -> Seen:
     """Return what a node has, as plain data; runs on the node.
 
     Args:
-        plan: as JSON.
+        content: of the plan, as plain data.
         pythons: environment to interpreter.
         canary: a file in the run directory.
         written: what this file holds on the first node.
     """
-    recipe, file = plan_from_json(plan).recipe, Path(canary)
-    root = root_of(recipe)
+    plan, file = plan_from_json(content), Path(canary)
+    root, data_sets = root_of(plan.recipe), HUB_DATA.get(plan.recipe.data.name, ())
+    unread = [str(each) for name in data_sets for each in hub_mistakes(name, "dataset")]
     return {
         "gpus": [each._asdict() for each in gpus() or []],
         "environments": {name: _probe(python) for name, python in pythons.items()},
         "shared": file.is_file() and file.read_text() == written,
-        "model": list(map(str, _model_problems(recipe))),
-        "data": list(map(str, _data_problems(recipe))),
+        "model": list(model_problems(plan)),
+        "data": [*unread, *data_problems(plan)],
         "nemo_rl": root is not None and (root / "nemo_rl").is_dir(),
         "memory_gib": _available_memory() / GIB,
         "shm_gib": shutil.disk_usage("/dev/shm").free / GIB,
@@ -156,8 +154,8 @@ def _gpu_finding(plan: Plan, node: str, seen: list[Seen]) -> Finding:
     busy = [str(n) for n, gpu in enumerate(seen) if gpu["used"] / 1024 > BUSY_GIB]
     problem = ""
     if plan.backend == "local":
-        pass  # runs on a CPU too
-    elif len(seen) < cluster.gpus_per_node:
+        return Finding("GPUs", node, found)  # it needs none
+    if len(seen) < cluster.gpus_per_node:
         problem = f"cluster.gpus_per_node={cluster.gpus_per_node}"
     elif not all(cluster.gpu in gpu["name"].lower() for gpu in seen):
         problem = f"cluster.gpu={cluster.gpu} is not what is here; set the one that is"
@@ -224,21 +222,6 @@ def _probe(python: str) -> Seen:
         return json.loads(answer.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"error": f"{python}: {error}"}
-
-
-def _model_problems(recipe: Recipe) -> Iterator[Any]:
-    hub_id = recipe.model.hub_id
-    return hub_mistakes(hub_id) if hub_id else model_mistakes(recipe, pads=False)
-
-
-def _data_problems(recipe: Recipe) -> Iterator[Any]:
-    for name in HUB_DATA.get(recipe.data.name, ()):
-        yield from hub_mistakes(name, "dataset")
-    if recipe.data.name == "jsonl":
-        try:
-            load_problems(recipe.data, recipe.seed)
-        except DataError as error:
-            yield error
 
 
 def _available_memory() -> float:

@@ -27,7 +27,6 @@ from fp8_nemo.nemo.step_metrics import OverheardLogger
 from fp8_nemo.nemo.worker_settings import VARIABLE
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import load_problems, write_problems
@@ -107,13 +106,7 @@ def prepare(plan: Plan, root: Path) -> None:
             print(f"{name}={os.environ[name]}: as the environment has it, the plan says {value}")
     os.environ.pop(VARIABLE, None)  # inherited if another run started this one
     os.environ |= settings_of(plan.recipe).to_environment()
-    given = os.environ.get(session.CONVERSIONS)
-    parent = Path(given) if given else Path(plan.recipe.outputs) / ".megatron"
-    model, keys = plan.recipe.model, leaves(plan.recipe.nemo)
-    source = None if model.hub_id else model_path(model)
-    changed = {key: keys[key] for key in keys if key.startswith("policy.hf_config_overrides")}
-    folder = session.conversion_dir(parent, model.hf_id or model.name, source, changed)
-    os.environ[session.CONVERSIONS] = str(folder)
+    os.environ[session.CONVERSIONS] = str(session.conversion_dir(plan.recipe))
     os.environ["PYTHONPATH"] = workers_path(root)
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))

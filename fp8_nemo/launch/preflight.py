@@ -50,7 +50,7 @@ def settings_of(recipe: Recipe) -> WorkerSettings:
 def problems_with(plan: Plan) -> list[str]:
     """Return one line for each thing that would stop this plan after it has started."""
     recipe, root = plan.recipe, root_of(plan.recipe)
-    of_inputs = [*map(str, _model_mistakes(plan)), *_data_problems(plan)]
+    of_inputs = [*model_problems(plan), *data_problems(plan)]
     if root is None:
         return [f"cluster.nemo_root=null: backend=nemo runs in NeMo RL; {REMEDY}", *of_inputs]
     try:
@@ -166,7 +166,7 @@ def _plugin_problem() -> str:
     return ""
 
 
-def _model_mistakes(plan: Plan) -> Iterator[Mistake]:
+def model_problems(plan: Plan) -> Iterator[str]:
     """Check that the model can be read, has the planned shape, and enough positions."""
     recipe, model = plan.recipe, plan.recipe.model
     if model.hub_id:
@@ -177,12 +177,12 @@ def _model_mistakes(plan: Plan) -> Iterator[Mistake]:
     else:
         found = list(model_mistakes(recipe, pads=False))
         config = {} if found else json.loads((model_path(model) / "config.json").read_text())
-    yield from found
+    yield from map(str, found)
     longest = plan.settled.sequence_tokens
     most = config.get("max_position_embeddings", longest)
     if longest > most and rope_type(config) in UNSTRETCHED:
         text = f"makes sequences of {longest} tokens, the model has {most} positions"
-        yield Mistake("grpo.max_new_tokens", recipe.grpo.max_new_tokens, text, "lower it")
+        yield str(Mistake("grpo.max_new_tokens", recipe.grpo.max_new_tokens, text, "lower it"))
 
 
 def rope_type(config: dict[str, Any]) -> str:
@@ -211,23 +211,23 @@ def hub_mistakes(name: str, kind: str = "model") -> Iterator[Mistake]:
         "model": ("model.hf_id", "or give model.path=FOLDER"),
         "dataset": ("data", "or choose data=jsonl"),
     }[kind]
-    if constants.HF_HUB_OFFLINE:
-        text = f"{missing} is not in the cache, {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
-        fill = f"fill it with `hf download --repo-type {kind} {name}`, {remedy}"
-        yield Mistake(key, name, text, fill)
-        return
-    try:
-        address = hf_hub_url(name, HUB_FILES[kind][0][0], repo_type=kind)
-        get_hf_file_metadata(address, timeout=10)
-    except GatedRepoError:
-        text = "is gated, and this account has no access"
-        yield Mistake(key, name, text, f"ask for it on its page, set HF_TOKEN, {remedy}")
-    except RepositoryNotFoundError:
-        text = "is not on the hub, or not for this account"
-        yield Mistake(key, name, text, f"set HF_TOKEN, {remedy}")
-    except Exception as error:  # the network has many errors of its own
-        text = f"the hub cannot be asked ({type(error).__name__})"
-        yield Mistake(key, name, text, f"fill the cache first, {remedy}")
+    text = f"{missing} is not in the cache, {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+    first = f"fill it with `hf download --repo-type {kind} {name}`"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_hf_file_metadata(
+                hf_hub_url(name, HUB_FILES[kind][0][0], repo_type=kind), timeout=10
+            )
+            return
+        except GatedRepoError:
+            text = "is gated, and this account has no access"
+            first = "ask for it on its page, set HF_TOKEN"
+        except RepositoryNotFoundError:
+            text, first = "is not on the hub, or not for this account", "set HF_TOKEN"
+        except Exception as error:  # the network has many errors of its own
+            text = f"the hub cannot be asked ({type(error).__name__})"
+            first = "fill the cache first"
+    yield Mistake(key, name, text, f"{first}, {remedy}")
 
 
 def cached_config(name: str) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def missing_in_cache(name: str, kind: str) -> str:
     return ""
 
 
-def _data_problems(plan: Plan) -> Iterator[str]:
+def data_problems(plan: Plan) -> Iterator[str]:
     """Check that problems outside the hub can be read and fill a batch."""
     recipe, prompts = plan.recipe, plan.settled.prompts_per_step
     if recipe.data.is_on_hub:
@@ -264,7 +264,7 @@ def _data_problems(plan: Plan) -> Iterator[str]:
     except DataError as error:
         yield str(error)
         return
-    if count < prompts:
+    if plan.nemo and count < prompts:
         text = f"NeMo RL drops the last, unfilled batch, and there are {count} problems"
         remedy = "lower it, or give more problems"
         yield str(Mistake("grpo.prompts_per_step", prompts, text, remedy))

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,9 @@ from fp8_nemo.launch.ray_cluster import open_for_anyone, own_code_first
 from fp8_nemo.nemo_config.checkout import config_of
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.model_dir import model_path
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.plain import leaves
 
 CONVERSIONS = "NRL_MEGATRON_CHECKPOINT_DIR"
 """NeMo RL's environment variable: the folder of models in Megatron's format."""
@@ -227,24 +230,21 @@ def one_engine_start() -> Iterator[Callable[[], None]]:
         yield lambda: fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def conversion_dir(
-    parent: Path, model: str, source: Path | None, changed: Mapping[str, Any]
-) -> Path:
+def conversion_dir(recipe: Recipe) -> Path:
     """Make the folder that caches a model in Megatron's format for all runs that start from it.
 
     Its name holds a hash over the source's file sizes and times. NeMo RL looks at the name alone,
     so without the hash it would start from the old weights of a model that was made again.
-
-    Args:
-        parent: holds all conversions.
-        model: its name, or its id on the hub.
-        source: the folder that it is read from; None on the hub.
-        changed: the keys of the model's own configuration that the run changes.
     """
-    files = sorted(source.iterdir()) if source else []
+    model, keys = recipe.model, leaves(recipe.nemo)
+    files = [] if model.hub_id else sorted(model_path(model).iterdir())
     state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest = hashlib.sha256(json.dumps([model, state, changed]).encode()).hexdigest()[:8]
-    folder = parent.absolute() / f"{model.replace('/', '--')}-{digest}"
+    changed = {key: keys[key] for key in keys if key.startswith("policy.hf_config_overrides")}
+    name = model.hf_id or model.name
+    digest = hashlib.sha256(json.dumps([name, state, changed]).encode()).hexdigest()[:8]
+    given = os.environ.get(CONVERSIONS)
+    parent = Path(given) if given else Path(recipe.outputs) / ".megatron"
+    folder = parent.absolute() / f"{name.replace('/', '--')}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

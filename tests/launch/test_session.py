@@ -7,6 +7,7 @@ import pytest
 
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.launch import session
+from fp8_nemo.recipe.compose import compose
 
 
 def fallen(ask, raised):
@@ -72,18 +73,23 @@ def test_what_a_killed_conversion_has_left_is_not_taken_for_a_model(tmp_path):
         assert left.exists()
 
 
-def test_a_model_that_was_made_again_is_converted_again(tmp_path):
+def test_a_model_that_was_made_again_is_converted_again(tmp_path, monkeypatch):
+    monkeypatch.delenv(session.CONVERSIONS, raising=False)
     source = tmp_path / "model"
     source.mkdir()
     (source / "model.safetensors").write_bytes(b"one")
-    first = session.conversion_dir(tmp_path / "outputs", "mine", source, {})
-    assert (
-        session.conversion_dir(tmp_path / "outputs", "mine", source, {}) == first and first.is_dir()
-    )
-    assert (
-        session.conversion_dir(tmp_path / "outputs", "mine", source, {"rope_theta": 1e4}) != first
-    )
+
+    def folder(*words):
+        line = ["backend=nemo", "model=tiny-llama", f"model.path={source}", *words]
+        return session.conversion_dir(compose([*line, f"outputs={tmp_path}/outputs"])[0])
+
+    first = folder()
+    assert folder("precision=bf16") == first and first.is_dir()
+    assert first.parent == tmp_path / "outputs" / ".megatron"
+    assert folder("+nemo.policy.hf_config_overrides.rope_theta=1e4") != first
     (source / "model.safetensors").write_bytes(b"another")
-    assert session.conversion_dir(tmp_path / "outputs", "mine", source, {}) != first
-    hub = session.conversion_dir(tmp_path / "outputs", "meta-llama/Llama-3.1-8B-Instruct", None, {})
+    assert folder() != first
+    hub = folder("model=llama31-8b", "model.path=null")
     assert hub.name.startswith("meta-llama--Llama-3.1-8B-Instruct-")
+    monkeypatch.setenv(session.CONVERSIONS, str(tmp_path / "own"))
+    assert folder().parent == tmp_path / "own"
