@@ -89,7 +89,7 @@ def check(plan: Plan, path: Path) -> list[Finding]:
         else:
             found += findings(plan, name, seen)
     canary.unlink()
-    return [*found, *_all_reduce(names)]
+    return [*found, _all_reduce(names)]
 
 
 def interpreters(plan: Plan) -> dict[str, str]:
@@ -281,8 +281,8 @@ class Reducer:
         return took
 
 
-def _all_reduce(names: dict[str, str]) -> Iterator[Finding]:
-    """Yield one finding for all nodes: ranks and time, or why the ranks do not meet."""
+def _all_reduce(names: dict[str, str]) -> Finding:
+    """Sum over all nodes, `{Ray's id: name}`; return the time, or why the ranks do not meet."""
     import ray
     from ray.exceptions import GetTimeoutError
 
@@ -294,16 +294,17 @@ def _all_reduce(names: dict[str, str]) -> Iterator[Finding]:
     ranks = [_on(rank, node).remote() for node in places]
     remedy = "see NCCL_SOCKET_IFNAME and the firewall (docs/troubleshooting.md)"
     found, problem = f"{len(ranks)} {kind}", ""
+    late = f"import torch takes more than {IMPORT_LIMIT} s; put it on the nodes' own disks"
     try:
         meet, *_ = ray.get([each.address.remote() for each in ranks], timeout=IMPORT_LIMIT)
-        try:
-            work = [each.reduce.remote(n, len(ranks), meet) for n, each in enumerate(ranks)]
-            took = max(ray.get(work, timeout=REDUCE_LIMIT))
-            found = f"{kind} {len(ranks)}, 64 MiB in {took * 1e3:.1f} ms"
-        except Exception as error:  # Ray's, torch's and NCCL's own
-            problem = f"{_last_line(error)}; {remedy}"
+        late = f"no sum within {REDUCE_LIMIT} s; {remedy}"
+        work = [each.reduce.remote(n, len(ranks), meet) for n, each in enumerate(ranks)]
+        took = max(ray.get(work, timeout=REDUCE_LIMIT))
+        found = f"{kind} {len(ranks)}, 64 MiB in {took * 1e3:.1f} ms"
     except GetTimeoutError:
-        problem = f"import torch takes more than {IMPORT_LIMIT} s; put it on the nodes' own disks"
+        problem = late
+    except Exception as error:  # Ray's, torch's and NCCL's own
+        problem = f"{_last_line(error)}; {remedy}"
     for each in ranks:
         ray.kill(each)
-    yield Finding("all-reduce", "all", found, problem)
+    return Finding("all-reduce", "all", found, problem)

@@ -72,9 +72,8 @@ def host_problems(plan: Plan, host: Host) -> Iterator[str]:
     Commits are compared only if both are known: a checkout without git has a version alone.
     """
     assert plan.nemo
-    if any(
-        ours != its for ours, its in zip(plan.nemo.host.split(), host.name.split(), strict=False)
-    ):
+    pairs = zip(plan.nemo.host.split(), host.name.split(), strict=False)
+    if any(planned != found for planned, found in pairs):
         yield (
             f"{ROOT_VARIABLE}={host.root}: is {host.name}, the plan was made for "
             f"{plan.nemo.host}; check that out again, or start the line again for a new plan"

@@ -44,31 +44,32 @@ def hold() -> int:
     import ray
 
     cluster = ray.init(address="local", include_dashboard=False, log_to_driver=False)
-    count = _gpu_count()
+    count = int(ray.cluster_resources().get("GPU", 0))
     words = map(str, range(count)) if mine is None else map(str.strip, mine.split(","))
     given = list(filter(None, words))
     if problem := wrong_numbers(given, count) or taken(given):
         print(problem, file=sys.stderr)
         return 1
-    held = hold_others(given) if mine is not None else []
+    held = hold_others(given, count) if mine is not None else []
     print(cluster.address_info["gcs_address"], flush=True)
     sys.stdin.readline()
     del held  # Ray ends an actor that nothing refers to, so the name had to live until here
     return 0
 
 
-def hold_others(mine: list[str]) -> list[object]:
-    """Occupy every GPU of the cluster but `mine`, and return the actors that do."""
+def hold_others(mine: list[str], count: int) -> list[object]:
+    """Occupy all `count` GPUs of the cluster but `mine`, and return the actors that do."""
     import ray
 
     holder = ray.remote(num_gpus=1, num_cpus=0)(_Holder)
-    actors = [holder.remote() for _ in range(_gpu_count())]
-    numbers = ray.get([actor.gpu.remote() for actor in actors])
-    on_mine = [str(number) in mine for number in numbers]
-    for actor, ours in zip(actors, on_mine, strict=True):
-        if ours:
+    actors, held = [holder.remote() for _ in range(count)], []
+    # Ray chooses which actor gets which GPU, so all are started, and those on ours are ended.
+    for actor, number in zip(actors, ray.get([each.gpu.remote() for each in actors]), strict=True):
+        if str(number) in mine:
             ray.kill(actor)
-    return [actor for actor, ours in zip(actors, on_mine, strict=True) if not ours]
+        else:
+            held.append(actor)
+    return held
 
 
 class _Holder:
@@ -78,12 +79,6 @@ class _Holder:
         import ray
 
         return ray.get_gpu_ids()[0]
-
-
-def _gpu_count() -> int:
-    import ray
-
-    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def wrong_numbers(given: list[str], count: int) -> str:

@@ -14,7 +14,7 @@ def test_a_cluster_gives_a_run_its_gpus_by_their_own_numbers(answers_with_ray, m
 import os, ray
 from fp8_nemo.launch.ray_cluster import hold_others
 ray.init(address="local", num_gpus=3, num_cpus=2, include_dashboard=False, log_to_driver=False)
-held = hold_others(["1"])
+held = hold_others(["1"], 3)
 
 @ray.remote(num_gpus=1, num_cpus=0)
 class Worker:
