@@ -60,7 +60,7 @@ class Finding(NamedTuple):
 
 
 def check(plan: Plan, path: Path) -> list[Finding]:
-    """Check all nodes, one after the other, then an all-reduce over all of them.
+    """Check each node of the Ray cluster, then an all-reduce over all of them.
 
     Args:
         plan: of the run.
@@ -76,6 +76,7 @@ def check(plan: Plan, path: Path) -> list[Finding]:
     count = f"{len(names)} node{'s' * (len(names) != 1)}"
     few = "" if len(names) >= wanted else f"cluster.nodes={wanted}"
     found = [Finding("Ray", "all", count, few)]
+    # Only nodes that see the same outputs folder read back what is written here.
     canary = path.absolute() / ".canary"
     canary.write_text(f"{time.time()}\n")
     task = ray.remote(num_cpus=0, max_retries=0)(look)
@@ -128,14 +129,14 @@ def look(content: Seen, pythons: dict[str, str], canary: str, written: str) -> S
 
 def findings(plan: Plan, node: str, seen: Seen) -> Iterator[Finding]:
     """Compare what `look` saw on a node with what the plan needs."""
-    nemo, outputs = plan.backend == "nemo", plan.recipe.outputs
+    nemo, shared = plan.backend == "nemo", seen["shared"]
     remedy = "set outputs to a folder that all nodes share, and name it in cluster.mounts"
-    apart = f"{outputs} is another folder here; {remedy}"
+    apart = f"{plan.recipe.outputs} is another folder here; {remedy}"
     yield Finding("a task", node, "runs")
     yield _gpu_finding(plan, node, seen["gpus"])
     for name, environment in seen["environments"].items():
         yield _environment_finding(plan, node, name, environment)
-    yield Finding("outputs", node, *(("shared",) if seen["shared"] else ("", apart)))
+    yield Finding("outputs", node, "shared" if shared else "", "" if shared else apart)
     for name in ("model", "data"):
         yield Finding(name, node, "" if seen[name] else "readable", "; ".join(seen[name]))
     if nemo:
@@ -152,9 +153,9 @@ def _gpu_finding(plan: Plan, node: str, seen: list[Seen]) -> Finding:
     kinds = sorted({f"{gpu['name']}, driver {gpu['driver']}" for gpu in seen})
     found = f"{len(seen)} x {' and '.join(kinds)}" if seen else "none"
     busy = [str(n) for n, gpu in enumerate(seen) if gpu["used"] / 1024 > BUSY_GIB]
-    problem = ""
     if plan.backend == "local":
         return Finding("GPUs", node, found)  # it needs none
+    problem = ""
     if len(seen) < cluster.gpus_per_node:
         problem = f"cluster.gpus_per_node={cluster.gpus_per_node}"
     elif not all(cluster.gpu in gpu["name"].lower() for gpu in seen):

@@ -133,3 +133,18 @@ def test_a_problem_is_shown_as_it_is_brackets_included(capsys):
     found = [cluster_check.Finding("node1", "all-reduce", "2 nodes", said)]
     Console(width=200, markup=False).print(check_cluster.table(found))
     assert said in capsys.readouterr().out
+
+
+def test_ranks_that_do_not_meet_are_a_finding_with_what_to_look_at(answers_with_ray):
+    code = """
+from fp8_nemo.launch import cluster_check as check
+from fp8_nemo.launch.ray_cluster import connect, node_names
+connect(45)
+check.REDUCE_LIMIT = 0
+answers += [check._all_reduce(node_names())]
+check.IMPORT_LIMIT = 0
+answers += [check._all_reduce(node_names())]
+"""
+    [(*_, hangs), (*_, slow)], _ = answers_with_ray(code)
+    assert hangs.startswith("no sum within 0 s; see NCCL_SOCKET_IFNAME")
+    assert slow.startswith("import torch takes more than 0 s; put it on the nodes' own disks")
