@@ -39,13 +39,13 @@ def engine_dtypes(generation: Any) -> dict[str, str]:
     Args:
         generation: NeMo RL's `VllmGeneration` with its synchronous engine.
     """
-    answers = ask_workers(generation, _dtypes)
+    answers = _ask_workers(generation, _dtypes)
     return {name: dtype for answer in answers for name, dtype in answer.items()}
 
 
 def refit_reports(generation: Any) -> list[dict[str, Any]]:
     """Return each vLLM worker's `RefitProof` of its last refit; empty without our receiver."""
-    return ask_workers(generation, _report)
+    return _ask_workers(generation, _report)
 
 
 def refit_problems(generation: Any) -> list[str]:
@@ -74,7 +74,7 @@ def check_receivers(generation: Any) -> None:
     Raises:
         EngineError: some have not; it names their ranks and hosts.
     """
-    if missing := list(filter(None, ask_workers(generation, _stock_worker))):
+    if missing := list(filter(None, _ask_workers(generation, _stock_worker))):
         raise EngineError(
             f"vLLM worker {', '.join(missing)}: runs NeMo RL's own receiver, not ours, so it would "
             "quantize FP8 weights again; its environment does not show the entry point fp8_nemo of "
@@ -82,7 +82,7 @@ def check_receivers(generation: Any) -> None:
         )
 
 
-def ask_workers(generation: Any, question: Callable[[Any], Any]) -> list[Any]:
+def _ask_workers(generation: Any, question: Callable[[Any], Any]) -> list[Any]:
     """Call a function of this module in every one of vLLM's workers; return all answers.
 
     Args:
