@@ -179,7 +179,8 @@ def model_problems(plan: Plan) -> Iterator[str]:
     yield from map(str, found)
     longest = plan.settled.sequence_tokens
     most = config.get("max_position_embeddings", longest)
-    if longest > most and rope_type(config) in UNSTRETCHED:
+    # The local backend has no such limit, and nodes are checked for its plans too.
+    if plan.nemo and longest > most and rope_type(config) in UNSTRETCHED:
         text = f"makes sequences of {longest} tokens, the model has {most} positions"
         yield str(Mistake("grpo.max_new_tokens", recipe.grpo.max_new_tokens, text, "lower it"))
 

@@ -51,6 +51,14 @@ def test_a_sequence_longer_than_the_models_positions_is_one_line(no_checkout):
     assert lines[1].startswith("grpo.max_new_tokens=2000: makes sequences of 3072 tokens, the mod")
 
 
+def test_a_local_run_has_neither_nemo_rls_batches_nor_vllms_positions(tmp_path):
+    for name in ("train", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text('{"input": "1+1", "output": "2"}\n' * 5)
+    line = ["backend=local", "model=tiny-llama", "data=jsonl", f"data.path={tmp_path}"]
+    [plan] = compose_plans([*line, "grpo.max_new_tokens=2000"])
+    assert [*preflight.model_problems(plan), *preflight.data_problems(plan)] == []
+
+
 def test_fewer_problems_than_a_batch_is_one_line(no_checkout, tmp_path):
     for name in ("train", "validation"):
         (tmp_path / f"{name}.jsonl").write_text('{"input": "1+1", "output": "2"}\n' * 5)
