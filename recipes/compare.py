@@ -1,8 +1,6 @@
-"""Compare runs: a table here, and a page with figures in the folder `report` above the runs.
+"""Compare runs: a table here, a page with figures in `report` above the runs.
 
 python -m recipes.compare outputs/tiny-llama [--html]
-
-`--html` adds the executed notebook, and one self-contained HTML page of it.
 """
 
 from __future__ import annotations
@@ -12,13 +10,14 @@ import shlex
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from fp8_nemo.report.against_bf16 import against_baselines
 from fp8_nemo.report.compare import compare
 from fp8_nemo.report.page import PageError, comparison_table, write_pages
 from fp8_nemo.report.runs import find_runs, read_runs
 from fp8_nemo.runs.run_dir import short_path
+from fp8_nemo.runs.terminal import console, tell
+
+from .arguments import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,31 +27,33 @@ def main(arguments: list[str] | None = None) -> int:
     found = {path: [short_path(run) for run in find_runs(path)] for path in options.paths}
     runs, lines = read_runs(dict.fromkeys(run for each in found.values() for run in each))
     lines += [f"{path}: no run directory here" for path in found if not found[path]]
-    sys.stderr.writelines(f"{line}\n" for line in lines)
+    for line in lines:
+        tell(line, sys.stderr)
     if not runs:
         return 2
     comparison = compare(runs, lines)
-    Console(width=100, markup=False).print(comparison_table(comparison))
+    console().print(comparison_table(comparison))
     for verdict in against_baselines(comparison):
-        print(verdict)
+        tell(verdict)
     try:
         line = f"python -m recipes.compare {shlex.join(words)}"
         for page in write_pages(comparison, found, line, with_html=options.html):
             print(page)
     except ModuleNotFoundError as error:
         remedy = "pip install 'fp8-nemo[report]'"
-        print(f"the report cannot be written: {error}; {remedy}", file=sys.stderr)
+        tell(f"the report cannot be written: {error}; {remedy}", sys.stderr)
         return 2
     except (OSError, PageError) as error:
-        print(f"the report cannot be written: {error}", file=sys.stderr)
+        tell(f"the report cannot be written: {error}", sys.stderr)
         return 2
     return 0
 
 
 def _options(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("recipes.compare", description=__doc__)
-    parser.usage = argparse.SUPPRESS  # a mistake is one line
-    parser.add_argument("paths", metavar="PATH", nargs="+", type=Path)
+    parser = Parser("compare", __doc__)
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", type=Path, help="run directories, or folders of them"
+    )
     parser.add_argument("--html", action="store_true", help="add a notebook and an HTML page")
     return parser.parse_args(words)
 

@@ -1,11 +1,10 @@
-"""Measure how far rollouts were from the policy, and what each correction would make of it.
+"""Measure how far rollouts were from the policy, and what corrections would do.
 
-python -m recipes.measure_mismatch RUN_DIR [RUN_DIR or train_data_step*.jsonl ...]
-    [--reject 0.01] [--write my-NAME --mask geometric]
+python -m recipes.measure_mismatch RUN_DIR --reject 0.02 --write my-bounds
 
-Prints the distribution, every correction's effect, and for every statistic the bounds that reject
-the wanted share of tokens; writes RUN_DIR/report/mismatch.json, which `correction.measurement=` can
-name. `--write` puts bounds into conf/correction/my-NAME.yaml, for `correction=my-NAME`.
+Prints the distribution, every correction's effect, and for every statistic
+the bounds that reject the wanted share of tokens. Writes
+RUN_DIR/report/mismatch.json, which `correction.measurement=` can name.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from fp8_nemo.correction.quantiles import token_share
 from fp8_nemo.local.preflight import require
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS
+from fp8_nemo.runs.terminal import console, tell
+
+from .arguments import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,23 +34,39 @@ def main(arguments: list[str] | None = None) -> int:
         measurement = measure(pairs)
         file = write_measurement(measurement, options.paths[0])
         for table in mismatch_tables(pairs.values(), measurement, options.reject):
-            Console(width=100, markup=False).print(table)
+            console().print(table)
         print(file)
         for option in write_option(options.write, options.mask, options.reject, measurement, file):
             print(option)
     except (MeasureError, OSError) as error:
-        print(error, file=sys.stderr)
+        tell(error, sys.stderr)
         return 2
     return 0
 
 
 def _options(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("recipes.measure_mismatch", description=__doc__)
-    parser.usage = argparse.SUPPRESS  # a mistake is one line
-    parser.add_argument("paths", metavar="PATH", nargs="+", type=Path)
-    parser.add_argument("--reject", type=token_share, default=0.01)
-    parser.add_argument("--write", metavar="my-NAME")
-    parser.add_argument("--mask", choices=[*RATIOS, *DIVERGENCES], default="geometric")
+    parser = Parser("measure_mismatch", __doc__)
+    parser.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        type=Path,
+        help="run directories, or NeMo RL's own train_data_step*.jsonl",
+    )
+    parser.add_argument(
+        "--reject",
+        metavar="SHARE",
+        type=token_share,
+        default=0.01,
+        help="share of tokens that the proposed bounds reject; 0.01 unless given",
+    )
+    parser.add_argument(
+        "--write", metavar="my-NAME", help="make the option correction=my-NAME with those bounds"
+    )
+    parser.add_argument(
+        "--mask", metavar="STATISTIC", choices=[*RATIOS, *DIVERGENCES], default="geometric",
+        help="what --write bounds: %(choices)s; geometric unless given",
+    )  # fmt: skip
     return parser.parse_args(words)
 
 

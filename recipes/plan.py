@@ -1,45 +1,53 @@
-"""Show what a run would do, before a GPU is asked for. Needs no torch.
+"""Show whether a run fits and what it would do, before a GPU is asked for.
 
-python -m recipes.plan model=llama31-8b precision=fp8-kv-attn correction=tis
+python -m recipes.plan model=llama31-8b precision=fp8-e2e [--keys]
+
+Needs no torch. `--keys` adds every key of NeMo RL's that changes, and the
+stock command line that sets the same.
 """
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 
-from rich.console import Console
-
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.describe import changes, differences, stock_command, table
-from fp8_nemo.recipe.compose import ComposeError
+from fp8_nemo.plan.describe import change_lines, differences, plan_table, stock_command
+from fp8_nemo.recipe.compose import ComposeError, choices
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.run_dir import run_path
-from fp8_nemo.runs.slurm import notes, sbatch_command
+from fp8_nemo.runs.slurm import container_notes, sbatch_command
+from fp8_nemo.runs.terminal import command, console, tell
+
+from .arguments import answered  # as recipes here, as fp8_nemo.recipes when frozen
+
+KEYS = "--keys"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the plan of every cell; 2 if one of them is impossible."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if answered(words, f"{__doc__}\n{choices()}"):
+        return 0
     try:
-        plans = compose_plans(sys.argv[1:] if arguments is None else arguments, host_of)
+        plans = compose_plans([word for word in words if word != KEYS], host_of)
         calls = [sbatch_command(p) if p.recipe.cluster.kind == "slurm" else [] for p in plans]
     except (ComposeError, RunDirError) as error:
-        print(error, file=sys.stderr)
+        tell(error, sys.stderr)
         return 2
-    console = Console(width=100, markup=False)
     for plan, call in zip(plans, calls, strict=True):
         host, path = host_of(plan.recipe), run_path(plan)
-        console.print(table(plan, host, path))
-        if plan.nemo:
-            console.print(changes(differences(plan, host, path)))
-            stock = shlex.join(stock_command(plan, host, path))
+        console().print(plan_table(plan, host, path))
+        if plan.nemo and KEYS in words:
+            changed = differences(plan, host, path)
+            tell("\n".join(["", f"{plan.nemo.base_config}, with", *change_lines(changed)]))
+            stock = command(stock_command(plan, host, path))
             print(f"\nThe same with NeMo RL alone, in its checkout:\n\n{stock}")
         if call:
-            print(f"\nQueued by:\n\n{shlex.join(call)}")
-    for note in notes(plans):
-        print(f"\nnote: {note}")
+            print(f"\nQueued by:\n\n{command(call)}")
+    for note in container_notes(plans):
+        tell(f"\nnote: {note}")
     return 0
 
 

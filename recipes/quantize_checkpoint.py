@@ -1,10 +1,12 @@
-"""Convert a Hugging Face checkpoint, or a local run's, to a blockwise FP8 one for vLLM.
+"""Convert a Hugging Face checkpoint, or a local run's, to FP8 for vLLM.
 
-python -m recipes.quantize_checkpoint SRC DST [--calibrate TEXTS] [precision=fp8-linear ...]
+python -m recipes.quantize_checkpoint SRC DST [precision=fp8-linear]
+    [--calibrate TEXTS]
 
-Of a local run's directory the last checkpoint becomes SRC/model-STEP first. The same line goes on
-where it was stopped. Precision: a run's own, else fp8-linear; an FP8 cache needs `--calibrate`, a
-file of a text a line. Prints what FP8 cost each layer; DST/quantization.json has every weight.
+Of a local run's directory the last checkpoint becomes SRC/model-STEP first.
+The same line goes on where it was stopped. Precision: a run's own, else
+fp8-linear; an FP8 cache needs `--calibrate`. Prints what FP8 cost each layer;
+DST/quantization.json has every weight.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
 from fp8_nemo.local.preflight import require
 from fp8_nemo.runs.process import INTERRUPTED
+from fp8_nemo.runs.terminal import console, tell
+
+from .arguments import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,23 +40,33 @@ def main(arguments: list[str] | None = None) -> int:
 
             errors = convert(**vars(options), progress=report)
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        tell(error, sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{options.target}: stopped; the same line goes on", file=sys.stderr)
+        tell(f"{options.target}: stopped; the same line goes on", sys.stderr)
         return INTERRUPTED
-    Console(width=100, markup=False).print(error_table(errors))
+    console().print(error_table(errors))
     print(serve_line(options.target, fp8_cache=options.calibrate is not None))
     return 0
 
 
 def _options(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("recipes.quantize_checkpoint", description=__doc__)
-    parser.usage = argparse.SUPPRESS  # a mistake is one line
-    parser.add_argument("source", metavar="SRC", type=Path)
-    parser.add_argument("target", metavar="DST", type=Path)
-    parser.add_argument("settings", metavar="precision=...", nargs="*", default=[])
-    parser.add_argument("--calibrate", metavar="TEXTS", type=Path)
+    parser = Parser("quantize_checkpoint", __doc__)
+    parser.add_argument(
+        "source", metavar="SRC", type=Path, help="a Hugging Face folder, or a local run's directory"
+    )
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to write")
+    parser.add_argument(
+        "settings",
+        metavar="precision=...",
+        nargs="*",
+        default=[],
+        help="the precision, or one of its keys, as for recipes.grpo",
+    )
+    parser.add_argument(
+        "--calibrate", metavar="TEXTS", type=Path,
+        help="a file with one text a line: measure the scales of an FP8 cache on it",
+    )  # fmt: skip
     return parser.parse_intermixed_args(words)
 
 

@@ -1,4 +1,4 @@
-"""Do FP8 recipes learn like BF16? The rule of docs/research/experiment.md, applied to run directories.
+"""Do FP8 recipes learn like BF16? Applies the rule of docs/research/experiment.md to runs.
 
 python -m recipes.grpo -m sweep=experiment
 python -m benchmarks.learning.experiment outputs/small-llama --out FILE.json

@@ -8,8 +8,8 @@ usual; NeMo RL's guide looks for trouble where it climbs past 1.01-1.02, and at 
 (docs/guides/grpo.md, main 7ea279a), which FP8 KV exceeds in a healthy run; verl warns at an
 effective sample share of 0.3 and a KL of 0.1 (docs/algo/rollout_corr.md, b178a3c). A rejected share
 of 0.1 is this package's `max_reject`. The other bounds are this package's own: 0.02 nats is several
-times what FP8 KV showed inside NeMo RL (docs/research/nemo.md), 1.5 and half of the batch are far beyond any
-run that learned. Growth is over a window against the run's first steps: in NeMo RL #1801
+times what FP8 KV showed inside NeMo RL (docs/research/nemo.md), 1.5 and half of the batch are far
+beyond any run that learned. Growth is over a window against the run's first steps: in NeMo RL #1801
 `token_mult_prob_error` grew until the run crashed.
 """
 
@@ -43,7 +43,7 @@ class Signal(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`Verdict("watch", ["mismatch/kl 0.03 above 0.02: ..."])`."""
+    """A step's state and why: `Verdict("watch", ["mismatch/kl 0.03 > 0.02: ..."])`."""
 
     state: str
     reasons: list[str]
@@ -56,7 +56,10 @@ class UnstableError(RuntimeError):
 STALE = "a refit may have brought stale weights or scales: set glue.verify=full"
 SIGNALS = (
     Signal(KL, 0.02, 0.1, STALE),
-    Signal("mismatch/token_mult_prob_error", 1.05, 1.5, f"{KL} in docs/troubleshooting.md"),
+    Signal(
+        "mismatch/token_mult_prob_error", 1.05, 1.5,
+        "one outlier token can cause it; if it stays, see docs/troubleshooting.md",
+    ),
     Signal("correction/ess", 0.5, 0.3, "few tokens carry the update: truncate, or mask by token"),
     Signal(
         "correction/masked_fraction", 0.1, 0.5,
@@ -101,6 +104,21 @@ def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:
     return int(rows[at]["step"]), judge(rows[: at + 1])
 
 
+def summary(rows: Sequence[Row]) -> str | None:
+    """Sum a run's health up: `watch in 9 of 40 steps, worst step 31: REASONS`; None if healthy.
+
+    Args:
+        rows: as `append_judged` wrote them.
+    """
+    if not (found := worst(rows)):
+        return None
+    step, verdict = found
+    steps = [row.get(STATE, 0) for row in rows if row["step"]]
+    count = sum(state == STATES.index(verdict.state) for state in steps)
+    why = "; ".join(verdict.reasons)
+    return f"{verdict.state} in {count} of {len(steps)} steps, worst step {step}: {why}"
+
+
 def _growth(rows: Sequence[Row]) -> float | None:
     """Mean KL of the last window over that of the first; None before two windows have passed."""
     kl = [row[KL] for row in rows if KL in row]
@@ -113,7 +131,7 @@ def _growth(rows: Sequence[Row]) -> float | None:
 def _reason(signal: Signal, value: float) -> str:
     state = signal.state(value)
     bound = (signal.watch, signal.unstable)[state - 1]
-    side = "above" if signal.unstable > signal.watch else "below"
+    side = ">" if signal.unstable > signal.watch else "<"
     texts = (f"{value:.{digits}g}" for digits in range(3, 18))
     found = next(text for text in texts if text != f"{bound:g}")  # not "1.05 above 1.05"
     return f"{signal.key} {found} {side} {bound:g}: {signal.action}"

@@ -40,6 +40,7 @@ from fp8_nemo.glue.quantize import FP8, Fp8Weight, dequantize_blocks
 from fp8_nemo.glue.refit import encode, pieces_of
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options import Precision
+from fp8_nemo.runs.terminal import table
 
 DTYPES = ("BF16", "F32")
 INDEX = "model.safetensors.index.json"
@@ -146,18 +147,17 @@ def read_config(source: Path) -> dict[str, Any]:
 
 def error_table(errors: list[WeightError]) -> Table:
     """One row a layer: mean and largest relative error, and which weight has it."""
-    rows = Table(title="relative error of FP8 weights", title_justify="left")
-    for name in ("layer", "weights", "mean", "largest", "in", "became 0"):
-        rows.add_column(name, justify="left" if name == "in" else "right")
-    for layer, found in by_layer(errors).items():
-        worst = found[0]
-        rows.add_row(
+    heads = ("layer", "weights", "mean", "largest", "in", "became 0")
+    rows = [
+        (
             str(layer), str(len(found)), f"{fmean(error.relative for error in found):.4f}",
-            f"{worst.relative:.4f}",
-            worst.name.partition(f".{layer}.")[2].removesuffix(".weight"),
+            f"{found[0].relative:.4f}",
+            found[0].name.partition(f".{layer}.")[2].removesuffix(".weight"),
             f"{max(error.zeroed for error in found):.2%}",
-        )  # fmt: skip
-    return rows
+        )
+        for layer, found in by_layer(errors).items()
+    ]  # fmt: skip
+    return table("relative error of FP8 weights", heads, rows)
 
 
 def serve_line(target: Path, *, fp8_cache: bool) -> str:

@@ -3,13 +3,14 @@
 Characters are tokens. The model learns answers by cross-entropy; in the last fifth of its training
 half of the answers are wrong on purpose. It ends up like a base model that knows the task and
 answers carelessly, which is what GRPO can mend within a minute on a CPU. A model that is merely
-stopped early does not know the rest: GRPO gained 16 points on one in 60 steps (docs/research/log.md).
+stopped early does not know the rest: GRPO gained 16 points on one in 60 steps
+(docs/research/log.md).
 
 Working is careless line by line: a wrong result is carried on, and no line tells that an earlier
 one was wrong, so the model learns to slip as often at every line, and so few answers come out right
 that reward starts between 0.1 and 0.4, whatever the difficulty. That is of a model that has learned
-the task: four layers of 256 learn sums of eight numbers, two do not (docs/research/log.md). What it samples
-in the end is graded, and told.
+the task: four layers of 256 learn sums of eight numbers, two do not (docs/research/log.md). What it
+samples in the end is graded, and told.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from fp8_nemo.nemo_config.keys import hydra_value
-from fp8_nemo.plan.cells import HELP, compose_plans
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.recipe.options import Recipe
 
@@ -16,17 +16,12 @@ TAKES = re.compile(r"\+*(model|data|seed)\b")
 def read_model_line(words: list[str]) -> tuple[Path, Recipe]:
     """Return the folder to make, and the recipe whose model, data and seed make it.
 
-    A word that asks for help prints it and ends the process.
-
     Args:
         words: the folder, then overrides of the groups `model`, `data` and `seed`.
 
     Raises:
         ComposeError: the folder is missing, or an override is another's or impossible.
     """
-    asked = [word for word in words if word in HELP]
-    if asked:
-        compose_plans(asked)  # prints, and ends the process
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ComposeError(["recipes.make_model: the first argument is the folder to make"])
     others = [word for word in words[1:] if not TAKES.match(word)]

@@ -15,8 +15,12 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rich.table import Table
 
 from fp8_nemo.launch import probe
 from fp8_nemo.launch.preflight import data_problems, hub_mistakes, model_problems, settings_of
@@ -26,6 +30,7 @@ from fp8_nemo.nemo_config.checkout import read_host
 from fp8_nemo.nemo_config.host import HostError, root_of
 from fp8_nemo.plan.plan import Plan, plan_from_json
 from fp8_nemo.runs.provenance import gpus
+from fp8_nemo.runs.terminal import table
 
 WORKERS = {
     "policy": "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
@@ -91,6 +96,17 @@ def check(plan: Plan, path: Path) -> list[Finding]:
             found += findings(plan, name, seen)
     canary.unlink()
     return [*found, _all_reduce(names)]
+
+
+def findings_table(found: list[Finding]) -> Table:
+    """Lay out what was found, equal findings of several nodes in one row."""
+    order = list(dict.fromkeys(each.check for each in found))
+    ranked = sorted(found, key=lambda each: (order.index(each.check), *each[2:], each.node))
+    rows = [
+        (name, ", ".join(each.node for each in same), text, problem or "ok")
+        for (name, text, problem), same in groupby(ranked, attrgetter("check", "found", "problem"))
+    ]
+    return table("check_cluster", ("check", "nodes", "found", "verdict"), rows)
 
 
 def interpreters(plan: Plan) -> dict[str, str]:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from fp8_nemo.correction.health import UnstableError
+from fp8_nemo.correction.health import UnstableError, summary
 from fp8_nemo.correction.mismatch import LogprobError
 from fp8_nemo.glue.recalibrate import RecalibrateError
 from fp8_nemo.glue.wire import RefitError
@@ -33,6 +33,7 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.runs import metrics, process, run_dir
 from fp8_nemo.runs.provenance import environment
 from fp8_nemo.runs.starting_point import starting_point
+from fp8_nemo.runs.terminal import tell, width
 
 DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError)
 SHOWN = {
@@ -75,9 +76,12 @@ def run(plan: Plan, path: Path) -> int:
     if step < plan.recipe.grpo.steps:
         print(f"{path}: stopped, step {step} is saved; the same line goes on", file=sys.stderr)
         return process.INTERRUPTED
-    print(f"{path}: finished, {plan.recipe.grpo.steps} steps")
-    if _learned_nothing([row for row in metrics.read_metrics(path) if row["step"]]):
-        print(NOTHING_LEARNED)
+    rows = metrics.read_metrics(path)
+    tell(f"{path}: finished, {plan.recipe.grpo.steps} steps")
+    if health := summary(rows):
+        tell(f"health: {health}")
+    if _learned_nothing([row for row in rows if row["step"]]):
+        tell(NOTHING_LEARNED)
     return 0
 
 
@@ -119,15 +123,15 @@ def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
 
 @contextmanager
 def progress(plan: Plan) -> Iterator[Report]:
-    """A bar on a terminal, a line every tenth of the way elsewhere; every row goes to the log."""
+    """Show one line with the time left on a terminal, elsewhere a line every tenth of the way."""
     console, steps = Console(markup=False), plan.recipe.grpo.steps
     every, name = max(1, steps // 10), f"{plan.cell} s{plan.recipe.seed}"
     bar = Progress(
         TextColumn(name),
-        BarColumn(bar_width=10),
+        *([BarColumn(bar_width=10)] if width() >= 100 else []),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[shown]}", table_column=Column()),  # wraps, where 80 columns end
+        TextColumn("{task.fields[shown]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
         console=console,
         disable=not console.is_terminal,
     )
@@ -139,7 +143,7 @@ def progress(plan: Plan) -> Iterator[Report]:
             """Show one step."""
             logging.info("%s", row)
             if row.get("health"):
-                console.print(f"{name}  {row['health']}", soft_wrap=True)
+                tell(f"{name}  {row['health']}", console.file)
             latest.update({word: f"{row[key]:.3g}" for word, key in SHOWN.items() if key in row})
             if SHOWN["val"] in row:
                 latest["val"] += f" at {row['step']}"

@@ -33,6 +33,7 @@ TRAIN_TAKES = (
 )
 POLICY_HAS = ("train", "prepare_refit_info", "calibrate_qkv_fp8_scales")
 BF16_LAYERS = "precision.first_layers_bf16 + precision.last_layers_bf16"
+SUPPORTED = ("main 7ea279a", "v0.7.0")
 LATER = "use NeMo RL main 7ea279a or later, or "
 
 

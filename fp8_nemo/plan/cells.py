@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable
 
 from fp8_nemo.correction.quantiles import verdict_of
 from fp8_nemo.nemo_config.host import MAIN, Host, HostError
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
-from fp8_nemo.recipe.compose import ComposeError, choices, compose_cells, refuse_cells
+from fp8_nemo.recipe.compose import ComposeError, compose_cells, refuse_cells
 from fp8_nemo.recipe.options import Recipe
-
-HELP = ("-h", "--help")
 
 
 def compose_plans(
     arguments: Iterable[str], host_of: Callable[[Recipe], Host] = lambda recipe: MAIN
 ) -> list[Plan]:
-    """Compose a command line and plan every cell. Asked for help, print it and exit.
+    """Compose a command line and plan every cell.
 
     Args:
         arguments: as for `compose`.
@@ -28,10 +25,6 @@ def compose_plans(
         ComposeError: with one line per distinct mistake in any cell, what a backend forbids
             included, or because two cells are one and the same run.
     """
-    arguments = list(arguments)
-    if set(HELP).intersection(arguments):
-        print(f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\n{choices()}")
-        raise SystemExit(0)
     cells = compose_cells(arguments)
     planned = [_plan(cell.recipe, host_of) for cell in cells]
     refuse_cells([cell.words for cell in cells], [lines for _, lines in planned])

@@ -36,26 +36,43 @@ class Difference(NamedTuple):
     plan: Any
 
 
-def table(plan: Plan, host: Host, run_dir: Path) -> Table:
-    """One plan as a table of words and numbers."""
-    columns = Column(), Column(overflow="fold")
-    rows = Table(*columns, title=plan.cell, title_justify="left", show_header=False, min_width=98)
-    for row in [("run directory", str(run_dir)), *describe(plan, host)]:
+def plan_table(plan: Plan, host: Host, run_dir: Path) -> Table:
+    """Lay one plan out for people: the decision first, then what follows from it."""
+    columns = Column(no_wrap=True), Column(overflow="fold")
+    rows = Table(*columns, title=plan.cell, title_justify="left", show_header=False, box=None)
+    for row in [*decision(plan), ("run directory", str(run_dir)), *describe(plan, host)]:
         rows.add_row(*row)
     return rows
 
 
-def changes(found: list[Difference]) -> Table:
-    """The keys of NeMo RL's that a plan changes, as a table."""
-    columns = [Column(name, overflow="fold") for name in Difference._fields]
-    rows = Table(*columns, title="changes to the base YAML", title_justify="left")
-    for each in found:
-        rows.add_row(*("" if value is ... else str(value) for value in each))
-    return rows
+def change_lines(found: list[Difference]) -> list[str]:
+    """Say which keys of NeMo RL's a plan changes: `grpo.seed=7 (base: 42)`, as one would type."""
+    return [
+        f"{key}={value}" + ("" if base is ... else f" (base: {base})") for key, base, value in found
+    ]
+
+
+def decision(plan: Plan) -> list[tuple[str, str]]:
+    """Say whether a run fits its GPUs, and how fast it is against BF16, as far as is known."""
+    if not plan.nemo:
+        return [("fits", "yes, on one device or a CPU: the local backend emulates FP8, slowly")]
+    settled, gpu = plan.settled, plan.recipe.cluster.gpu
+    memory = memory_per_gpu(settled)
+    phase = memory.worst
+    free = memory.headroom(phase)
+    fits = "yes" if free >= HEADROOM else "hardly" if free >= 0 else "NO"
+    needs = f"{phase} needs {memory.gpu_gib * (1 - free):.0f} of {memory.gpu_gib:.0f} GiB"
+    rows = [("fits", f"{fits}: {needs} on each of {settled.gpus} {gpu}, by estimate")]
+    found, plain = (_decode(settled, gpu, each) for each in (plan.recipe.precision, Precision()))
+    if not found or not plain:
+        return [*rows, ("speed", "not measured for this model and layout")]
+    ratio = found.tokens_per_second / plain.tokens_per_second
+    told = f"decode {ratio:.2f} times as fast as BF16" if ratio != 1 else "the baseline, BF16"
+    return [*rows, ("speed", f"{told}, by estimate; a whole step is not estimated yet")]
 
 
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
-    """What a plan says to people, line by line; notes and needs last."""
+    """Say what a plan does, line by line; notes last."""
     recipe = plan.recipe
     counts = count(recipe.model.shape, recipe.precision)
     precision = recipe.precision
@@ -117,7 +134,7 @@ def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
         f"{settled.gpus // parallel.rollout_tensor} engines, TP {parallel.rollout_tensor}, "
         f"EP {parallel.rollout_expert}",
         "memory": "; ".join(_memory_texts(settled, host)) + "; an estimate",
-        "speed": "; ".join(_speed_texts(settled)),
+        "decode": "; ".join(_speed_texts(settled)),
         "environment": f"{environment}; hub cache {home}",
         "checked": _checked(plan, host),
     }
@@ -154,26 +171,17 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
 def _speed_texts(settled: Settled) -> Iterator[str]:
     """Say how fast decode and refit are, where this model was measured, beside BF16."""
     recipe = settled.recipe
-    engines = settled.gpus // recipe.model.parallel.rollout_tensor
-    sequences = -(-settled.sequences_per_step // engines)
-    context = settled.sequence_tokens // 2
-
-    def decode(gpu: str, precision: Precision) -> Decode | None:
-        """Estimate an engine of this run on another GPU, or in another precision."""
-        there = _with(settled, gpu, precision)
-        return decode_of_engine(there.recipe, memory_per_gpu(there), sequences, context)
-
-    found = decode(recipe.cluster.gpu, recipe.precision)
-    plain = decode(recipe.cluster.gpu, Precision())
+    found = _decode(settled, recipe.cluster.gpu, recipe.precision)
+    plain = _decode(settled, recipe.cluster.gpu, Precision())
     if found is None or plain is None:
         yield "not measured for this model and layout (docs/research/speed.md)"
         return
     yield (
-        f"decode, {found.running} of an engine's {sequences} sequences of {context:,} tokens in "
-        "its cache"
+        f"{found.running} of an engine's {_sequences(settled)} sequences of "
+        f"{settled.sequence_tokens // 2:,} tokens in its cache"
     )
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
-        if there := decode(gpu, recipe.precision):
+        if there := _decode(settled, gpu, recipe.precision):
             yield f"{gpu} {there.tokens_per_second:,.0f} tokens/s"
     if recipe.precision.rollout.is_quantized:
         ratio = found.tokens_per_second / plain.tokens_per_second
@@ -184,6 +192,18 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
         took = refit_seconds(shape, wire, recipe.cluster.gpu, fixed)
         yield f"refit {took:.1f} s of transfer"
     yield "estimates, fitted on an H200"
+
+
+def _sequences(settled: Settled) -> int:
+    """Return how many of a step's sequences one engine gets."""
+    engines = settled.gpus // settled.recipe.model.parallel.rollout_tensor
+    return -(-settled.sequences_per_step // engines)
+
+
+def _decode(settled: Settled, gpu: str, precision: Precision) -> Decode | None:
+    """Estimate an engine of this run on a GPU and in a precision; None if nothing was measured."""
+    there, context = _with(settled, gpu, precision), settled.sequence_tokens // 2
+    return decode_of_engine(there.recipe, memory_per_gpu(there), _sequences(settled), context)
 
 
 def _checked(plan: Plan, host: Host) -> str:

@@ -4,8 +4,8 @@
 each phase of a NeMo RL step on one GPU: exact for weights, gradients and optimizer, by formula for
 activations, and with a fixed allowance for what no formula knows. One run corrected the trainer's
 part: less the allowance it is within 0.1 GiB of what NeMo RL printed after training, before the
-refit and while the engine sampled (8B, FP8 on both sides, two H200s; docs/research/speed.md). The rest has
-not been compared with a measurement.
+refit and while the engine sampled (8B, FP8 on both sides, two H200s; docs/research/speed.md). The
+rest has not been compared with a measurement.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import dataclasses
 import difflib
 import itertools
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from textwrap import fill
@@ -81,20 +81,24 @@ def compose(arguments: Iterable[str]) -> list[Recipe]:
     return [cell.recipe for cell in compose_cells(arguments)]
 
 
-def choices() -> str:
-    """What a command line may hold: every group with its options, keys, sweeps."""
+def choices(groups: Collection[str] = ()) -> str:
+    """Say what a command line may hold: groups with their options, keys, sweeps.
+
+    Args:
+        groups: those to list; all unless given.
+    """
     folder = option_folder("")
-    groups = sorted(each.name for each in folder.iterdir() if any(each.glob("*.yaml")))
+    groups = groups or sorted(each.name for each in folder.iterdir() if any(each.glob("*.yaml")))
     wide = max(map(len, groups)) + 2
     options = (f"  {group:{wide}}{' '.join(option_names(group))}" for group in groups)
     indent = " " * (wide + 2)
+    listed = [fill(each, 78, subsequent_indent=indent, break_on_hyphens=False) for each in options]
     return "\n".join([
         "GROUP=OPTION, of these:",
-        *(fill(each, 100, subsequent_indent=indent, break_on_hyphens=False) for each in options),
-        "KEY=VALUE, as grpo.steps=50; recipes.plan shows the values in force, and the files in",
-        f"{folder} every key;",
-        "+nemo.KEY=VALUE for NeMo RL's own keys.",
-        "-m with several values, as precision=bf16,fp8-linear: every combination, each a run.",
+        *listed,
+        "KEY=VALUE, as grpo.steps=50: docs/keys.md lists every key.",
+        "+nemo.KEY=VALUE: a key of NeMo RL's own.",
+        "-m with several values, as precision=bf16,fp8-e2e: a run for each combination.",
     ])  # fmt: skip
 
 
@@ -114,7 +118,8 @@ def compose_cells(arguments: Iterable[str]) -> list[Cell]:
     flags = [each for each in arguments if each.startswith("-")]
     if unknown := [flag for flag in flags if flag not in MULTIRUN]:
         raise ComposeError(
-            f"{flag}: unknown flag; there are -m, for sweeps, and --help" for flag in unknown
+            f"{flag}: unknown flag; there are -m, for sweeps, --help and --version"
+            for flag in unknown
         )
     texts = [each for each in arguments if each not in flags]
     with initialize_config_module("fp8_nemo.conf", version_base="1.3"):

@@ -62,7 +62,7 @@ class AgainstBaseline:
     twin: str
     """The baseline's label; `twin` and `twin_kl` are keys of records that are kept."""
     unmatched: tuple[str, ...]
-    """What differs beside precision and correction: `grpo.steps is 60, the twin's 40`."""
+    """What differs beside precision and correction: `grpo.steps is 60, the baseline's 40`."""
     seeds: int
     """That both have."""
     finished: int
@@ -107,7 +107,7 @@ class AgainstBaseline:
         return "equal" if abs(found.mean - none) + found.half <= equal else "open"
 
     def _beside_baseline(self) -> str:
-        return f", the twin's {self.twin_kl.mean:{KL_FORMAT}}" if self.twin_kl else ""
+        return f", BF16's {self.twin_kl.mean:{KL_FORMAT}}" if self.twin_kl else ""
 
     def __str__(self) -> str:
         seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
@@ -117,7 +117,9 @@ class AgainstBaseline:
         elif self.finished < self.seeds:
             said.append("no accuracy before both have finished")
         if self.kl:
-            said.append(f"KL {self.kl.text(KL_FORMAT)}{self._beside_baseline()} ({self.health})")
+            said.append(
+                f"KL {self.kl.text(KL_FORMAT)}{self._beside_baseline()}; worst step {self.health}"
+            )
         if self.step:
             said.append(f"step {self.step.text('.2f')} times as fast ({self.speed_word})")
         if self.rollout:
@@ -209,10 +211,10 @@ def _unmatched(cell: Cell, baseline: Cell) -> Iterator[str]:
     for key, holders in (differing(named) | differing_problems(runs)).items():
         mine = " or ".join(value for value, names in holders.items() if CELL in names)
         its = " or ".join(value for value, names in holders.items() if BASELINE in names)
-        yield f"{key} is {mine}, the twin's {its}"
+        yield f"{key} is {mine}, the baseline's {its}"
     corrections = [each.runs[0].recipe.correction for each in (cell, baseline)]
     if corrections[1].name != "none" and corrections[0] != corrections[1]:
-        yield f"the twin's correction is {corrections[1].name}: {given(corrections[1])}"
+        yield f"the baseline's correction is {corrections[1].name}: {given(corrections[1])}"
 
 
 def _same_machine(mine: FinishedRun, its: FinishedRun) -> bool:

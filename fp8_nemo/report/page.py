@@ -14,15 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
-from fp8_nemo.correction.health import worst
+from fp8_nemo.correction.health import summary
 from fp8_nemo.report.against_bf16 import EQUAL, KL_FORMAT, AgainstBaseline, against_baselines
-from fp8_nemo.report.compare import COLUMNS, SECTIONS, Comparison, given, markdown_table
+from fp8_nemo.report.compare import COLUMNS, SECTIONS, Cell, Comparison, given, markdown_table
 from fp8_nemo.report.runs import FinishedRun
 from fp8_nemo.runs.run_dir import report_dir, short_path
+from fp8_nemo.runs.terminal import table
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04-compare-your-runs.ipynb"
 ABOUT_NUMBERS = (
@@ -44,21 +43,21 @@ class PageError(RuntimeError):
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """The comparison for a terminal of 100 columns; the Markdown page has all columns."""
+    """Return the comparison for a terminal; the Markdown page has all columns."""
     columns = [column for column in COLUMNS if column.terminal]
-    grid = Table(
-        title=comparison.title, title_justify="left", caption=Text("\n".join(comparison.notes)),
-        caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False,
-    )  # fmt: skip
-    grid.add_column("cell\nsteps", no_wrap=True)
-    for column in columns:
-        grid.add_column(column.name.replace(" ", "\n"), justify="right", no_wrap=True)
-    for cell in comparison.cells:
-        own, *keys = cell.label.split(" ")  # those that differ where the names do not
-        parts = [*re.split(r"(?<=/)", own), *keys]
-        name = "\n".join([*(textwrap.fill(part, 16) for part in parts), cell.steps])
-        grid.add_row(Text(name), *(Text(cell.show(each, joint="\n")) for each in columns))
-    return grid
+    heads = ["cell", "steps", *(column.name.replace(" ", "\n") for column in columns)]
+    rows = [
+        [_name(cell), cell.steps, *(cell.show(each, joint="\n") for each in columns)]
+        for cell in comparison.cells
+    ]
+    return table(comparison.title, heads, rows, comparison.notes)
+
+
+def _name(cell: Cell) -> str:
+    """Break a cell's label where names end, with the keys that differ where the names do not."""
+    own, *keys = cell.label.split(" ")
+    parts = [*re.split(r"(?<=/)", own), *keys]
+    return "\n".join(textwrap.fill(part, 19) for part in parts)
 
 
 def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], command: str) -> str:
@@ -251,16 +250,14 @@ def run_table(comparison: Comparison) -> str:
 
 
 def health(comparison: Comparison) -> str:
-    """The first of the worst steps of each run that was not always healthy, and why."""
+    """Sum up the health of each run that was not always healthy."""
     return "\n".join(_health(comparison.runs)) or "No step was other than healthy."
 
 
 def _health(runs: Iterable[FinishedRun]) -> Iterator[str]:
     for run in runs:
-        if found := worst(run.rows):
-            step, verdict = found
-            why = escape_markdown("; ".join(verdict.reasons))
-            yield f"- {escape_markdown(run.path)}, step {step}: {verdict.state}: {why}"
+        if found := summary(run.rows):
+            yield f"- {escape_markdown(run.path)}: {escape_markdown(found)}"
 
 
 def common_environment(comparison: Comparison) -> str:

@@ -69,7 +69,8 @@ def append_judged(run_dir: Path, row: dict[str, Any], stop: bool) -> str:
         stop: whether an unstable step ends the run.
 
     Returns:
-        What a terminal says where the state changed: `step 7: watch: REASONS`; else nothing.
+        What a terminal says of a state worse than all before: `step 7: watch: REASONS`; else
+        nothing, because single tokens throw the state to and fro.
 
     Raises:
         UnstableError: with the reasons; the row is written.
@@ -82,7 +83,7 @@ def append_judged(run_dir: Path, row: dict[str, Any], stop: bool) -> str:
         raise UnstableError(
             f"step {row['step']} is unstable: {why} (grpo.stop_when_unstable=false goes on)"
         )
-    if state == (before[-1].get(STATE, 0) if before else 0):
+    if state <= max((row.get(STATE, 0) for row in before), default=0):
         return ""
     return ": ".join(filter(None, (f"step {row['step']}", verdict.state, why)))
 

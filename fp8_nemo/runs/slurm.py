@@ -27,6 +27,7 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.runs.frozen_code import code_dir, freeze_code
 from fp8_nemo.runs.run_dir import Frozen, State, freeze, job_dir, read_plan, run_path
+from fp8_nemo.runs.terminal import table
 
 SCRIPT = "fp8_nemo/slurm/grpo.sbatch"
 
@@ -93,7 +94,7 @@ def mounts(plan: Plan) -> list[str]:
     return [*given, *dict.fromkeys(f"{each}:{each}" for each in own if str(each) not in targets)]
 
 
-def problems(plans: Iterable[Plan]) -> list[str]:
+def submit_problems(plans: Iterable[Plan]) -> list[str]:
     """One line for each thing for which Slurm, or the job, would turn these plans away."""
     plans = list(plans)
     lines = [line for plan in plans for line in _folder_problems(plan)]
@@ -115,7 +116,7 @@ def problems(plans: Iterable[Plan]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def notes(plans: Iterable[Plan]) -> list[str]:
+def container_notes(plans: Iterable[Plan]) -> list[str]:
     """A line for each thing that the nodes must have and this machine lacks: a slip, perhaps."""
     clusters = [plan.recipe.cluster for plan in plans if plan.recipe.cluster.kind == "slurm"]
     named = [("cluster.container", each.container or "") for each in clusters]
@@ -176,7 +177,7 @@ def prepare(plans: list[Plan]) -> list[Job]:
     queued = in_queue(plans)
     if changed := [line for plan in plans for line in _changed_in_queue(plan, queued)]:
         raise SubmitError("\n".join(changed))
-    if lines := problems(plan for plan in plans if run_path(plan) not in queued):
+    if lines := submit_problems(plan for plan in plans if run_path(plan) not in queued):
         raise SubmitError("\n".join(lines))
     frozen: dict[Path, Frozen] = {
         each.path: each for each in freeze([p for p in plans if run_path(p) not in queued])
@@ -222,17 +223,15 @@ def _queue(call: list[str], cell: str) -> str:
     return asked.stdout.strip().splitlines()[-1].split(";")[0]  # --parsable: id, or id;cluster
 
 
-def table(plans: list[Plan], jobs: list[Job]) -> Table:
-    """The cells of a line, before any of them is queued."""
-    rows = Table(title="cells", title_justify="left")
-    for name in ("cell", "run directory", "steps", "nodes", "time", "state"):
-        rows.add_column(name, overflow="fold")
+def jobs_table(plans: list[Plan], jobs: list[Job]) -> Table:
+    """Lay out the cells of a line, before any of them is queued."""
+    rows = []
     for plan, job in zip(plans, jobs, strict=True):
         cluster = (read_plan(job.path) if job.id else plan).recipe.cluster  # as it was queued
         state = f"{job.state}, job {job.id}" if job.id else job.state
         steps = str(plan.recipe.grpo.steps)
-        rows.add_row(plan.cell, job.path.name, steps, str(cluster.nodes), cluster.time, state)
-    return rows
+        rows.append((plan.cell, state, job.path.name, steps, str(cluster.nodes), cluster.time))
+    return table("cells", ("cell", "state", "run directory", "steps", "nodes", "time"), rows)
 
 
 def write_job_files(plan: Plan, code: Path) -> None:

@@ -97,9 +97,9 @@ def test_what_the_nodes_must_have_and_this_machine_lacks_is_told(tmp_path):
     here = [f"cluster.container={tmp_path}/i.sqsh", f"cluster.mounts=[{tmp_path}:/data]"]
     away = [f"cluster.container={tmp_path}/j.sqsh", f"cluster.mounts=[{tmp_path}/none:/data]"]
     hub = ["cluster.container=nvcr.io/nvidia/nemo-rl:v0.7.0"]
-    assert submit.notes([nemo_plan(tmp_path, *here), nemo_plan(tmp_path, *hub)]) == []
+    assert submit.container_notes([nemo_plan(tmp_path, *here), nemo_plan(tmp_path, *hub)]) == []
     plan = nemo_plan(tmp_path, *away)
-    assert submit.notes([plan, plan]) == [
+    assert submit.container_notes([plan, plan]) == [
         f"cluster.container: {tmp_path}/j.sqsh is not on this machine; the nodes must have it",
         f"cluster.mounts: {tmp_path}/none is not on this machine; the nodes must have it",
     ]

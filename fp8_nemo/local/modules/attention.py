@@ -1,10 +1,10 @@
 """Attention of transformers' models over a cache, in BF16 or in FP8.
 
 In FP8 it does what vLLM's FlashAttention 3 kernel does on Hopper, without splitting the keys
-(benchmarks/results/fp8-attention-h200.json, docs/research/numerics.md): Q quantized per tensor, K and V as
-the cache holds them, probabilities in E4M3, tile by tile. On a GPU a token's attention over its
-cache goes into a kernel of `kernels.py`, BF16 attention of texts into torch's: they sum in another
-order, and round elsewhere in BF16.
+(benchmarks/results/fp8-attention-h200.json, docs/research/numerics.md): Q quantized per tensor, K
+and V as the cache holds them, probabilities in E4M3, tile by tile. On a GPU a token's attention
+over its cache goes into a kernel of `kernels.py`, BF16 attention of texts into torch's: they sum in
+another order, and round elsewhere in BF16.
 
 Shapes: B sequences, T tokens, S tokens of the cache, H heads, K key heads, G = H/K, D head
 dimension.

@@ -1,0 +1,42 @@
+"""fp8-nemo: FP8 reinforcement learning on NVIDIA NeMo RL.
+
+    fp8-nemo VERB ...        the same as python -m recipes.VERB ... in the clone
+    fp8-nemo VERB --help     what a verb takes
+
+VERB:
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from .arguments import HELP, answered
+
+VERBS = {
+    "plan": "does it fit, how fast is it, what is NeMo RL told",
+    "grpo": "run or queue a recipe or a sweep; again: resume",
+    "compare": "which precision to take: a table, a page, figures",
+    "measure_mismatch": "what each correction would clip and reject in a run",
+    "quantize_checkpoint": "an FP8 checkpoint for vLLM from a run or a model",
+    "make_model": "train a small model to start from",
+    "check_cluster": "look at every node of a Ray cluster before a run",
+    "run": "run the directory of a frozen plan, as jobs do",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Call a verb; 2 if there is none of that name."""
+    words = sys.argv[1:] if arguments is None else arguments
+    verb = words[0].replace("-", "_") if words else ""
+    if verb in VERBS:
+        return import_module(f".{verb}", __package__).main(words[1:])
+    lines = (f"  {name.replace('_', '-'):21}{text}" for name, text in VERBS.items())
+    if answered(words or [HELP[0]], "\n".join([__doc__ or "", *lines])):
+        return 0 if words else 2
+    print(f"fp8-nemo {words[0]}: no such verb; fp8-nemo --help lists them", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

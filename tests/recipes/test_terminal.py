@@ -1,0 +1,100 @@
+"""No line is wider than the terminal, for any verb, at 80, 100 and 160 columns."""
+
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fp8_nemo.runs.terminal import command, table
+from tests.conftest import SMALL
+
+ROOT = Path(__file__).parents[2]
+ARCHIVE = ROOT / "benchmarks" / "results" / "runs.jsonl.gz"
+
+
+def seen(columns, *words):
+    """What a verb writes to a terminal of so many columns, lines as they are shown."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (50, columns))
+    own = os.environ | {"TERM": "dumb", "NO_COLOR": "1"}
+    own.pop("COLUMNS", None)
+    line = [sys.executable, "-m", "recipes.cli", *map(str, words)]
+    child = subprocess.Popen(line, cwd=ROOT, stdout=theirs, stderr=theirs, env=own)
+    os.close(theirs)
+    text = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            text += part
+    except OSError:  # Linux says so when the other side has closed
+        pass
+    os.close(ours)
+    child.wait(timeout=60)
+    return text.decode().replace("\r\n", "\n").replace("\r", "\n").splitlines()
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "model=llama31-8b", "precision=fp8-kv-attn", "grpo.max_new_tokens=8192"],
+        ["plan", "model=qwen3-30b-a3b", "--keys"],
+        ["plan", "precision=bf16", "precision.rollout_kv=fp8", "grpo.steps=zero"],
+        ["compare", "RUNS"],
+        ["measure-mismatch", "nowhere"],
+        *([verb, "--help"] for verb in ("plan", "grpo", "compare", "measure-mismatch", "run")),
+        *([verb, "--help"] for verb in ("quantize-checkpoint", "make-model", "check-cluster")),
+        ["--help"], ["--version"], ["grpo", "--version"],
+    ],
+    ids=lambda words: " ".join(words)[:40],
+)  # fmt: skip
+def test_no_line_is_wider_than_the_terminal(columns, words, tmp_path):
+    shutil.copy(ARCHIVE, tmp_path)  # the page is written beside the runs
+    lines = seen(columns, *(tmp_path / "runs" if word == "RUNS" else word for word in words))
+    # A path, or one word of a command, is never broken: it would not paste.
+    free = [line for line in lines if len(line.rstrip(" \\").split()) > 1 and str(ROOT) not in line]
+    assert lines and [line for line in free if len(line.rstrip()) > columns] == []
+
+
+def test_a_comparison_in_eighty_columns_breaks_no_name(tmp_path):
+    shutil.copy(ARCHIVE, tmp_path)
+    lines = seen(80, "compare", tmp_path / "runs")
+    starts = [line.split()[0] for line in lines if line.startswith(("bf16", "fp8"))]
+    assert {"bf16-none", "fp8-e2e-tis", "fp8-kv-attn-none", "fp8-kv-attn-tis"} == {*starts}
+    assert any(line.startswith("In every row: steps 40/40") for line in lines)
+    assert any("Left out" in line for line in lines)
+
+
+def test_a_run_its_mismatch_and_its_checkpoint_fit_eighty_columns(tmp_path):
+    outputs = tmp_path / "o"
+    lines = seen(80, "grpo", *SMALL, "precision=fp8-linear", f"outputs={outputs}")
+    [run] = outputs.glob("*/*/s*")
+    lines += seen(80, "measure-mismatch", run)
+    lines += seen(80, "quantize-checkpoint", run, tmp_path / "fp8")
+    free = [line for line in lines if str(tmp_path) not in line]  # a path is not broken
+    assert len(free) > 20 and [line for line in free if len(line.rstrip()) > 80] == []
+
+
+def test_what_is_the_same_in_every_row_goes_below_a_table_that_is_too_wide(monkeypatch):
+    heads, rows = ("cell", "steps", "value"), [("a" * 30, "40", "1"), ("b" * 30, "40", "2")]
+    for columns, kept in ((60, True), (36, False)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        console = Console(width=columns)
+        with console.capture() as shown:
+            console.print(table("t", heads, rows))
+        assert ("In every row: steps 40." in shown.get()) != kept
+        assert "value" in shown.get()
+
+
+def test_a_command_is_broken_so_that_it_can_be_pasted(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    words = ["printf", "%s\n", "two words", "a=b" * 20, "it's", "last"]
+    text = command(words)
+    assert len(text.splitlines()) > 2
+    said = subprocess.run(["sh", "-c", text], capture_output=True, text=True).stdout
+    assert said.splitlines() == words[2:]
