@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,28 +153,6 @@ def job_dir(run_dir: Path) -> Path:
 def code_parent(outputs: Path) -> Path:
     """Where the code of queued jobs is kept."""
     folder = outputs.absolute() / ".code"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def conversion_dir(
-    parent: Path, model: str, source: Path | None, changed: Mapping[str, Any]
-) -> Path:
-    """Where a model in Megatron's format is kept for the runs that start from it.
-
-    A folder's name holds a hash over its files' sizes and times: NeMo RL goes by the name alone,
-    and would start from the weights of a model that has been made again since.
-
-    Args:
-        parent: where all conversions are.
-        model: its name, or the hub's.
-        source: the folder it is read from; None on the hub.
-        changed: what a run changes of the model's own configuration.
-    """
-    files = sorted(source.iterdir()) if source else []
-    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest = hashlib.sha256(json.dumps([model, state, changed]).encode()).hexdigest()[:8]
-    folder = parent.absolute() / f"{model.replace('/', '--')}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
