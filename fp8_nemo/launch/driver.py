@@ -183,7 +183,7 @@ class _Both:
 
 
 def train(plan: Plan, path: Path, root: Path) -> None:
-    """Set up NeMo RL and run its loop; write each step's metrics and print changes of health."""
+    """Set up NeMo RL and run its loop; write each step's metrics, print worse health."""
 
     def write(row: dict[str, Any]) -> None:
         if health := metrics.append_judged(path, row, plan.recipe.grpo.stop_when_unstable):

@@ -8,14 +8,13 @@ import venv
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from fp8_nemo.launch import cluster_check
 from fp8_nemo.launch.cluster_check import findings, needed_versions
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.runs.run_dir import freeze
-from recipes import check_cluster
+from fp8_nemo.runs.terminal import console
 from tests.conftest import small_plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -115,7 +114,7 @@ def test_a_real_ray_on_this_machine_is_checked_and_a_wrong_plan_is_refused(tmp_p
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for check in ("a task", "GPUs", "packages, job", "outputs", "model", "memory", "all-reduce"):
-        assert f"│ {check}" in done.stdout
+        assert f"\n{check} " in done.stdout
     assert socket.gethostname() in done.stdout and not (frozen.path / ".canary").exists()
 
     none = subprocess.run([*call, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
@@ -131,8 +130,9 @@ def test_where_only_the_watching_is_ours_its_plugin_is_asked_for_too():
 def test_a_problem_is_shown_as_it_is_brackets_included(capsys):
     said = "[/pytorch/gloo/pair.cc:547] Connection closed [rank0]: gone"
     found = [cluster_check.Finding("node1", "all-reduce", "2 nodes", said)]
-    Console(width=200, markup=False).print(check_cluster.table(found))
-    assert said in capsys.readouterr().out
+    console().print(cluster_check.findings_table(found))
+    shown = capsys.readouterr().out
+    assert "[/pytorch/gloo/pair.cc:547]" in shown and "[rank0]:" in shown
 
 
 def test_ranks_that_do_not_meet_are_a_finding_with_what_to_look_at(answers_with_ray):
