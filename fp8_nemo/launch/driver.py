@@ -31,7 +31,7 @@ from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import load_problems, write_problems
 from fp8_nemo.runs import metrics, process, run_dir
-from fp8_nemo.runs.starting_point import starting_point
+from fp8_nemo.runs.run_dir import starting_point
 
 SAVE_BY = "checkpoint_must_save_by"
 """NeMo RL's key of `checkpointing`: how long after its set-up it saves and ends, DD:HH:MM:SS."""

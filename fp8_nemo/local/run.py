@@ -32,7 +32,7 @@ from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.runs import metrics, process, run_dir
 from fp8_nemo.runs.provenance import environment
-from fp8_nemo.runs.starting_point import starting_point
+from fp8_nemo.runs.run_dir import starting_point
 from fp8_nemo.runs.terminal import tell, width
 
 DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError)

@@ -14,8 +14,13 @@ from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED, weights_digest
-from fp8_nemo.runs.run_dir import checkpoint_step, checkpoints, freeze, write_environment
-from fp8_nemo.runs.starting_point import starting_point
+from fp8_nemo.runs.run_dir import (
+    checkpoint_step,
+    checkpoints,
+    freeze,
+    starting_point,
+    write_environment,
+)
 
 NEMO = ("backend=nemo", "glue=stock")
 
