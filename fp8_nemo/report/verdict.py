@@ -189,10 +189,9 @@ def _rank(standing: Standing) -> tuple[float, ...]:
 
 def _gains(best: Standing) -> str:
     """Say what a cell buys, as far as it was measured."""
-    found, sent = best.found, best.cell.numbers["of BF16"]
-    said = (
-        f"; sends {sent.mean:.2f} times BF16's bytes" if sent and round(sent.mean, 2) != 1 else ""
-    )
+    found, sent, said = best.found, best.cell.numbers["of BF16"], ""
+    if sent and round(sent.mean, 2) != 1:
+        said = f"; sends {sent.mean:.2f} times BF16's bytes"
     if found.step:
         doubt = {"open": " (not shown faster)", "one seed": " (one seed)"}
         said += f"; takes a step {found.step.text('.2f')} times as fast"
@@ -201,19 +200,16 @@ def _gains(best: Standing) -> str:
 
 
 def _on_speed(best: Standing, standings: Iterable[Standing]) -> Iterator[str]:
+    """Yield what is not known of speed, and which open cells are faster than a proven one."""
+    speed = best.found.step
     if best.cell.runs[0].plan.backend == "local":
         yield "Speed cannot be known from these runs: the local backend emulates FP8 on a CPU."
-    elif best.found.step is None:
+    elif speed is None:
         yield "Speed is not known: no step of both was timed on the same machines and versions."
     elif best.word == PROVEN:
-        for each in standings:
-            if (
-                each.word == OPEN
-                and each.found.step
-                and each.found.step.mean > best.found.step.mean
-            ):
-                speed = each.found.step.text(".2f")
-                yield f"{each.found.cell} is {speed} times as fast, its accuracy open."
+        for each in (other.found for other in standings if other.word == OPEN):
+            if each.step and each.step.mean > speed.mean:
+                yield f"{each.cell} is {each.step.text('.2f')} times as fast, its accuracy open."
 
 
 def _seeds_to_run(best: Standing, cells: Iterable[Cell]) -> tuple[str, list[int]]:
