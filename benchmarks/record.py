@@ -34,7 +34,7 @@ def need(*packages: str, device: bool = True) -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         sys.exit(f"{_script()}: needs {', '.join(missing)}; run it where NeMo RL's "
-                 "packages are, its container or its environment (docs/nemo.md)")  # fmt: skip
+                 "packages are, its container or its environment (docs/install.md)")  # fmt: skip
     import torch
 
     if device and not torch.cuda.is_available():

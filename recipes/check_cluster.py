@@ -1,9 +1,10 @@
-"""Check on every node of a Ray cluster whether it can run a plan; print one table.
+"""Look at every node of a Ray cluster: can it run this plan?
 
 python -m recipes.check_cluster RUN_DIR
 
-Jobs run it before the run (`cluster.preflight`). By hand: on a node, with
-`RAY_ADDRESS` set; without it, this machine is checked.
+Prints one table; the exit code is 1 if something is wrong. Jobs run it
+before the run (`cluster.preflight`). By hand: on a node, with `RAY_ADDRESS`
+set; without it, this machine is looked at.
 """
 
 from __future__ import annotations
@@ -11,27 +12,33 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fp8_nemo.plan.terminal import Parser, complain, say
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.run_dir import read_plan
+from fp8_nemo.runs.terminal import console, tell
+
+from .arguments import answered
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what was found; 0 if all is well, 1 if not, 2 if there is nothing to check."""
-    parser = Parser("check_cluster", __doc__)
-    parser.add_argument("path", metavar="RUN_DIR", type=Path, help="what `grpo` has frozen")
-    path = parser.parse_args(sys.argv[1:] if arguments is None else arguments).path
-    try:
-        plan = read_plan(path)
-        from fp8_nemo.launch.cluster_check import check, findings_table  # ray: in jobs alone
-
-        found = check(plan, path)
-    except (RunDirError, ConnectionError, ModuleNotFoundError) as error:
-        complain(error)
+    """Print what was found; 0 if all is well, 1 if not, 2 if there is nothing to look at."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if answered(words, __doc__ or ""):
+        return 0
+    if len(words) != 1:
+        print("recipes.check_cluster: takes one argument, a run directory", file=sys.stderr)
         return 2
-    print(findings_table(found))
+    try:
+        plan = read_plan(Path(words[0]))
+        from fp8_nemo.launch.cluster_check import check, findings_table  # needs ray
+
+        found = check(plan, Path(words[0]))
+    except (RunDirError, ConnectionError, ModuleNotFoundError) as error:
+        tell(error, sys.stderr)
+        return 2
+    console().print(findings_table(found))
     problems = [f"{each.node}: {each.check}: {each.problem}" for each in found if each.problem]
-    say(*problems)
+    for problem in problems:
+        tell(problem)
     return 1 if problems else 0
 
 

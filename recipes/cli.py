@@ -1,37 +1,42 @@
-"""Call a verb by name: `fp8-nemo plan model=llama31-8b`, in a clone or outside of it."""
+"""fp8-nemo: FP8 reinforcement learning on NVIDIA NeMo RL.
+
+    fp8-nemo VERB ...        the same as python -m recipes.VERB ... in the clone
+    fp8-nemo VERB --help     what a verb takes
+
+VERB:
+"""
 
 from __future__ import annotations
 
-import re
-import runpy
 import sys
-from pathlib import Path
+from importlib import import_module
 
-VERBS = ("plan", "grpo", "run", "compare", "measure_mismatch", "quantize_checkpoint",
-         "make_model", "check_cluster")  # fmt: skip
+from .arguments import HELP, answered
 
-
-def main() -> None:
-    """Run the verb that the first word names, importing that one alone: torch takes seconds."""
-    name, *words = sys.argv[1:] or ["--help"]
-    if name == "--version":
-        from fp8_nemo.plan.terminal import version
-
-        print(version())
-    elif name in ("-h", "--help"):
-        from fp8_nemo.plan.terminal import fields
-
-        print(f"usage: fp8-nemo VERB ...\n\n{fields(map(_about, VERBS), '  ')}")
-        print("\nfp8-nemo VERB --help shows its arguments; fp8-nemo --version the version.")
-    elif (verb := name.replace("-", "_")) in VERBS:
-        sys.argv[1:] = words
-        runpy.run_module(f"fp8_nemo.recipes.{verb}", run_name="__main__")
-    else:
-        print(f"fp8-nemo: {name}: no such verb; --help shows them", file=sys.stderr)
-        raise SystemExit(2)
+VERBS = {
+    "plan": "does it fit, how fast is it, what is NeMo RL told",
+    "grpo": "run or queue a recipe or a sweep; again: resume",
+    "compare": "which precision to take: a table, a page, figures",
+    "measure_mismatch": "what each correction would clip and reject in a run",
+    "quantize_checkpoint": "an FP8 checkpoint for vLLM from a run or a model",
+    "make_model": "train a small model to start from",
+    "check_cluster": "look at every node of a Ray cluster before a run",
+    "run": "run the directory of a frozen plan, as jobs do",
+}
 
 
-def _about(verb: str) -> tuple[str, str]:
-    """Return a verb and the head of its file's docstring, without importing it."""
-    head = Path(__file__).with_name(f"{verb}.py").read_text().partition('"""')[2]
-    return verb.replace("_", "-"), re.split("[;:.]", head)[0]
+def main(arguments: list[str] | None = None) -> int:
+    """Call a verb; 2 if there is none of that name."""
+    words = sys.argv[1:] if arguments is None else arguments
+    verb = words[0].replace("-", "_") if words else ""
+    if verb in VERBS:
+        return import_module(f".{verb}", __package__).main(words[1:])
+    lines = (f"  {name.replace('_', '-'):21}{text}" for name, text in VERBS.items())
+    if answered(words or [HELP[0]], "\n".join([__doc__ or "", *lines])):
+        return 0 if words else 2
+    print(f"fp8-nemo {words[0]}: no such verb; fp8-nemo --help lists them", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

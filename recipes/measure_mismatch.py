@@ -1,67 +1,71 @@
-"""Measure how far rollouts were from the policy, and what each correction would make of it.
+"""Measure how far rollouts were from the policy, and what corrections would do.
 
-python -m recipes.measure_mismatch RUN_DIR --reject 0.01
-python -m recipes.measure_mismatch RUN_DIR --write my-geo --mask geometric
+python -m recipes.measure_mismatch RUN_DIR --reject 0.02 --write my-bounds
 
-Prints the distribution, every correction's effect, and for every statistic the
-bounds that reject the wanted share of tokens. Writes RUN_DIR/report/mismatch.json,
-which `correction.measurement=` can name.
+Prints the distribution, every correction's effect, and for every statistic
+the bounds that reject the wanted share of tokens. Writes
+RUN_DIR/report/mismatch.json, which `correction.measurement=` can name.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 from fp8_nemo.correction.quantiles import token_share
 from fp8_nemo.local.preflight import require
-from fp8_nemo.plan.terminal import Parser, busy, complain, say
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS
+from fp8_nemo.runs.terminal import console, tell
+
+from .arguments import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print, and write the measurement; 2 if there is nothing to measure, or nowhere to write."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
     require(["torch"])
-    with busy("loads torch"):
-        from fp8_nemo.correction.measure import measure, read_pairs
-        from fp8_nemo.correction.quantiles import MeasureError
-        from fp8_nemo.report.mismatch_tables import mismatch_tables, write_measurement, write_option
+    from fp8_nemo.correction.measure import measure, read_pairs
+    from fp8_nemo.correction.quantiles import MeasureError
+    from fp8_nemo.report.mismatch_tables import mismatch_tables, write_measurement, write_option
 
     try:
-        with busy("measures"):
-            pairs = {at: pair for path in options.paths for at, pair in read_pairs(path).items()}
-            measurement = measure(pairs)
-            file = write_measurement(measurement, options.paths[0])
-            tables = [*mismatch_tables(pairs.values(), measurement, options.reject)]
-        print(*tables, sep="\n\n", end="\n\n")
-        say(str(file))
-        written = write_option(options.write, options.mask, options.reject, measurement, file)
-        say(*map(str, written))
+        pairs = {at: pair for path in options.paths for at, pair in read_pairs(path).items()}
+        measurement = measure(pairs)
+        file = write_measurement(measurement, options.paths[0])
+        for table in mismatch_tables(pairs.values(), measurement, options.reject):
+            console().print(table)
+        print(file)
+        for option in write_option(options.write, options.mask, options.reject, measurement, file):
+            print(option)
     except (MeasureError, OSError) as error:
-        complain(error)
+        tell(error, sys.stderr)
         return 2
     return 0
 
 
-def _options(words: list[str]) -> Namespace:
+def _options(words: list[str]) -> argparse.Namespace:
     parser = Parser("measure_mismatch", __doc__)
     parser.add_argument(
-        "paths", metavar="PATH", nargs="+", type=Path,
-        help="run directory, or train_data_step*.jsonl of a NeMo RL run",
-    )  # fmt: skip
+        "paths",
+        metavar="PATH",
+        nargs="+",
+        type=Path,
+        help="run directories, or NeMo RL's own train_data_step*.jsonl",
+    )
     parser.add_argument(
-        "--reject", metavar="SHARE", type=token_share, default=0.01,
-        help="share of tokens that the proposed bounds reject (0.01)",
-    )  # fmt: skip
+        "--reject",
+        metavar="SHARE",
+        type=token_share,
+        default=0.01,
+        help="share of tokens that the proposed bounds reject; 0.01 unless given",
+    )
     parser.add_argument(
-        "--write", metavar="my-NAME",
-        help="write the bounds as conf/correction/my-NAME.yaml, for correction=my-NAME",
-    )  # fmt: skip
+        "--write", metavar="my-NAME", help="make the option correction=my-NAME with those bounds"
+    )
     parser.add_argument(
         "--mask", metavar="STATISTIC", choices=[*RATIOS, *DIVERGENCES], default="geometric",
-        help=f"what --write bounds (geometric): {', '.join((*RATIOS, *DIVERGENCES))}",
+        help="what --write bounds: %(choices)s; geometric unless given",
     )  # fmt: skip
     return parser.parse_args(words)
 

@@ -1,23 +1,27 @@
-"""Convert a Hugging Face checkpoint, or a local run's, to a blockwise FP8 one for vLLM.
+"""Convert a Hugging Face checkpoint, or a local run's, to FP8 for vLLM.
 
-python -m recipes.quantize_checkpoint SRC DST
-python -m recipes.quantize_checkpoint SRC DST precision=fp8-kv-attn --calibrate texts.txt
+python -m recipes.quantize_checkpoint SRC DST [precision=fp8-linear]
+    [--calibrate TEXTS]
 
-The same line goes on where it was stopped. Prints what FP8 cost each layer;
+Of a local run's directory the last checkpoint becomes SRC/model-STEP first.
+The same line goes on where it was stopped. Precision: a run's own, else
+fp8-linear; an FP8 cache needs `--calibrate`. Prints what FP8 cost each layer;
 DST/quantization.json has every weight.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from argparse import Namespace
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 
 from fp8_nemo.local.preflight import require
-from fp8_nemo.plan.terminal import Parser, complain, console
 from fp8_nemo.runs.process import INTERRUPTED
+from fp8_nemo.runs.terminal import console, tell
+
+from .arguments import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,12 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     from fp8_nemo.export.convert import convert
     from fp8_nemo.export.fp8_checkpoint import error_table, serve_line
 
-    screen = console()
-    shown = (
-        TextColumn("{task.description}"), BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn()
-    )  # fmt: skip
     try:
-        with Progress(*shown, console=screen, disable=not screen.is_terminal) as bar:
+        with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as bar:
             task = bar.add_task("", visible=False)
 
             def report(what: str, done: int, total: int) -> None:
@@ -40,30 +40,32 @@ def main(arguments: list[str] | None = None) -> int:
 
             errors = convert(**vars(options), progress=report)
     except (OSError, ValueError) as error:
-        complain(error)
+        tell(error, sys.stderr)
         return 2
     except KeyboardInterrupt:
-        complain(f"{options.target}: stopped; the same line goes on")
+        tell(f"{options.target}: stopped; the same line goes on", sys.stderr)
         return INTERRUPTED
-    print(error_table(errors))
-    print(f"\n{serve_line(options.target, fp8_cache=options.calibrate is not None)}")
+    console().print(error_table(errors))
+    print(serve_line(options.target, fp8_cache=options.calibrate is not None))
     return 0
 
 
-def _options(words: list[str]) -> Namespace:
+def _options(words: list[str]) -> argparse.Namespace:
     parser = Parser("quantize_checkpoint", __doc__)
     parser.add_argument(
-        "source", metavar="SRC", type=Path,
-        help="checkpoint, or run directory: its last checkpoint becomes SRC/model-STEP first",
-    )  # fmt: skip
-    parser.add_argument("target", metavar="DST", type=Path, help="folder to be made")
+        "source", metavar="SRC", type=Path, help="a Hugging Face folder, or a local run's directory"
+    )
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to write")
     parser.add_argument(
-        "settings", metavar="precision=...", nargs="*", default=[],
-        help="option and keys of precision; else the run's own, or fp8-linear",
-    )  # fmt: skip
+        "settings",
+        metavar="precision=...",
+        nargs="*",
+        default=[],
+        help="the precision, or one of its keys, as for recipes.grpo",
+    )
     parser.add_argument(
         "--calibrate", metavar="TEXTS", type=Path,
-        help="file of a text a line, which an FP8 cache is calibrated on",
+        help="a file with one text a line: measure the scales of an FP8 cache on it",
     )  # fmt: skip
     return parser.parse_intermixed_args(words)
 

@@ -1,6 +1,9 @@
 """Run a frozen plan, from where its directory stands to its last step.
 
-python -m recipes.run outputs/tiny-llama/fp8-kv-attn-tis/s42-1a2b3c
+python -m recipes.run RUN_DIR
+
+RUN_DIR is one that recipes.grpo made:
+outputs/tiny-llama/fp8-e2e-tis/s42-1a2b3c.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from importlib import import_module
 from pathlib import Path
 
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.plan.terminal import Parser, complain, say
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.process import INTERRUPTED
 from fp8_nemo.runs.run_dir import changed_versions, read_plan
+from fp8_nemo.runs.terminal import tell
+
+from .arguments import answered
 
 PREFLIGHT = {"local": "fp8_nemo.local.preflight", "nemo": "fp8_nemo.launch.preflight"}
 DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.launch.driver"}
@@ -21,23 +26,26 @@ DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.launch.driver"}
 
 def main(arguments: list[str] | None = None) -> int:
     """0 when the last step is done, 2 if the directory cannot be run, 1 if a proof failed."""
-    parser = Parser("run", __doc__)
-    parser.add_argument("path", metavar="RUN_DIR", type=Path, help="what `grpo` has frozen")
-    path = parser.parse_args(sys.argv[1:] if arguments is None else arguments).path
+    paths = sys.argv[1:] if arguments is None else arguments
+    if answered(paths, __doc__ or ""):
+        return 0
+    if len(paths) != 1:
+        print("recipes.run: takes one argument, a run directory", file=sys.stderr)
+        return 2
+    path = Path(paths[0])
     try:
         plan = read_plan(path)
     except RunDirError as error:
-        complain(error)
+        tell(error, sys.stderr)
         return 2
     changed = changed_versions(path) if plan.recipe.cluster.other_versions == "refuse" else []
     if lines := problems_with(plan) + changed:
-        complain(*lines)
+        tell("\n".join(lines), sys.stderr)
         return 2
     try:  # imports torch, or NeMo RL: after the plan is known to be whole
-        say(f"{plan.cell}, seed {plan.recipe.seed}: starts; {plan.recipe.grpo.steps} steps")
         return import_module(DRIVER[plan.backend]).run(plan, path)
     except KeyboardInterrupt:  # before the driver was there to hear it
-        complain(f"{path}: stopped; the same line goes on")
+        tell(f"{path}: stopped; the same line goes on", sys.stderr)
         return INTERRUPTED
 
 

@@ -13,7 +13,7 @@ nodes=("$@") me=$SLURMD_NODENAME rank=$SLURM_NODEID cpus=$SLURM_CPUS_ON_NODE
 # Known ports, below every ephemeral range and out of NeMo RL's own (from 1400): 12 a node, so that
 # jobs and nodes that share a host do not meet. Workers' lie from 2000 to 2999, as many as a node's
 # processors may start and its GPUs, apart while they fit: Ray draws one at random and looks whether it
-# is free before the worker binds it, so two that draw from the same may meet (docs/log.md, 2026-11-23).
+# is free before the worker binds it, so two that draw from the same may meet (docs/research/log.md, 2026-11-23).
 workers=$((58 + 2 * cpus < 1000 ? 58 + 2 * cpus : 1000))
 for turn in {0..7}; do
     slot=$(((SLURM_JOB_ID + turn) % 8 * 2 + (rank > 0)))

@@ -76,10 +76,11 @@ def test_a_notebook_defines_nothing_and_stores_no_machine(path):
         tree = ast.parse("\n".join(lines))
         made = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
         assert not [node for node in ast.walk(tree) if isinstance(node, made)], cell.source
-        assert cell.metadata.keys() <= {"tags"}, "run `make notebooks`: it stores no time"
+        assert cell.metadata.keys() <= {"tags", "jupyter"}, (
+            "run `make notebooks`: it stores no time"
+        )
         assert {kind for kind, _ in said(cell)} <= {"text/markdown", "image/png"}, cell.source
     assert any("image/png" in dict(said(cell)) for cell in code_of(notebook)), "no picture"
-    assert "papermill" not in notebook.metadata
     assert not re.findall(r"/(?:work|srv|root|home|tmp)/", path.read_text()), "a machine's path"
 
 

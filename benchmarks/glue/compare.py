@@ -25,7 +25,7 @@ on with an engine whose FP8 weights are not the plan's, as with a router gate: t
 have stopped a run is in the file, and what each refit made of it.
 `--after FILE` waits, set up, until that file is there: several set-ups start together, and each
 measures alone.
-Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md).
+Needs NEMO_RL_ROOT and NeMo RL's packages (docs/install.md).
 """
 
 # pyright: reportMissingImports=false

@@ -9,7 +9,7 @@ and fp8-e2e with tis; `graphs` is one cell with CUDA graphs, which the others le
 sooner; `resume` goes on with a cell of `precisions` for two more steps; `parallel` needs two GPUs a
 cell (tensor and expert parallel); `local` is the same small model, data and seed on the local
 backend. A cell takes two minutes, mostly to start.
-Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md). Prints a line per cell as it ends.
+Needs NEMO_RL_ROOT and NeMo RL's packages (docs/install.md). Prints a line per cell as it ends.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 python -m benchmarks.learning.correction_peers --out benchmarks/results/correction-peers.json \
     [--verl CLONE] [--slime examples/train_infer_mismatch_helper/mis.py] [--nemo CLONE]
 
-Of verl and slime only the functions that compute weights and masks are taken out of their files,
-so nothing of theirs need be installed; NeMo RL needs its packages (docs/nemo.md). Its weight of a
+Of verl and slime only the functions that compute weights and masks are taken out of their files, so
+nothing of theirs need be installed; NeMo RL needs its packages (docs/install.md). Its weight of a
 token is the gradient of its own loss for that token's advantage. Batches: random ones of four
 spreads with sequences of 0 to 16,384 tokens, ratios at the clamp, ratios that lie exactly on a
 bound, nothing but padding. Each row says the largest difference of a multiplier, and how many

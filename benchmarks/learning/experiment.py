@@ -1,4 +1,4 @@
-"""Do FP8 recipes learn like BF16? The rule of docs/experiment.md, applied to run directories.
+"""Do FP8 recipes learn like BF16? Applies the rule of docs/research/experiment.md to runs.
 
 python -m recipes.grpo -m sweep=experiment
 python -m benchmarks.learning.experiment outputs/small-llama --out FILE.json
@@ -300,7 +300,7 @@ def row(cell: Cell) -> dict[str, Any]:
 def judged(comparison: Comparison) -> dict[str, Any]:
     """Everything that the results file says: rows, verdicts, twins, notes, and which runs."""
     return {
-        "rule": "docs/experiment.md",
+        "rule": "docs/research/experiment.md",
         "rows": [row(cell) for cell in comparison.cells],
         "verdicts": [each._asdict() for each in verdicts(cells_of(comparison))],
         "against_twins": [asdict(each) for each in against_baselines(comparison)],

@@ -3,11 +3,11 @@
 python -m benchmarks.learning.side_by_side --gpus 0,1,2,3 --each 3 \
     -m sweep=experiment outputs=study/dense
 
-`--each` runs share a GPU; whether that gains anything is for the machine to show (docs/log.md).
-Everything but `--gpus` and `--each` is as for recipes.grpo, and the same line goes on with what is
-not finished. What a run prints is in its log/side-by-side.log. Asked to end (Ctrl-C, SIGTERM,
-SIGUSR1), it starts no run any more and asks those under way to save. The exit code is the first of
-a run that is not 0.
+`--each` runs share a GPU; whether that gains anything is for the machine to show
+(docs/research/log.md). Everything but `--gpus` and `--each` is as for recipes.grpo, and the same
+line goes on with what is not finished. What a run prints is in its log/side-by-side.log. Asked to
+end (Ctrl-C, SIGTERM, SIGUSR1), it starts no run any more and asks those under way to save. The exit
+code is the first of a run that is not 0.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ compiles a kernel per shape, 4 seconds each, one after the other. With `--gpus 0
 such precision finds what the first has compiled. `--caches` is where vLLM, Triton, inductor,
 DeepGEMM and FlashInfer keep what they compiled: VLLM_CACHE_ROOT, TRITON_CACHE_DIR,
 TORCHINDUCTOR_CACHE_DIR, DG_JIT_CACHE_DIR, FLASHINFER_WORKSPACE_BASE. Needs a GPU and vLLM; `--nemo`
-also NEMO_RL_ROOT (docs/nemo.md).
+also NEMO_RL_ROOT (docs/install.md).
 """
 
 # pyright: reportMissingImports=false

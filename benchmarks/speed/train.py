@@ -16,7 +16,7 @@ steps. `fp8-param` keeps weights in FP8, `fp8-router-pads` lets the router pad t
 NeMo RL takes logprobs. `of_peak`: model FLOP/s, none for
 recomputing, of the datasheet's for that precision; `of_roofline` counts attention at BF16's.
 `kernels`: one more micro-batch under the profiler, in ms by kind. Peaks are an H200's.
-Needs NEMO_RL_ROOT and NeMo RL's packages (docs/nemo.md); FP8 needs a Hopper GPU.
+Needs NEMO_RL_ROOT and NeMo RL's packages (docs/install.md); FP8 needs a Hopper GPU.
 """
 
 from __future__ import annotations

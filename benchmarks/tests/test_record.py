@@ -31,7 +31,7 @@ def test_a_benchmark_names_the_packages_that_it_lacks(script, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and not (tmp_path / "x.json").exists()
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"benchmarks.speed.{script}: needs ") and "docs/nemo.md" in line
+    assert line.startswith(f"benchmarks.speed.{script}: needs ") and "docs/install.md" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -8,8 +8,8 @@ usual; NeMo RL's guide looks for trouble where it climbs past 1.01-1.02, and at 
 (docs/guides/grpo.md, main 7ea279a), which FP8 KV exceeds in a healthy run; verl warns at an
 effective sample share of 0.3 and a KL of 0.1 (docs/algo/rollout_corr.md, b178a3c). A rejected share
 of 0.1 is this package's `max_reject`. The other bounds are this package's own: 0.02 nats is several
-times what FP8 KV showed inside NeMo RL (docs/nemo.md), 1.5 and half of the batch are far beyond any
-run that learned. Growth is over a window against the run's first steps: in NeMo RL #1801
+times what FP8 KV showed inside NeMo RL (docs/research/nemo.md), 1.5 and half of the batch are far
+beyond any run that learned. Growth is over a window against the run's first steps: in NeMo RL #1801
 `token_mult_prob_error` grew until the run crashed.
 """
 
@@ -43,7 +43,7 @@ class Signal(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`Verdict("watch", ["mismatch/kl 0.03 > 0.02. A refit may have ..."])`."""
+    """A step's state and why: `Verdict("watch", ["mismatch/kl 0.03 > 0.02: ..."])`."""
 
     state: str
     reasons: list[str]
@@ -53,22 +53,24 @@ class UnstableError(RuntimeError):
     """A step after which a run was not to go on; one line."""
 
 
-STALE = "A refit may have brought stale weights or scales: set glue.verify=full"
-OUTLIER = "One outlier token can cause this; if it persists, see docs/troubleshooting.md#mismatch"
+STALE = "a refit may have brought stale weights or scales: set glue.verify=full"
 SIGNALS = (
     Signal(KL, 0.02, 0.1, STALE),
-    Signal("mismatch/token_mult_prob_error", 1.05, 1.5, OUTLIER),
-    Signal("correction/ess", 0.5, 0.3, "Few tokens carry the update: truncate, or mask by token"),
+    Signal(
+        "mismatch/token_mult_prob_error", 1.05, 1.5,
+        "one outlier token can cause it; if it stays, see docs/troubleshooting.md",
+    ),
+    Signal("correction/ess", 0.5, 0.3, "few tokens carry the update: truncate, or mask by token"),
     Signal(
         "correction/masked_fraction", 0.1, 0.5,
-        "The bounds are too tight for this mismatch: measure_mismatch proposes others",
+        "bounds too tight for this mismatch: recipes.measure_mismatch proposes others",
     ),
     Signal(
         "recalibrate/saturated_fraction", 0.5, 1.1,
-        "Ranges outgrow their scales each step: raise glue.recalibrate.margin or history",
+        "ranges outgrow their scales each step: raise glue.recalibrate.margin or history",
     ),
 )  # fmt: skip
-GROWTH = Signal(f"growth of {KL}", 3.0, 10.0, "Lower the learning rate, or correct more strictly")
+GROWTH = Signal(f"growth of {KL}", 3.0, 10.0, "lower the learning rate, or correct more strictly")
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
@@ -102,23 +104,19 @@ def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:
     return int(rows[at]["step"]), judge(rows[: at + 1])
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Say how often a run was not healthy and why first; nothing if it always was.
+def summary(rows: Sequence[Row]) -> str | None:
+    """Sum a run's health up: `watch in 9 of 40 steps, worst step 31: REASONS`; None if healthy.
 
-    `watch in 9 of 40 steps, first at step 31: mismatch/kl 0.03 > 0.02. A refit may have ...`
+    Args:
+        rows: as `append_judged` wrote them.
     """
-    found = worst(rows)
-    if found is None:
-        return ""
-    states = [int(row.get(STATE, 0)) for row in rows if row.get("step")]
-    counts = [
-        f"{state} in {states.count(number)}"
-        for number, state in reversed([*enumerate(STATES)][1:])
-        if number in states
-    ]
+    if not (found := worst(rows)):
+        return None
     step, verdict = found
-    reasons = ". ".join(verdict.reasons)
-    return f"{', '.join(counts)} of {len(states)} steps, first at step {step}: {reasons}"
+    steps = [row.get(STATE, 0) for row in rows if row["step"]]
+    count = sum(state == STATES.index(verdict.state) for state in steps)
+    why = "; ".join(verdict.reasons)
+    return f"{verdict.state} in {count} of {len(steps)} steps, worst step {step}: {why}"
 
 
 def _growth(rows: Sequence[Row]) -> float | None:
@@ -135,5 +133,5 @@ def _reason(signal: Signal, value: float) -> str:
     bound = (signal.watch, signal.unstable)[state - 1]
     side = ">" if signal.unstable > signal.watch else "<"
     texts = (f"{value:.{digits}g}" for digits in range(3, 18))
-    found = next(text for text in texts if text != f"{bound:g}")  # not "1.05 > 1.05"
-    return f"{signal.key} {found} {side} {bound:g}. {signal.action}"
+    found = next(text for text in texts if text != f"{bound:g}")  # not "1.05 above 1.05"
+    return f"{signal.key} {found} {side} {bound:g}: {signal.action}"

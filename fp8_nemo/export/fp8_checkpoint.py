@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
+from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -36,9 +38,9 @@ from torch import Tensor
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.quantize import FP8, Fp8Weight, dequantize_blocks
 from fp8_nemo.glue.refit import encode, pieces_of
-from fp8_nemo.plan.terminal import shell, table
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options import Precision
+from fp8_nemo.runs.terminal import table
 
 DTYPES = ("BF16", "F32")
 INDEX = "model.safetensors.index.json"
@@ -143,19 +145,19 @@ def read_config(source: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
-def error_table(errors: list[WeightError]) -> str:
-    """Return one row a layer: mean and largest relative error, and which weight has it."""
-    rows = []
-    for layer, found in by_layer(errors).items():
-        worst = found[0]
-        rows.append((
+def error_table(errors: list[WeightError]) -> Table:
+    """One row a layer: mean and largest relative error, and which weight has it."""
+    heads = ("layer", "weights", "mean", "largest", "in", "became 0")
+    rows = [
+        (
             str(layer), str(len(found)), f"{fmean(error.relative for error in found):.4f}",
-            f"{worst.relative:.4f}",
-            worst.name.partition(f".{layer}.")[2].removesuffix(".weight"),
+            f"{found[0].relative:.4f}",
+            found[0].name.partition(f".{layer}.")[2].removesuffix(".weight"),
             f"{max(error.zeroed for error in found):.2%}",
-        ))  # fmt: skip
-    heading = ("layer", "weights", "mean", "largest", "in", "became 0")
-    return table("Relative error of FP8 weights", heading, rows)
+        )
+        for layer, found in by_layer(errors).items()
+    ]  # fmt: skip
+    return table("relative error of FP8 weights", heads, rows)
 
 
 def serve_line(target: Path, *, fp8_cache: bool) -> str:
@@ -164,8 +166,8 @@ def serve_line(target: Path, *, fp8_cache: bool) -> str:
     Without the variable vLLM 0.25.1 quantizes the weights again as it loads them on a GPU with
     DeepGEMM, to scales that are powers of two (`deepgemm_post_process_fp8_weight_block`).
     """
-    cache = ["--kv-cache-dtype", "fp8"] if fp8_cache else []
-    return shell(["VLLM_USE_DEEP_GEMM_E8M0=0", "vllm", "serve", str(target), *cache])
+    cache = " --kv-cache-dtype fp8" if fp8_cache else ""
+    return f"VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve {shlex.quote(str(target))}{cache}"
 
 
 def by_layer(errors: list[WeightError]) -> dict[int, list[WeightError]]:

@@ -3,13 +3,14 @@
 Characters are tokens. The model learns answers by cross-entropy; in the last fifth of its training
 half of the answers are wrong on purpose. It ends up like a base model that knows the task and
 answers carelessly, which is what GRPO can mend within a minute on a CPU. A model that is merely
-stopped early does not know the rest: GRPO gained 16 points on one in 60 steps (docs/log.md).
+stopped early does not know the rest: GRPO gained 16 points on one in 60 steps
+(docs/research/log.md).
 
 Working is careless line by line: a wrong result is carried on, and no line tells that an earlier
 one was wrong, so the model learns to slip as often at every line, and so few answers come out right
 that reward starts between 0.1 and 0.4, whatever the difficulty. That is of a model that has learned
-the task: four layers of 256 learn sums of eight numbers, two do not (docs/log.md). What it samples
-in the end is graded, and told.
+the task: four layers of 256 learn sums of eight numbers, two do not (docs/research/log.md). What it
+samples in the end is graded, and told.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import Progress
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -39,7 +41,6 @@ from transformers import (
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import pad_left
 from fp8_nemo.local.modules.deterministic import repeat_exactly
-from fp8_nemo.plan.terminal import console, say
 from fp8_nemo.recipe.model_dir import weights_digest
 from fp8_nemo.recipe.options import Recipe, Shape
 from fp8_nemo.recipe.problems import Problem, Split, reward, working
@@ -73,7 +74,7 @@ class Teaching(NamedTuple):
 ANSWERS = Teaching(2500, 256, 1.0e-3, 20)
 WORKING = Teaching(600, 64, 3.0e-4, 100)
 """Every line is an example of its own, so fewer steps teach it. 113M parameters did not learn it at
-1e-3 after 20 steps of warm-up, and at 3e-4 within 300 steps (docs/log.md, 2026-11-21)."""
+1e-3 after 20 steps of warm-up, and at 3e-4 within 300 steps (docs/research/log.md, 2026-11-21)."""
 NARROW = 512
 """Hidden sizes below this learn `WORKING` at 1e-3: one of 256 did not at 3e-4 (2026-11-23)."""
 
@@ -88,23 +89,22 @@ def make(folder: Path, recipe: Recipe, problems: Split) -> None:
     how = teaching_for(problems.train, shape)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = new_model(shape, chat, recipe.seed)
-    shown, every = console(), max(1, how.steps // 10)
-    parts = TextColumn("{task.description}"), BarColumn(10), TimeRemainingColumn()
-    with Progress(*parts, console=shown, disable=not shown.is_terminal) as bar:
+    console, every = Console(), max(1, how.steps // 10)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(recipe.model.name, total=how.steps)
 
         def report(step: int, loss: float) -> None:
             """Move the bar, or print the line."""
-            text = f"{recipe.model.name} loss {loss:.3f}  step {step}/{how.steps}"
-            bar.update(task, completed=step, description=text)
-            if not shown.is_terminal and step % every == 0:
-                say(text)
+            shown = f"{recipe.model.name} loss {loss:.3f}"
+            bar.update(task, completed=step, description=shown)
+            if not console.is_terminal and step % every == 0:
+                console.print(f"{shown}  step {step}/{how.steps}", soft_wrap=True)
 
         train_model(model, chat, problems.train, teaching=how, seed=recipe.seed, report=report)
     save_model(model, chat, folder)
     about = f"{model.num_parameters():,} parameters, weights {weights_digest(folder)}"
     share = sampled_right(model, chat, problems.validation[:GRADED], recipe.seed)
-    say(f"{folder}: {recipe.model.name}, {about}; {share:.0%} of its held-out answers are right")
+    print(f"{folder}: {recipe.model.name}, {about}; {share:.0%} of its held-out answers are right")
 
 
 def make_chat() -> Chat:

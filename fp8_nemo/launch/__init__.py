@@ -1,1 +1,1 @@
-"""Start NeMo RL, and look at nodes."""
+"""Start runs inside NeMo RL, and check the nodes that they run on."""

@@ -1,4 +1,4 @@
-"""What a run inside NeMo RL needs, checked before a directory is made: one line for each lack."""
+"""Check what a run inside NeMo RL needs before its directory is made: one line per problem."""
 
 from __future__ import annotations
 
@@ -19,16 +19,27 @@ from fp8_nemo.nemo_config.overrides import native_correction
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_mistakes, model_path, shape_mistakes
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options import Cluster, Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.provenance import gpus
 
 NEEDED_PYTHON = (3, 12)
 """NeMo RL's pydantic models use `typing.TypedDict`, which needs it."""
-BRIDGE = "3rdparty/Megatron-Bridge-workspace/Megatron-Bridge"
-"""A submodule of NeMo RL, whose own submodule is Megatron-LM."""
 NEEDED_PACKAGES = ("ray", "torch", "transformers", "megatron", "vllm", "pydantic")
+BRIDGE = "3rdparty/Megatron-Bridge-workspace/Megatron-Bridge"
+"""A submodule of NeMo RL, which has Megatron-LM as a submodule of its own."""
+UNSTRETCHED = ("default", "llama3")
+"""Rotary embeddings with which vLLM refuses more than `max_position_embeddings`."""
+HUB_FILES = {
+    "model": (
+        ("config.json",),
+        ("tokenizer_config.json",),
+        ("model.safetensors", "model.safetensors.index.json"),
+    ),
+    "dataset": (("README.md",),),
+}
+"""Files that every repository of a kind has on the hub, each in one of several forms."""
 
 
 def settings_of(recipe: Recipe) -> WorkerSettings:
@@ -37,26 +48,32 @@ def settings_of(recipe: Recipe) -> WorkerSettings:
 
 
 def problems_with(plan: Plan) -> list[str]:
-    """One line for each thing that would stop this plan after it has started."""
+    """Return one line for each thing that would stop this plan after it has started."""
     recipe, root = plan.recipe, root_of(plan.recipe)
-    lines = list(map(str, _model(recipe, plan)))
-    lines += _data(recipe)
+    of_inputs = [*model_problems(plan), *data_problems(plan)]
     if root is None:
-        return [
-            f"cluster.nemo_root=null: backend=nemo runs in NeMo RL; {REMEDY}",
-            *lines,
-        ]
+        return [f"cluster.nemo_root=null: backend=nemo runs in NeMo RL; {REMEDY}", *of_inputs]
     try:
         host = read_host(root)
     except HostError as error:
-        return [str(error), *lines]
-    lines = [*_resume(recipe, root), *lines]
-    return [*_frozen_for(plan, host), *map(str, _machine(recipe)), *_software(recipe, host), *lines]
+        return [str(error), *of_inputs]
+    return [
+        *host_problems(plan, host),
+        *map(str, machine_mistakes(recipe.cluster)),
+        *software_problems(recipe, host),
+        *resume_problems(recipe.cluster, root),
+        *of_inputs,
+    ]
 
 
-def _frozen_for(plan: Plan, host: Host) -> Iterator[str]:
-    """Whether the checkout is still the one that the plan was made for."""
-    if plan.nemo and not _same(plan.nemo.host, host.name):
+def host_problems(plan: Plan, host: Host) -> Iterator[str]:
+    """Check that the checkout is the one that the plan was made for, and can run the plan.
+
+    Commits are compared only if both are known: a checkout without git has a version alone.
+    """
+    assert plan.nemo
+    pairs = zip(plan.nemo.host.split(), host.name.split(), strict=False)
+    if any(planned != found for planned, found in pairs):
         yield (
             f"{ROOT_VARIABLE}={host.root}: is {host.name}, the plan was made for "
             f"{plan.nemo.host}; check that out again, or start the line again for a new plan"
@@ -64,53 +81,37 @@ def _frozen_for(plan: Plan, host: Host) -> Iterator[str]:
     yield from map(str, host_mistakes(plan.settled, host))
 
 
-def _same(planned: str, found: str) -> bool:
-    """Version and commit; the version alone where one side could not be asked for a commit."""
-    return all(one == other for one, other in zip(planned.split(), found.split(), strict=False))
-
-
-def _machine(recipe: Recipe) -> Iterator[Mistake]:
-    """Whether this machine has the GPUs, where it can be asked and the run is to be here."""
-    cluster = recipe.cluster
+def machine_mistakes(cluster: Cluster) -> Iterator[Mistake]:
+    """Check that this machine has the GPUs, if the run is to start here on a Ray of its own."""
     if cluster.kind != "here" or os.environ.get("RAY_ADDRESS"):
         return
     if cluster.nodes > 1:
-        yield Mistake(
-            "cluster.nodes",
-            cluster.nodes,
-            "cluster.kind=here is one machine",
-            "set RAY_ADDRESS to a Ray cluster that spans the nodes",
-        )
-    found = visible_gpus()
-    if found is not None and found < cluster.gpus_per_node:
-        yield Mistake(
-            "cluster.gpus_per_node",
-            cluster.gpus_per_node,
-            f"this machine shows {found}",
-            f"set cluster.gpus_per_node={found}, or other CUDA_VISIBLE_DEVICES",
-        )
+        remedy = "set RAY_ADDRESS to a Ray cluster that spans the nodes"
+        yield Mistake("cluster.nodes", cluster.nodes, "cluster.kind=here is one machine", remedy)
+    found, wanted = visible_gpus(), cluster.gpus_per_node
+    if found is not None and found < wanted:
+        remedy = f"set cluster.gpus_per_node={found}, or other CUDA_VISIBLE_DEVICES"
+        yield Mistake("cluster.gpus_per_node", wanted, f"this machine shows {found}", remedy)
 
 
 def visible_gpus() -> int | None:
-    """GPUs that a run may use here; None where no driver can be asked."""
+    """Count the GPUs that a run may use here; None where there is no driver to ask."""
     visible, found = os.environ.get("CUDA_VISIBLE_DEVICES"), gpus()
-    if found is None:
-        return None
-    if visible is None:
-        return len(found)
+    if found is None or visible is None:
+        return None if found is None else len(found)
     return len([word for word in visible.split(",") if word.strip()])
 
 
-def _resume(recipe: Recipe, root: Path) -> Iterator[str]:
-    """Whether the driver will be able to read a checkpoint: a first attempt would not tell.
+def resume_problems(cluster: Cluster, root: Path) -> Iterator[str]:
+    """Check that the driver can read a checkpoint, which no first attempt would notice.
 
-    NeMo RL main reads it with Megatron (utils/checkpoint.py), which its container has for the
-    workers; the driver finds it in the checkout (`nemo_rl/__init__.py`), where that is whole.
+    NeMo RL main reads it with Megatron (utils/checkpoint.py). Its container has Megatron for the
+    workers alone; the driver finds it in a complete checkout (`nemo_rl/__init__.py`).
     """
     source = root / "nemo_rl" / "utils" / "checkpoint.py"
     reads = source.is_file() and "load_common_state_dict" in source.read_text()
     megatron = root / BRIDGE / "3rdparty" / "Megatron-LM" / "megatron" / "core"
-    if recipe.cluster.interpreter != "container" or not reads or megatron.is_dir():
+    if cluster.interpreter != "container" or not reads or megatron.is_dir():
         return
     if importlib.util.find_spec("megatron") is None:
         yield (
@@ -119,32 +120,30 @@ def _resume(recipe: Recipe, root: Path) -> Iterator[str]:
         )
 
 
-def _software(recipe: Recipe, host: Host) -> Iterator[str]:
-    """Whether the run can start in this environment; on a login node it is not to start."""
+def software_problems(recipe: Recipe, host: Host) -> Iterator[str]:
+    """Check that the run can start in this environment; not on a login node, which submits it."""
     if recipe.cluster.kind == "slurm" and "RAY_ADDRESS" not in os.environ:
         return
+    needs_plugin = settings_of(recipe).needs_plugin
     if sys.version_info < NEEDED_PYTHON:
         yield (
             f"python {sys.version_info.major}.{sys.version_info.minor}: NeMo RL needs 3.12 or "
             "later; run in its container, or in an environment of that Python"
         )
-        return
-    if recipe.cluster.interpreter == "container":
+    elif recipe.cluster.interpreter == "container":
         if importlib.util.find_spec("ray") is None:
-            yield "ray is not installed here; run in NeMo RL's container (docs/nemo.md)"
-        if settings_of(recipe).needs_plugin and own_folder() is None:
+            yield "ray is not installed here; run in NeMo RL's container (docs/install.md)"
+        if needs_plugin and own_folder() is None:
             yield (
                 "fp8-nemo is installed among the driver's own packages, where NeMo RL's workers "
                 "cannot reach it; run from a clone (pip install --no-deps -e .), or glue=stock"
             )
-        return
-    missing = [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
+    elif missing := [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]:
         yield (
             f"cluster.interpreter=system: {', '.join(missing)} cannot be imported here; install "
-            "what docs/nemo.md lists, or run in NeMo RL's container"
+            "what docs/install.md lists, or run in NeMo RL's container"
         )
-    elif settings_of(recipe).needs_plugin and (problem := _plugin_problem()):
+    elif needs_plugin and (problem := _plugin_problem()):
         yield problem
     elif (found := metadata.version("vllm").split("+")[0]) != host.vllm:
         yield (
@@ -154,7 +153,7 @@ def _software(recipe: Recipe, host: Host) -> Iterator[str]:
 
 
 def _plugin_problem() -> str:
-    """Why vLLM would not load our receiver here; empty if it would."""
+    """Return why vLLM would not load our receiver here; empty if it would."""
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         return f"VLLM_PLUGINS={allowed}: keeps out our receiver; add {PLUGIN}, or unset it"
@@ -166,41 +165,36 @@ def _plugin_problem() -> str:
     return ""
 
 
-def _model(recipe: Recipe, plan: Plan) -> Iterator[Mistake]:
-    model, overridden = recipe.model, "policy.hf_config_overrides"
+def model_problems(plan: Plan) -> Iterator[str]:
+    """Check that the model can be read, has the planned shape, and enough positions."""
+    recipe, model = plan.recipe, plan.recipe.model
     if model.hub_id:
-        found = list(hub_mistakes(model.hub_id))
-        config = cached_config(model.hub_id)
-        if any(key.startswith(overridden) for key in leaves(recipe.nemo)):
-            config = {}  # it is not what the model will be
+        found, config = list(hub_mistakes(model.hub_id)), cached_config(model.hub_id)
+        if any(key.startswith("policy.hf_config_overrides") for key in leaves(recipe.nemo)):
+            config = {}  # the run's model differs from it
         found += shape_mistakes(config, model.hub_id, model) if config else ()
     else:
         found = list(model_mistakes(recipe, pads=False))
         config = {} if found else json.loads((model_path(model) / "config.json").read_text())
-    yield from found
-    longest = plan.nemo.overrides["policy.max_total_sequence_length"] if plan.nemo else 0
+    yield from map(str, found)
+    longest = plan.settled.sequence_tokens
     most = config.get("max_position_embeddings", longest)
-    if longest > most and rope_type(config) in UNSTRETCHED:
-        yield Mistake(
-            "grpo.max_new_tokens",
-            recipe.grpo.max_new_tokens,
-            f"makes sequences of {longest} tokens, the model has {most} positions",
-            "lower it",
-        )
-
-
-UNSTRETCHED = ("default", "llama3")
-"""Rotary embeddings with which `max_position_embeddings` is all that vLLM takes."""
+    # The local backend has no such limit, and nodes are checked for its plans too.
+    if plan.nemo and longest > most and rope_type(config) in UNSTRETCHED:
+        text = f"makes sequences of {longest} tokens, the model has {most} positions"
+        yield str(Mistake("grpo.max_new_tokens", recipe.grpo.max_new_tokens, text, "lower it"))
 
 
 def rope_type(config: dict[str, Any]) -> str:
-    """Of a `config.json`, in transformers' older spellings too."""
+    """Return the rotary embedding of a `config.json`, in transformers' older spellings too."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def hub_mistakes(name: str, kind: str = "model") -> Iterator[Mistake]:
-    """Whether the hub, or its cache here, gives this user a model; silent without its library.
+    """Check that the hub, or its cache here, gives a model to this user.
+
+    Without `huggingface_hub` nothing is checked: a login node may not have it.
 
     Args:
         name: on the hub.
@@ -211,43 +205,33 @@ def hub_mistakes(name: str, kind: str = "model") -> Iterator[Mistake]:
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
     except ModuleNotFoundError:
         return
-    key = "model.hf_id" if kind == "model" else "data"
-    remedy = "or give model.path=FOLDER" if kind == "model" else "or choose data=jsonl"
-    missing = missing_in_cache(name, kind)
-    if not missing:
+    if not (missing := missing_in_cache(name, kind)):
         return
-    if constants.HF_HUB_OFFLINE:
-        text = f"{missing} is not in the cache, {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
-        fill = f"fill it with `hf download --repo-type {kind} {name}`, {remedy}"
-        yield Mistake(key, name, text, fill)
-        return
-    file = CACHED[kind][0][0]
-    try:
-        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=10)
-    except GatedRepoError:
-        text = "is gated, and this account has no access"
-        yield Mistake(key, name, text, f"ask for it on its page, set HF_TOKEN, {remedy}")
-    except RepositoryNotFoundError:
-        text = "is not on the hub, or not for this account"
-        yield Mistake(key, name, text, f"set HF_TOKEN, {remedy}")
-    except Exception as error:  # the network's own, of which there are many
-        text = f"the hub cannot be asked ({type(error).__name__})"
-        yield Mistake(key, name, text, f"fill the cache first, {remedy}")
-
-
-CACHED = {
-    "model": (
-        ("config.json",),
-        ("tokenizer_config.json",),
-        ("model.safetensors", "model.safetensors.index.json"),
-    ),
-    "dataset": (("README.md",),),
-}
-"""Files of the hub that every repository of a kind has, each in one of its forms."""
+    key, remedy = {
+        "model": ("model.hf_id", "or give model.path=FOLDER"),
+        "dataset": ("data", "or choose data=jsonl"),
+    }[kind]
+    text = f"{missing} is not in the cache, {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+    first = f"fill it with `hf download --repo-type {kind} {name}`"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_hf_file_metadata(
+                hf_hub_url(name, HUB_FILES[kind][0][0], repo_type=kind), timeout=10
+            )
+            return
+        except GatedRepoError:
+            text = "is gated, and this account has no access"
+            first = "ask for it on its page, set HF_TOKEN"
+        except RepositoryNotFoundError:
+            text, first = "is not on the hub, or not for this account", "set HF_TOKEN"
+        except Exception as error:  # the network has many errors of its own
+            text = f"the hub cannot be asked ({type(error).__name__})"
+            first = "fill the cache first"
+    yield Mistake(key, name, text, f"{first}, {remedy}")
 
 
 def cached_config(name: str) -> dict[str, Any]:
-    """A hub model's `config.json`, where the hub's cache here has it; else empty."""
+    """Return a hub model's `config.json` from the hub's cache here; empty if it has none."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ModuleNotFoundError:
@@ -257,34 +241,30 @@ def cached_config(name: str) -> dict[str, Any]:
 
 
 def missing_in_cache(name: str, kind: str) -> str:
-    """The first file of a model or data set that the hub's cache here lacks; empty if none."""
+    """Return the first file of a model or data set that the hub's cache lacks; empty if none."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     home = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
     if kind == "dataset" and (home / name.replace("/", "___").lower()).is_dir():
-        return ""  # as `datasets` keeps what it has converted
-    for forms in CACHED[kind]:
+        return ""  # `datasets` keeps what it has converted here, and needs no more
+    for forms in HUB_FILES[kind]:
         found = [try_to_load_from_cache(name, form, repo_type=kind) for form in forms]
         if not any(isinstance(each, str) for each in found):
             return forms[0]
     return ""
 
 
-def _data(recipe: Recipe) -> Iterator[str]:
+def data_problems(plan: Plan) -> Iterator[str]:
+    """Check that problems outside the hub can be read and fill a batch."""
+    recipe, prompts = plan.recipe, plan.settled.prompts_per_step
     if recipe.data.is_on_hub:
         return
     try:
-        problems = load_problems(recipe.data, recipe.seed).train
+        count = len(load_problems(recipe.data, recipe.seed).train)
     except DataError as error:
         yield str(error)
         return
-    prompts = recipe.grpo.prompts_per_step or 0
-    if len(problems) < prompts:
-        yield str(
-            Mistake(
-                "grpo.prompts_per_step",
-                prompts,
-                f"NeMo RL drops the last, unfilled batch, and there are {len(problems)} problems",
-                "lower it, or give more problems",
-            )
-        )
+    if plan.nemo and count < prompts:
+        text = f"NeMo RL drops the last, unfilled batch, and there are {count} problems"
+        remedy = "lower it, or give more problems"
+        yield str(Mistake("grpo.prompts_per_step", prompts, text, remedy))

@@ -1,7 +1,7 @@
-"""What one interpreter sees, as JSON on standard output: `PYTHON -P probe.py`.
+"""Print what one interpreter has installed, as JSON: `PYTHON -P probe.py`.
 
-Runs under the interpreters of NeMo RL's workers, in which this package need not be installed:
-it imports the standard library alone.
+It imports the standard library alone, because it runs under the interpreters of NeMo RL's workers,
+where this package need not be installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKAGES = (
 
 
 def main() -> None:
-    """Print versions and vLLM plugins."""
+    """Print the Python version, the versions of `PACKAGES`, and vLLM's plugins."""
     versions = {}
     for name in PACKAGES:
         try:

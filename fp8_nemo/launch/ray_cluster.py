@@ -1,11 +1,11 @@
-"""The Ray cluster of a run: `python -m fp8_nemo.launch.ray_cluster hold | wait SECONDS NODE...`.
+"""Start a run's Ray cluster, or wait for it: `python -m ...ray_cluster hold | wait S NODE...`.
 
-`hold` starts one on this machine, prints its address, then lives until a line, or the end, of its
-standard input. NeMo RL's Megatron worker takes Ray's GPU id for a device's number (seam
-gpu-by-number), so a cluster that sees `CUDA_VISIBLE_DEVICES=2` gives it a device that does not
-exist. This one sees all GPUs, by their own numbers, and holds those that the run was not given.
+`hold` starts a cluster on this machine, prints its address, and keeps it until its standard input
+gives a line or ends. NeMo RL's Megatron worker takes Ray's GPU id for a device number (seam
+gpu-by-number): in a cluster that only sees `CUDA_VISIBLE_DEVICES=2`, id 0 would become a device
+that does not exist. So the cluster sees all GPUs, and `hold` occupies those that are not the run's.
 
-`wait` waits until every node of a Slurm job has joined, and names those that have not.
+`wait` waits S seconds until every node of a Slurm job has joined, and names those that have not.
 slurm/node.sh gives each Ray node a resource `slurm-NAME`, because two nodes may share a host name,
 or an address behind a bridge.
 """
@@ -24,54 +24,65 @@ from pathlib import Path
 
 import fp8_nemo
 from fp8_nemo.launch.preflight import visible_gpus
+from fp8_nemo.nemo.worker_settings import own_folder
 from fp8_nemo.nemo_config.seams import SEAMS
 
 RESOURCE = "slurm-"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Hold a cluster, or wait for one; the exit code."""
+    """Hold a cluster or wait for one, and return the exit code."""
     command, *words = sys.argv[1:] if arguments is None else arguments
     return hold() if command == "hold" else wait(int(words[0]), words[1:])
 
 
 def hold() -> int:
-    """Start a cluster on this machine, hold the other GPUs, print its address, wait to be ended."""
+    """Start a cluster on this machine, occupy the other GPUs, print its address, wait for input."""
     mine = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    # All, by number: under tensor parallelism vLLM's workers look their own up in it.
+    # Every number, not unset: under tensor parallelism vLLM's workers look up their own in it.
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(visible_gpus() or 0)))
     import ray
 
     cluster = ray.init(address="local", include_dashboard=False, log_to_driver=False)
     count = int(ray.cluster_resources().get("GPU", 0))
-    given = list(map(str, range(count))) if mine is None else [w.strip() for w in mine.split(",")]
-    given = [word for word in given if word]
-    problem = wrong_numbers(given, count) or taken(given)
-    if problem:
+    words = map(str, range(count)) if mine is None else map(str.strip, mine.split(","))
+    given = list(filter(None, words))
+    if problem := wrong_numbers(given, count) or taken(given):
         print(problem, file=sys.stderr)
         return 1
-    held = hold_others(given) if mine is not None else []
+    held = hold_others(given, count) if mine is not None else []
     print(cluster.address_info["gcs_address"], flush=True)
     sys.stdin.readline()
-    del held
+    del held  # Ray ends an actor that nothing refers to, so the name had to live until here
     return 0
 
 
-def hold_others(mine: list[str]) -> list[object]:
-    """Occupy every GPU of the cluster but `mine`; the actors that do."""
+def hold_others(mine: list[str], count: int) -> list[object]:
+    """Occupy all `count` GPUs of the cluster but `mine`, and return the actors that do."""
     import ray
 
     holder = ray.remote(num_gpus=1, num_cpus=0)(_Holder)
-    actors = [holder.remote() for _ in range(int(ray.cluster_resources().get("GPU", 0)))]
-    ids = [str(each) for each in ray.get([actor.gpu.remote() for actor in actors])]
-    for actor, gpu in zip(actors, ids, strict=True):
-        if gpu in mine:
+    actors, held = [holder.remote() for _ in range(count)], []
+    # Ray chooses which actor gets which GPU, so all are started, and those on ours are ended.
+    for actor, number in zip(actors, ray.get([each.gpu.remote() for each in actors]), strict=True):
+        if str(number) in mine:
             ray.kill(actor)
-    return [actor for actor, gpu in zip(actors, ids, strict=True) if gpu not in mine]
+        else:
+            held.append(actor)
+    return held
+
+
+class _Holder:
+    """Occupy one GPU in Ray's books, and none of its memory."""
+
+    def gpu(self) -> int | str:
+        import ray
+
+        return ray.get_gpu_ids()[0]
 
 
 def wrong_numbers(given: list[str], count: int) -> str:
-    """A line if the GPUs are not named by their numbers; empty if they are."""
+    """Return one line if the GPUs are not named by their numbers; empty if they are."""
     if all(word.isdigit() and int(word) < count for word in given):
         return ""
     return (
@@ -81,7 +92,7 @@ def wrong_numbers(given: list[str], count: int) -> str:
 
 
 def taken(given: list[str]) -> str:
-    """A line if another run is on one of the GPUs; empty if they are now this process's."""
+    """Take GPUs for this process; return one line if another run has one, empty if none has."""
     busy = [gpu for gpu in given if not take(gpu)]
     if not busy:
         return ""
@@ -92,11 +103,11 @@ def taken(given: list[str]) -> str:
 
 
 def take(gpu: str, folder: str = "/tmp") -> bool:
-    """Whether this process now has a GPU to itself, among runs of this package on the machine.
+    """Take a GPU until this process ends; return whether no other run on the machine has it.
 
-    The lock lies where NeMo RL's socket does, and any user may take it.
+    The lock is in the folder of NeMo RL's socket, and any user can take it.
     """
-    file = open_for_anyone(f"{folder}/fp8-nemo-gpu-{gpu}.lock")  # held until the process ends
+    file = open_for_anyone(f"{folder}/fp8-nemo-gpu-{gpu}.lock")  # never closed: closing unlocks
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -105,27 +116,21 @@ def take(gpu: str, folder: str = "/tmp") -> bool:
 
 
 def open_for_anyone(path: str) -> int:
-    """A lock's file, open for reading; made if there is none, so that any user may take it."""
+    """Open a lock file for reading and return its descriptor; make it readable for any user."""
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o444))
-        os.chmod(path, 0o444)  # whatever this user's umask is
+        os.chmod(path, 0o444)  # the umask may have taken bits away
     return os.open(path, os.O_RDONLY)
 
 
-class _Holder:
-    """Holds one GPU's place, and none of its memory."""
-
-    def gpu(self) -> int | str:
-        """Its number on this machine."""
-        import ray
-
-        return ray.get_gpu_ids()[0]
-
-
 def wait(limit: int, names: list[str]) -> int:
-    """Wait for nodes; 0 when all are there, 1 when time is up. `RAY_ADDRESS` names the cluster."""
+    """Wait for nodes of the cluster in `RAY_ADDRESS`; return 0 if all joined, 1 if time is up."""
     connect(limit)
-    missing = wait_for(names, limit)
+    deadline = time.monotonic() + limit
+    while missing := [name for name in names if name not in node_names().values()]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
     for name in missing:
         late = f"has not joined Ray within {limit} s; its part of the log says why"
         print(f"{name}: {late if limit else 'is gone from Ray'}")
@@ -135,18 +140,18 @@ def wait(limit: int, names: list[str]) -> int:
 
 
 def connect(limit: int) -> None:
-    """Attach to the cluster in `RAY_ADDRESS`, which may still be starting; without it, start one.
+    """Connect to the cluster in `RAY_ADDRESS`, which may still be starting; without it, start one.
 
     Raises:
-        ConnectionError: it did not start in `limit` seconds.
+        ConnectionError: the cluster did not answer within `limit` seconds.
     """
     import ray
 
+    # `local` and not None, with which Ray takes whatever cluster last ran on this machine.
+    address = os.environ.get("RAY_ADDRESS", "local")
     deadline = time.monotonic() + limit
     while True:
         try:
-            # Never whatever Ray ran on this machine last, which is what no address would mean.
-            address = os.environ.get("RAY_ADDRESS", "local")
             with own_code_first():
                 ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
             return
@@ -158,27 +163,24 @@ def connect(limit: int) -> None:
 
 @contextmanager
 def own_code_first() -> Iterator[None]:
-    """Connect to Ray from the folder of this code: Ray's workers import from where that was.
+    """Run the block in the folder of this code, so that Ray's workers import this code.
 
-    It hands them the driver's working directory before `PYTHONPATH` (`worker.py`, `code_paths`);
-    a job's is the clone it was submitted from, which may have been edited since.
+    Ray puts the driver's working directory before `PYTHONPATH` (`worker.py`, `code_paths`). A job's
+    is the clone that it was submitted from, which may have been edited since.
     """
     with chdir(Path(fp8_nemo.__file__).parents[1]):
         yield
 
 
-def wait_for(names: list[str], limit: float) -> list[str]:
-    """The nodes that have not joined after `limit` seconds; returns as soon as all have."""
-    deadline = time.monotonic() + limit
-    while missing := [name for name in names if name not in node_names().values()]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.5)
-    return missing
+def workers_path(*folders: Path) -> str:
+    """Return `PYTHONPATH` for worker environments: folders, this package, what is in it already."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [*map(str, folders), str(own_folder() or ""), *given]
+    return os.pathsep.join(dict.fromkeys(filter(None, paths)))
 
 
 def node_names() -> dict[str, str]:
-    """Living nodes, Ray's id to Slurm's name; to the host's name outside Slurm."""
+    """Return the living nodes, `{Ray's id: Slurm's name}`; outside Slurm, the host's name."""
     import ray
 
     return {node["NodeID"]: _name(node) for node in ray.nodes() if node["Alive"]}

@@ -1,20 +1,21 @@
-"""`examples/run_grpo.py` of NeMo RL, repeated call by call with our plan in its seams.
+"""Repeat `examples/run_grpo.py` of NeMo RL call by call, with our parts in the plan's places.
 
-The configuration is the plan's, the policy is `WatchedPolicy` through `setup(policy_factory=)`, its
-workers are ours where the glue is, and where NeMo RL's loss has no such correction it trains with
-its own loss without one. Everything else is NeMo RL, unmodified, and prints what it prints.
+The configuration is the plan's. The policy is `WatchedPolicy`, through `setup(policy_factory=)`.
+The policy workers are ours where the plan has glue. Where NeMo RL's loss does not know the plan's
+correction, NeMo RL trains with its own loss without one. Everything else is NeMo RL, unmodified.
 """
 
 # pyright: reportMissingImports=false
-# NeMo RL stands on the path of a run, not of a type check.
+# NeMo RL is importable in a run, not in a type check.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +33,16 @@ from fp8_nemo.launch.ray_cluster import open_for_anyone, own_code_first
 from fp8_nemo.nemo_config.checkout import config_of
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.model_dir import model_path
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.plain import leaves
 
 CONVERSIONS = "NRL_MEGATRON_CHECKPOINT_DIR"
+"""NeMo RL's environment variable: the folder of models in Megatron's format."""
 
 
 class Session(NamedTuple):
-    """Everything that NeMo RL's `setup` made, and the loss that trains."""
+    """Hold what NeMo RL's `setup` made, in the order of `grpo_train`'s arguments."""
 
     policy: Any
     generation: Any
@@ -57,68 +62,64 @@ class Session(NamedTuple):
 def opened(
     plan: Plan, path: Path, root: Path, more: dict[str, Any] | None = None
 ) -> Iterator[Session]:
-    """Set NeMo RL up for a plan, up to the engine's proof that it is the plan's; shut it down.
+    """Set up NeMo RL for a plan, check its engine, measure first KV scales; shut down at the end.
 
     Args:
         plan: of the run.
-        path: its directory.
+        path: the run directory; `log/engine.json` will hold the engine's dtypes.
         root: NeMo RL's checkout.
-        more: keys on top of the plan's, for a benchmark of what no plan can ask for.
+        more: NeMo RL's keys on top of the plan's, for benchmarks of what no plan can ask for.
 
     Raises:
-        EngineError: the engine holds other weights in FP8, a worker lacks our receiver, or vLLM
-            could not go to sleep or wake up.
-        RefitError: a refit failed; with what each worker's receiver kept of it.
+        EngineError: the engine's FP8 weights are not the plan's, a worker lacks our receiver, or
+            vLLM failed to go to sleep or wake up.
+        RefitError: a refit failed; it names every tensor that the receivers found wrong.
     """
     parts = _set_up(plan, path, root, more or {})
     try:
-        dtypes = engine_dtypes(parts.generation)
-        (path / "log" / "engine.json").write_text(json.dumps(dtypes, indent=1) + "\n")
-        check_engine(dtypes, plan.recipe)
-        settings = settings_of(plan.recipe)
-        if settings.needs_plugin:
-            check_receivers(parts.generation)
-            parts.policy.proofs = lambda: refit_reports(parts.generation)
-        if settings.observes and not parts.policy.kv_scales.in_force:
-            parts.policy.prepare_for_lp_inference()
-            ranks = parts.policy.sharding_annotations.get_axis_size("data_parallel")
-            count = plan.settled.prompts_per_step
-            prompts = first_prompts(parts, -(-count // ranks) * ranks)  # to be shared evenly
-            parts.policy.calibrate_qkv_fp8_scales(prompts, include_q=True)
-        yield parts
-    except RefitError:  # the sender's own names: the engine knows only that the stream went bad
-        raise
-    except Exception as error:
-        if problems := _problems(parts.generation):
-            raise RefitError(problems) from error
-        raise
+        with failed_tensors_named(lambda: refit_problems(parts.generation)):
+            _prove_engine(parts, plan, path / "log" / "engine.json")
+            _make_first_kv_scales(parts, plan)
+            yield parts
     finally:
         _shut_down(parts)
 
 
-def _problems(generation: Any) -> list[str]:
-    """What the engines say of a refit that failed, of those that still answer."""
+@contextmanager
+def failed_tensors_named(ask: Callable[[], list[str]]) -> Iterator[None]:
+    """Turn an error of the block into a `RefitError` if the receivers found tensors wrong.
+
+    Args:
+        ask: returns what each receiver found; called after an error. Its own error is dropped,
+            because Ray raises one for an actor that died and the block's error says why.
+
+    Raises:
+        RefitError: the block raised one, or `ask` returned problems.
+    """
     try:
-        return refit_problems(generation)
-    except Exception:  # Ray's, of an actor that died
-        return []
+        yield
+    except RefitError:  # from the sender, which names tensors; receivers would say `never arrived`
+        raise
+    except Exception as error:
+        problems = list[str]()
+        with suppress(Exception):
+            problems = ask()
+        if problems:
+            raise RefitError(problems) from error
+        raise
 
 
 def run_grpo(parts: Session, logger: Any) -> None:
-    """NeMo RL's loop, heard by `logger`."""
+    """Run NeMo RL's training loop with `logger` in place of the session's."""
     from nemo_rl.algorithms.grpo import grpo_train
 
     checkpointer = parts.checkpointer
     with checkpointer if hasattr(checkpointer, "__enter__") else nullcontext():
-        grpo_train(
-            parts.policy, parts.generation, parts.loader, parts.validation_loader,
-            parts.tokenizer, parts.loss_fn, parts.environments, parts.validation_environments,
-            logger, checkpointer, parts.state, parts.config,
-        )  # fmt: skip
+        grpo_train(*parts._replace(logger=logger))
 
 
 def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session:
-    """The calls of NeMo RL's `main` before it trains, in its order (run_grpo.py, main 7ea279a)."""
+    """Make the calls of NeMo RL's `main` up to training, in its order (run_grpo.py, 7ea279a)."""
     assert plan.nemo
     from nemo_rl.algorithms.grpo import MasterConfig, setup
     from nemo_rl.algorithms.utils import get_tokenizer
@@ -131,7 +132,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
     from fp8_nemo.nemo.policy import WatchedPolicy, without_correction
 
     if plan.recipe.cluster.interpreter == "system":
-        _one_interpreter()
+        _use_one_interpreter()
     written = plan.nemo.overrides | path_overrides(plan.recipe, path, root) | more
     config = MasterConfig(**config_of(root, plan.nemo.base_config, written))
     config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
@@ -146,8 +147,8 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
     dataset, validation, environments, validation_environments = setup_response_data(
         tokenizer, config.data, config.env
     )
+    settings = settings_of(plan.recipe)
     with one_conversion(Path(os.environ[CONVERSIONS])), one_engine_start() as engine_is_up:
-        settings = settings_of(plan.recipe)
 
         def policy_after_engine(**arguments: Any) -> WatchedPolicy:
             engine_is_up()  # colocated: `setup` makes the engine first
@@ -164,63 +165,29 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
     )  # fmt: skip
 
 
-@contextmanager
-def one_engine_start() -> Iterator[Callable[[], None]]:
-    """Runs on one machine start their engines one after the other; gives what ends a start.
-
-    Every vLLM takes the first free port from 7000 on (seam engine-port), seconds before it binds
-    it: of runs that start together, some find it taken (`EADDRINUSE`).
-    """
-    with open(open_for_anyone("/tmp/fp8-nemo-engine-start.lock")) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield lambda: fcntl.flock(lock, fcntl.LOCK_UN)
+def _prove_engine(parts: Session, plan: Plan, record: Path) -> None:
+    """Record the engine's dtypes, compare them with the plan, and find our receivers."""
+    dtypes = engine_dtypes(parts.generation)
+    record.write_text(json.dumps(dtypes, indent=1) + "\n")
+    check_engine(dtypes, plan.recipe)
+    if settings_of(plan.recipe).needs_plugin:
+        check_receivers(parts.generation)
+        parts.policy.proofs = lambda: refit_reports(parts.generation)
 
 
-@contextmanager
-def one_conversion(folder: Path) -> Iterator[None]:
-    """Runs that start together convert a model to Megatron's format once, the others wait.
-
-    NeMo RL takes any folder of a conversion for a finished one (seam converted-model), also one
-    that another run is still writing, or that a killed run has left. Here `.whole` says that it is.
-    """
-    whole = folder / ".whole"
-    with (folder / ".lock").open("w") as lock:
-        if not whole.exists():
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if whole.exists():
-            fcntl.flock(lock, fcntl.LOCK_UN)
-        else:
-            for leftover in folder.glob("**/iter_0000000"):
-                shutil.rmtree(leftover)
-        yield
-        whole.touch()
-
-
-def _one_interpreter() -> None:
-    """Every actor runs under this interpreter; `NEMO_RL_PY_EXECUTABLES_SYSTEM` leaves some out."""
-    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
-    from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
-
-    for name, executable in ACTOR_ENVIRONMENT_REGISTRY.items():
-        if executable.startswith("uv"):
-            ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
-
-
-def _register_worker() -> None:
-    """Our policy worker runs in the environment of the stock one."""
-    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
-    from nemo_rl.utils.venvs import create_local_venv_on_each_node
-
-    from fp8_nemo.nemo.policy import STOCK_WORKER, WORKER
-
-    executable = ACTOR_ENVIRONMENT_REGISTRY[STOCK_WORKER]
-    if executable.startswith("uv"):  # NeMo RL would make an environment under our name, without us
-        executable = create_local_venv_on_each_node(executable, STOCK_WORKER)
-    ACTOR_ENVIRONMENT_REGISTRY[WORKER] = executable
+def _make_first_kv_scales(parts: Session, plan: Plan) -> None:
+    """Measure Q, K and V on one step's prompts, unless a checkpoint brought scales along."""
+    if not settings_of(plan.recipe).observes or parts.policy.kv_scales.in_force:
+        return
+    parts.policy.prepare_for_lp_inference()
+    ranks = parts.policy.sharding_annotations.get_axis_size("data_parallel")
+    # Rounded up, because every rank must get as many prompts as the others.
+    count = -(-plan.settled.prompts_per_step // ranks) * ranks
+    parts.policy.calibrate_qkv_fp8_scales(first_prompts(parts, count), include_q=True)
 
 
 def first_prompts(parts: Session, count: int) -> Any:
-    """The first prompts of the data, as NeMo RL gives them to its own first calibration."""
+    """Return the first prompts of the data, batched as for NeMo RL's own first calibration."""
     from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -235,9 +202,10 @@ def first_prompts(parts: Session, count: int) -> Any:
 
 
 def _shut_down(parts: Session) -> None:
-    """As `main` does on main 7ea279a; v0.7.0 leaves it to Ray.
+    """Shut down environments, engine and policy, as `main` of 7ea279a does.
 
-    The policy too: its `__del__` would look for workers in a cluster that has ended, for a minute.
+    v0.7.0 leaves it to Ray. The policy is ours to end: its `__del__` would look for its workers for
+    a minute, in a cluster that is gone.
     """
     from nemo_rl.algorithms import grpo
 
@@ -246,5 +214,79 @@ def _shut_down(parts: Session) -> None:
     for part in (parts.generation, parts.policy):
         try:
             part.shutdown()
-        except Exception as error:  # it must not hide why the run ended
+        except Exception as error:  # printed only: raised, it would hide why the run ended
             print(f"shutting down: {error}")
+
+
+@contextmanager
+def one_engine_start() -> Iterator[Callable[[], None]]:
+    """Let runs on one machine start their engines one after the other; yield what ends a start.
+
+    vLLM chooses the first free port from 7000 on (seam engine-port), seconds before it binds it:
+    runs that start together would choose the same one (`EADDRINUSE`).
+    """
+    with open(open_for_anyone("/tmp/fp8-nemo-engine-start.lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lambda: fcntl.flock(lock, fcntl.LOCK_UN)
+
+
+def conversion_dir(recipe: Recipe) -> Path:
+    """Make the folder that caches a model in Megatron's format for all runs that start from it.
+
+    Its name holds a hash over the source's file sizes and times. NeMo RL looks at the name alone,
+    so without the hash it would start from the old weights of a model that was made again.
+    """
+    model, keys = recipe.model, leaves(recipe.nemo)
+    files = [] if model.hub_id else sorted(model_path(model).iterdir())
+    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    changed = {key: keys[key] for key in keys if key.startswith("policy.hf_config_overrides")}
+    name = model.hf_id or model.name
+    digest = hashlib.sha256(json.dumps([name, state, changed]).encode()).hexdigest()[:8]
+    given = os.environ.get(CONVERSIONS)
+    parent = Path(given) if given else Path(recipe.outputs) / ".megatron"
+    folder = parent.absolute() / f"{name.replace('/', '--')}-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def one_conversion(folder: Path) -> Iterator[None]:
+    """Let runs that start together convert a model once; the others wait for the first one.
+
+    NeMo RL takes any existing folder for a finished conversion (seam converted-model), although
+    another run may still be writing it, or was killed. Here the file `.whole` marks a finished one.
+    """
+    whole = folder / ".whole"
+    with (folder / ".lock").open("w") as lock:
+        if not whole.exists():
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if whole.exists():
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        else:
+            for leftover in folder.glob("**/iter_0000000"):
+                shutil.rmtree(leftover)
+        yield
+        whole.touch()
+
+
+def _use_one_interpreter() -> None:
+    """Run every actor under this interpreter: `NEMO_RL_PY_EXECUTABLES_SYSTEM` leaves some out."""
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
+
+    for name, executable in ACTOR_ENVIRONMENT_REGISTRY.items():
+        if executable.startswith("uv"):
+            ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
+
+
+def _register_worker() -> None:
+    """Run our policy worker in the environment of NeMo RL's own."""
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.utils.venvs import create_local_venv_on_each_node
+
+    from fp8_nemo.nemo.policy import STOCK_WORKER, WORKER
+
+    executable = ACTOR_ENVIRONMENT_REGISTRY[STOCK_WORKER]
+    if executable.startswith("uv"):  # NeMo RL would make an environment named after our worker
+        executable = create_local_venv_on_each_node(executable, STOCK_WORKER)
+    ACTOR_ENVIRONMENT_REGISTRY[WORKER] = executable

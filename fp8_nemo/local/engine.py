@@ -142,7 +142,7 @@ class Decoder:
 
     On a CPU a step reads as many places as are written. On a GPU it reads a multiple of `WIDTH`, is
     captured once for each, and replayed: launching the 1,400 kernels of a token of a model with 12
-    layers took 2.6 times as long as their work (docs/log.md, 2026-11-21).
+    layers took 2.6 times as long as their work (docs/research/log.md, 2026-11-21).
 
     Args:
         model: in rollout precision.

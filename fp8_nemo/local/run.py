@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,12 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # How often a thread looks before it sleeps. With libgomp's 300,000 a run beside one busy process on
-# two cores took 37 s, so 10, and alone the 9 that both take (docs/log.md).
+# two cores took 37 s, so 10, and alone the 9 that both take (docs/research/log.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import transformers
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from fp8_nemo.correction.health import UnstableError, summary
@@ -28,10 +30,10 @@ from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import GrpoLoop, Report
 from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.plan.terminal import complain, console, say, wrapped
 from fp8_nemo.runs import metrics, process, run_dir
 from fp8_nemo.runs.provenance import environment
-from fp8_nemo.runs.starting_point import starting_point
+from fp8_nemo.runs.run_dir import starting_point
+from fp8_nemo.runs.terminal import tell, width
 
 DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError)
 SHOWN = {
@@ -64,22 +66,22 @@ def run(plan: Plan, path: Path) -> int:
     except (CheckpointError, metrics.RunDirError, OSError, *DIVERGED) as error:
         if logging.getLogger().hasHandlers():  # there is a log: the directory is this attempt's
             logging.exception("stopped")
-        complain(error if str(path) in str(error) else f"{path}: {error}")
+        print(error if str(path) in str(error) else f"{path}: {error}", file=sys.stderr)
         return 1 if isinstance(error, DIVERGED) else 2
     except KeyboardInterrupt:
         saved = run_dir.checkpoints(path)
         goes_on = f"goes on from {saved[-1].name}" if saved else "begins again, nothing was saved"
-        complain(f"{path}: stopped; the same line {goes_on}")
+        print(f"{path}: stopped; the same line {goes_on}", file=sys.stderr)
+        return process.INTERRUPTED
+    if step < plan.recipe.grpo.steps:
+        print(f"{path}: stopped, step {step} is saved; the same line goes on", file=sys.stderr)
         return process.INTERRUPTED
     rows = metrics.read_metrics(path)
+    tell(f"{path}: finished, {plan.recipe.grpo.steps} steps")
     if health := summary(rows):
-        say(f"health: {health}")
-    if step < plan.recipe.grpo.steps:
-        complain(f"{path}: stopped, step {step} is saved; the same line goes on")
-        return process.INTERRUPTED
-    say(f"{path}: finished, {plan.recipe.grpo.steps} steps")
+        tell(f"health: {health}")
     if _learned_nothing([row for row in rows if row["step"]]):
-        say(NOTHING_LEARNED)
+        tell(NOTHING_LEARNED)
     return 0
 
 
@@ -97,7 +99,7 @@ def _stop_on_signals(path: Path) -> threading.Event:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        complain(f"{path}: saves after this step; Ctrl-C again stops at once")
+        print(f"{path}: saves after this step; Ctrl-C again stops at once", file=sys.stderr)
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, interrupted)
@@ -121,32 +123,33 @@ def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
 
 @contextmanager
 def progress(plan: Plan) -> Iterator[Report]:
-    """Show each step: one line on a terminal, a line every tenth of the way elsewhere.
-
-    Every row goes to the log. A line fits 80 columns; it begins before the model is loaded.
-    """
-    shown, steps = console(), plan.recipe.grpo.steps
-    every, latest = max(1, steps // 10), dict[str, str]()
+    """Show one line with the time left on a terminal, elsewhere a line every tenth of the way."""
+    console, steps = Console(markup=False), plan.recipe.grpo.steps
+    every, name = max(1, steps // 10), f"{plan.cell} s{plan.recipe.seed}"
     bar = Progress(
-        SpinnerColumn(),
-        TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
+        TextColumn(name),
+        *([BarColumn(bar_width=10)] if width() >= 100 else []),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        TextColumn("left  {task.fields[numbers]}", table_column=Column(no_wrap=True)),
-        console=shown,
-        disable=not shown.is_terminal,
+        TextColumn("{task.fields[shown]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+        console=console,
+        disable=not console.is_terminal,
     )
+    latest: dict[str, str] = {}
     with bar:
-        task = bar.add_task("", total=steps, numbers="loads the model")
+        task = bar.add_task("", total=steps, shown="")
 
         def report(row: dict[str, Any]) -> None:
             """Show one step."""
             logging.info("%s", row)
             if row.get("health"):
-                shown.print(wrapped(row["health"]), soft_wrap=True)
-            latest.update({word: f"{row[key]:.2g}" for word, key in SHOWN.items() if key in row})
-            numbers = "  ".join(f"{word} {value}" for word, value in latest.items())
-            bar.update(task, completed=row["step"], numbers=numbers)
-            if not shown.is_terminal and row["step"] % every == 0:
-                shown.print(f"step {row['step']}/{steps}  {numbers}", soft_wrap=True)
+                tell(f"{name}  {row['health']}", console.file)
+            latest.update({word: f"{row[key]:.3g}" for word, key in SHOWN.items() if key in row})
+            if SHOWN["val"] in row:
+                latest["val"] += f" at {row['step']}"
+            shown = "  ".join(f"{word} {value}" for word, value in latest.items())
+            bar.update(task, completed=row["step"], shown=shown)
+            if not console.is_terminal and row["step"] % every == 0:
+                console.print(f"{name}  step {row['step']}/{steps}  {shown}", soft_wrap=True)
 
         yield report

@@ -138,7 +138,7 @@ def _environment_variables(recipe: Recipe) -> dict[str, str]:
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     if recipe.model.parallel.rollout_tensor > 1:
         # Runner V2 of 0.25.1, a dense model's own, read foreign memory in its second step on two
-        # H200s, in two runs of four; why, by reading, docs/log.md.
+        # H200s, in two runs of four; why, by reading, docs/research/log.md.
         found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not (recipe.model.hub_id or recipe.data.is_on_hub):
         found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # nothing is on the hub

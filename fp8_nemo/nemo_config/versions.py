@@ -1,7 +1,8 @@
 """Say what each version of NeMo RL lacks or gets wrong, and what that forbids.
 
 A version is told by what its source does, not by its number: a seam that is gone is one line before
-anything starts, and a defect is looked for where it was found. `SUPPORTED` were tried.
+anything starts, and a defect is looked for where it was found. Supported are main 7ea279a (vLLM
+0.25.1) and v0.7.0 (vLLM 0.20.0).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 from fp8_nemo.nemo_config.seams import ENGINE, GRPO, SEAMS
 from fp8_nemo.recipe.settled import Settled
 
-SUPPORTED = ("main 7ea279a (vLLM 0.25.1)", "v0.7.0 (vLLM 0.20.0)")
 ENTRY = "examples/run_grpo.py"
 POLICY, CONFIG = "nemo_rl/models/policy/lm_policy.py", "nemo_rl/utils/config.py"
 FP8 = f"{ENGINE}/quantization/fp8.py"
@@ -33,6 +33,7 @@ TRAIN_TAKES = (
 )
 POLICY_HAS = ("train", "prepare_refit_info", "calibrate_qkv_fp8_scales")
 BF16_LAYERS = "precision.first_layers_bf16 + precision.last_layers_bf16"
+SUPPORTED = ("main 7ea279a", "v0.7.0")
 LATER = "use NeMo RL main 7ea279a or later, or "
 
 

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from fp8_nemo.correction.quantiles import verdict_of
 from fp8_nemo.nemo_config.host import MAIN, Host, HostError
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
-from fp8_nemo.plan.terminal import Parser, columns
-from fp8_nemo.recipe.compose import ComposeError, choices, compose_cells, refuse_cells
+from fp8_nemo.recipe.compose import ComposeError, compose_cells, refuse_cells
 from fp8_nemo.recipe.options import Recipe
-
-
-def line_parser(verb: str, about: str | None) -> Parser:
-    """Make the parser of a verb that takes groups, keys and sweeps; `read_line` uses it."""
-    parser = Parser(verb, about, choices(columns()))
-    parser.add_argument(
-        "words", metavar="KEY=VALUE", nargs="*", help="options and keys of the run, listed below"
-    )
-    parser.add_argument(
-        "-m", "--multirun", action="store_true", help="every combination of the values, each a run"
-    )
-    return parser
-
-
-def read_line(parser: Parser, words: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return the verb's own flags, and the words for `compose_plans`, which knows its mistakes."""
-    options, others = parser.parse_known_args(words)
-    return options, [*options.words, *others, *["-m"] * options.multirun]
 
 
 def compose_plans(

@@ -11,14 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.table import Column, Table
+
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import command_line
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.nemo_config.versions import OPTIMIZER_ALWAYS_MOVED
-from fp8_nemo.plan.memory import GIB, GPU_GIB, HEADROOM, count, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.memory import GPU_GIB, HEADROOM, count, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.plan.speed import FITTED, Decode, decode_of_engine, refit_seconds
-from fp8_nemo.plan.terminal import wrapped
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.options import Precision
 from fp8_nemo.recipe.settled import KEEPS_OPTIMIZER, Settled
@@ -35,46 +36,43 @@ class Difference(NamedTuple):
     plan: Any
 
 
-def decision(plan: Plan) -> list[str]:
-    """Say whether a run fits its GPUs, and how fast it is beside BF16: one line each."""
-    if not plan.nemo:
-        return ["Local backend: it emulates FP8, and has no estimate of memory or of speed."]
-    settled, cluster = plan.settled, plan.recipe.cluster
-    memory = memory_per_gpu(settled)
-    free, used = memory.headroom(memory.worst), sum(memory.phases[memory.worst].values()) / GIB
-    word = "Fits" if free >= HEADROOM else "Does not fit" if free < 0 else "May not fit"
+def plan_table(plan: Plan, host: Host, run_dir: Path) -> Table:
+    """Lay one plan out for people: the decision first, then what follows from it."""
+    columns = Column(no_wrap=True), Column(overflow="fold")
+    rows = Table(*columns, title=plan.cell, title_justify="left", show_header=False, box=None)
+    for row in [*decision(plan), ("run directory", str(run_dir)), *describe(plan, host)]:
+        rows.add_row(*row)
+    return rows
+
+
+def change_lines(found: list[Difference]) -> list[str]:
+    """Say which keys of NeMo RL's a plan changes: `grpo.seed=7 (base: 42)`, as one would type."""
     return [
-        f"{word}: {used:.1f} of {memory.gpu_gib:.1f} GiB per GPU in its fullest phase, "
-        f"{memory.worst}, by estimate ({settled.gpus} {cluster.gpu}).",
-        f"Speed: {_speed_beside_bf16(settled)}.",
+        f"{key}={value}" + ("" if base is ... else f" (base: {base})") for key, base, value in found
     ]
 
 
-def _speed_beside_bf16(settled: Settled) -> str:
-    recipe = settled.recipe
-    found = _decode(settled, recipe.cluster.gpu, recipe.precision)
-    plain = _decode(settled, recipe.cluster.gpu, Precision())
-    if found is None or plain is None:
-        return "no estimate, this model and layout were not measured"
-    rate = f"{found.tokens_per_second:,.0f} tokens/s per engine"
-    whole = "a whole step has no estimate"
-    if not recipe.precision.rollout.is_quantized:
-        return f"decodes {rate}, by estimate; {whole}"
+def decision(plan: Plan) -> list[tuple[str, str]]:
+    """Say whether a run fits its GPUs, and how fast it is against BF16, as far as is known."""
+    if not plan.nemo:
+        return [("fits", "yes, on one device or a CPU: the local backend emulates FP8, slowly")]
+    settled, gpu = plan.settled, plan.recipe.cluster.gpu
+    memory = memory_per_gpu(settled)
+    phase = memory.worst
+    free = memory.headroom(phase)
+    fits = "yes" if free >= HEADROOM else "hardly" if free >= 0 else "NO"
+    needs = f"{phase} needs {memory.gpu_gib * (1 - free):.0f} of {memory.gpu_gib:.0f} GiB"
+    rows = [("fits", f"{fits}: {needs} on each of {settled.gpus} {gpu}, by estimate")]
+    found, plain = (_decode(settled, gpu, each) for each in (plan.recipe.precision, Precision()))
+    if not found or not plain:
+        return [*rows, ("speed", "not measured for this model and layout")]
     ratio = found.tokens_per_second / plain.tokens_per_second
-    return f"decodes {ratio:.2f} times as fast as BF16, {rate}, by estimate; {whole}"
-
-
-def changes(found: list[Difference]) -> str:
-    """Return the keys of NeMo RL's that a plan changes, `key: base -> plan`, one after another."""
-    lines = [
-        wrapped(f"{key}: {value}" if base is ... else f"{key}: {base} -> {value}", indent=" " * 4)
-        for key, base, value in found
-    ]
-    return "\n".join([f"{len(found)} keys of NeMo RL's base YAML are changed:", *lines])
+    told = f"decode {ratio:.2f} times as fast as BF16" if ratio != 1 else "the baseline, BF16"
+    return [*rows, ("speed", f"{told}, by estimate; a whole step is not estimated yet")]
 
 
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
-    """What a plan says to people, line by line; notes and needs last."""
+    """Say what a plan does, line by line; notes last."""
     recipe = plan.recipe
     counts = count(recipe.model.shape, recipe.precision)
     precision = recipe.precision
@@ -136,7 +134,7 @@ def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
         f"{settled.gpus // parallel.rollout_tensor} engines, TP {parallel.rollout_tensor}, "
         f"EP {parallel.rollout_expert}",
         "memory": "; ".join(_memory_texts(settled, host)) + "; an estimate",
-        "speed": "; ".join(_speed_texts(settled)),
+        "decode": "; ".join(_speed_texts(settled)),
         "environment": f"{environment}; hub cache {home}",
         "checked": _checked(plan, host),
     }
@@ -166,20 +164,8 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
     if min(kept.headroom("refit"), kept.headroom("rollout")) >= HEADROOM:
         yield (
             "there is room for the optimizer, which NeMo RL moves to the host and back in every "
-            "step, unless +nemo.policy.offload_optimizer_for_refit=false (docs/speed.md)"
+            "step, unless +nemo.policy.offload_optimizer_for_refit=false (docs/research/speed.md)"
         )
-
-
-def _decode(settled: Settled, gpu: str, precision: Precision) -> Decode | None:
-    """Estimate an engine of this run on another GPU, or in another precision."""
-    there = _with(settled, gpu, precision)
-    sequences, context = _sequences_per_engine(settled), settled.sequence_tokens // 2
-    return decode_of_engine(there.recipe, memory_per_gpu(there), sequences, context)
-
-
-def _sequences_per_engine(settled: Settled) -> int:
-    engines = settled.gpus // settled.recipe.model.parallel.rollout_tensor
-    return -(-settled.sequences_per_step // engines)
 
 
 def _speed_texts(settled: Settled) -> Iterator[str]:
@@ -188,10 +174,10 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
     found = _decode(settled, recipe.cluster.gpu, recipe.precision)
     plain = _decode(settled, recipe.cluster.gpu, Precision())
     if found is None or plain is None:
-        yield "not measured for this model and layout (docs/speed.md)"
+        yield "not measured for this model and layout (docs/research/speed.md)"
         return
     yield (
-        f"decode, {found.running} of an engine's {_sequences_per_engine(settled)} sequences of "
+        f"{found.running} of an engine's {_sequences(settled)} sequences of "
         f"{settled.sequence_tokens // 2:,} tokens in its cache"
     )
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
@@ -206,6 +192,18 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
         took = refit_seconds(shape, wire, recipe.cluster.gpu, fixed)
         yield f"refit {took:.1f} s of transfer"
     yield "estimates, fitted on an H200"
+
+
+def _sequences(settled: Settled) -> int:
+    """Return how many of a step's sequences one engine gets."""
+    engines = settled.gpus // settled.recipe.model.parallel.rollout_tensor
+    return -(-settled.sequences_per_step // engines)
+
+
+def _decode(settled: Settled, gpu: str, precision: Precision) -> Decode | None:
+    """Estimate an engine of this run on a GPU and in a precision; None if nothing was measured."""
+    there, context = _with(settled, gpu, precision), settled.sequence_tokens // 2
+    return decode_of_engine(there.recipe, memory_per_gpu(there), _sequences(settled), context)
 
 
 def _checked(plan: Plan, host: Host) -> str:

@@ -4,8 +4,8 @@
 each phase of a NeMo RL step on one GPU: exact for weights, gradients and optimizer, by formula for
 activations, and with a fixed allowance for what no formula knows. One run corrected the trainer's
 part: less the allowance it is within 0.1 GiB of what NeMo RL printed after training, before the
-refit and while the engine sampled (8B, FP8 on both sides, two H200s; docs/speed.md). The rest has
-not been compared with a measurement.
+refit and while the engine sampled (8B, FP8 on both sides, two H200s; docs/research/speed.md). The
+rest has not been compared with a measurement.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def memory_per_gpu(settled: Settled, tokens: int | None = None) -> MemoryByPhase
     and the engine's weights. Rollout: the engine's weights and KV cache. Of the trainer only what
     NeMo RL moves waits in host memory: weights and moments. In FP8 the masters, their last
     gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5
-    (docs/speed.md); and the moments, if the optimizer is kept.
+    (docs/research/speed.md); and the moments, if the optimizer is kept.
 
     Args:
         settled: of the run.

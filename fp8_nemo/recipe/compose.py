@@ -33,7 +33,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes, verb_line
+from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 
@@ -81,35 +81,25 @@ def compose(arguments: Iterable[str]) -> list[Recipe]:
     return [cell.recipe for cell in compose_cells(arguments)]
 
 
-def choices(columns: int, only: Collection[str] = ()) -> str:
+def choices(groups: Collection[str] = ()) -> str:
     """Say what a command line may hold: groups with their options, keys, sweeps.
 
     Args:
-        columns: of a line.
-        only: the groups that a verb takes; all of them if none is named.
+        groups: those to list; all unless given.
     """
     folder = option_folder("")
-    groups = sorted(only or (each.name for each in folder.iterdir() if any(each.glob("*.yaml"))))
+    groups = groups or sorted(each.name for each in folder.iterdir() if any(each.glob("*.yaml")))
     wide = max(map(len, groups)) + 2
     options = (f"  {group:{wide}}{' '.join(option_names(group))}" for group in groups)
-    keys = f"KEY=VALUE, as grpo.steps=50: `{verb_line('plan')}` shows the values in force."
-    rest = [
-        keys,
-        f"Every key, with a comment: {folder}",
-        "+nemo.KEY=VALUE sets one of NeMo RL's own keys.",
-        "-m with several values, as precision=bf16,fp8-linear: every combination, each a run.",
-    ]
+    indent = " " * (wide + 2)
+    listed = [fill(each, 78, subsequent_indent=indent, break_on_hyphens=False) for each in options]
     return "\n".join([
         "GROUP=OPTION, of these:",
-        *(_filled(each, columns, " " * (wide + 2)) for each in options),
-        *(_filled(each, columns, "  ") for each in ([] if only else rest)),
+        *listed,
+        "KEY=VALUE, as grpo.steps=50: docs/keys.md lists every key.",
+        "+nemo.KEY=VALUE: a key of NeMo RL's own.",
+        "-m with several values, as precision=bf16,fp8-e2e: a run for each combination.",
     ])  # fmt: skip
-
-
-def _filled(text: str, columns: int, indent: str) -> str:
-    return fill(
-        text, columns, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-    )
 
 
 def option_folder(group: str) -> Path:
@@ -128,7 +118,8 @@ def compose_cells(arguments: Iterable[str]) -> list[Cell]:
     flags = [each for each in arguments if each.startswith("-")]
     if unknown := [flag for flag in flags if flag not in MULTIRUN]:
         raise ComposeError(
-            f"{flag}: unknown flag; there are -m, for sweeps, and --help" for flag in unknown
+            f"{flag}: unknown flag; there are -m, for sweeps, --help and --version"
+            for flag in unknown
         )
     texts = [each for each in arguments if each not in flags]
     with initialize_config_module("fp8_nemo.conf", version_base="1.3"):
@@ -214,7 +205,7 @@ def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mista
             continue
         if str(value) not in options:
             near = difflib.get_close_matches(str(value).lower(), options, n=1)
-            site = f"describe yours in conf/cluster/{value}.yaml (docs/slurm.md, step 2)"
+            site = f"describe yours in conf/cluster/{value}.yaml (docs/cluster.md, step 2)"
             yield Mistake(
                 group,
                 as_typed(value),

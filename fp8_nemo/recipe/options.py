@@ -75,11 +75,17 @@ class Parallel:
     """How a model is spread over GPUs; one layout per model, the same for every precision."""
 
     tensor: int = number(1, least=1)
+    """GPUs that share each weight in training."""
     pipeline: int = number(1, least=1)
+    """Stages of layers in training; FP8 KV needs 1."""
     context: int = number(1, least=1)
+    """GPUs that share a sequence in training."""
     expert: int = number(1, least=1)
+    """GPUs that share the experts in training."""
     rollout_tensor: int = number(1, least=1)
+    """GPUs that share each weight in an engine."""
     rollout_expert: int = number(1, least=1)
+    """GPUs over which an engine spreads whole experts."""
 
 
 @dataclass
@@ -100,15 +106,25 @@ class Shape:
     """The numbers of a model that its weights' names and shapes follow from."""
 
     layers: int = number(1, least=1)
+    """Decoder layers."""
     hidden: int = number(128, least=1)
+    """Width of the residual stream."""
     ffn: int = number(128, least=1)
+    """Width of a dense MLP."""
     heads: int = number(1, least=1)
+    """Query heads."""
     kv_heads: int = number(1, least=1)
+    """K/V heads."""
     head_dim: int = number(128, least=2)
+    """Width of a head."""
     vocab: int = number(128, least=1)
+    """Tokens in the embedding."""
     experts: int = number(0, least=0)
+    """Experts of a layer; 0: a dense model."""
     experts_per_token: int = number(0, least=0)
+    """Experts that a token goes through."""
     expert_ffn: int = number(0, least=0)
+    """Width of an expert."""
     tied: bool = False
     """Whether `lm_head` shares the embedding's weight."""
     qk_norm: bool = False
@@ -120,8 +136,11 @@ class Model:
     """A model: where it comes from, where it runs, how large it is."""
 
     name: str = short_name("tiny-llama")
+    """Part of the run directory's name."""
     backend: str = one_of("local", "nemo")
+    """Where `backend=auto` runs it."""
     hf_id: str | None = None
+    """Its name on the Hugging Face hub."""
     path: str | None = None
     """A folder that holds the model; wins over `hf_id`. Without either, the one that ships here."""
     base_config: str | None = None
@@ -141,13 +160,19 @@ class Precision:
     """What is held and multiplied in FP8, on either side."""
 
     name: str = short_name("bf16")
+    """Part of the run directory's name."""
     rollout_linear: str = one_of(*FORMATS)
+    """Weights and activations of the engine's linears."""
     rollout_kv: str = one_of("bf16", "fp8")
     """FP8 cache, and FP8 attention with it."""
     train_linear: str = one_of(*FORMATS)
+    """Weights and activations of the trainer's linears."""
     scales: str = one_of("fp32", "pow2")
+    """Block scales: any FP32 number, or powers of two."""
     first_layers_bf16: int = number(0, least=0)
+    """First layers of the engine that stay in BF16."""
     last_layers_bf16: int = number(0, least=0)
+    """Last layers of the engine that stay in BF16."""
 
     @property
     def rollout(self) -> Format:
@@ -192,6 +217,7 @@ class Correction:
     """What multiplies a token's loss for the mismatch of rollout and train (`correction.py`)."""
 
     name: str = short_name("none")
+    """Part of the run directory's name."""
     level: str = one_of("none", *RATIOS)
     """Which aggregate of `log_ratio` the multiplier is the exponential of; `none`: 1."""
     truncate: float | None = number(None, above=0)
@@ -201,7 +227,9 @@ class Correction:
     mask: str = one_of("none", *RATIOS, *DIVERGENCES)
     """Which statistic must lie in `[low, high]` for the token to be kept (`correction.py`)."""
     low: float | None = number(None, least=0)
+    """Lower bound of `mask`'s statistic."""
     high: float | None = number(None, above=0)
+    """Upper bound of `mask`'s statistic."""
     veto: float | None = number(None, above=0, most=1)
     """Drop a sequence in which any token's ratio is below this."""
     normalize: bool = False
@@ -235,6 +263,7 @@ class Data:
     """Problems with verifiable answers."""
 
     name: str = one_of(*TASKS, "jsonl", "openmath-2", "dapo-math-17k")
+    """Made here (the first two), files, or a set that NeMo RL fetches."""
     path: str | None = None
     """For `jsonl`: a folder with train.jsonl and validation.jsonl, objects of `input`, `output`."""
     difficulty: int | None = number(None, least=1)
@@ -261,16 +290,27 @@ class Grpo:
     """Steps, batch and optimizer. None inherits the base configuration's value."""
 
     name: str = short_name("demo")
+    """Part of the run directory's name."""
     steps: int = number(30, least=1)
+    """GRPO steps; more on the same line go on."""
     prompts_per_step: int | None = number(None, least=1)
+    """Prompts sampled in a step."""
     generations_per_prompt: int | None = number(None, least=2)
+    """Answers sampled for each prompt: the group."""
     max_new_tokens: int | None = number(None, least=1)
+    """Longest answer; in NeMo RL with its prompt at most the sequence."""
     learning_rate: float | None = number(None, above=0, most=1)
+    """Adam's rate."""
     updates_per_step: int | None = number(None, least=1)
+    """Optimizer updates from one step's answers."""
     kl_penalty: float | None = number(None, least=0)
+    """Weight of the KL to the reference policy; 0 skips its forward."""
     validate_every: int = number(10, least=1)
+    """Steps from one validation to the next."""
     validate_first: bool = True
+    """Validate before the first step."""
     checkpoint_every: int = number(10, least=1)
+    """Steps from one checkpoint to the next; the last two stay."""
     stop_when_unstable: bool = False
     """End the run at a step that `health.py` calls unstable; its last checkpoint stays."""
 
@@ -282,6 +322,7 @@ class Recalibrate:
     source: str = one_of("logprob", "forward")
     """`logprob`: the logprob forward that the step runs anyway; `forward`: an extra pass."""
     margin: float = number(1.05, least=1)
+    """Factor on the largest value seen."""
     first_margin: float = number(2.0, least=1)
     """Margin while the ranges come from prompts alone: before the first rollout."""
     history: int = number(2, least=1)
@@ -293,9 +334,13 @@ class Glue:
     """Which parts of the FP8 path are ours; each switch works alone."""
 
     name: str = short_name("ours")
+    """Part of the run directory's name."""
     quantize: str = one_of("fused", "stock")
+    """`fused`: our kernel; `stock`: NeMo RL's receiver quantizes."""
     transfer: str = one_of("fp8", "bf16")
+    """What travels to the engine."""
     verify: str = one_of("ledger", "off", "full")
+    """`ledger` proves each refit; `full` adds checksums on both sides."""
     recalibrate: Recalibrate = field(default_factory=Recalibrate)
 
     @property
@@ -314,7 +359,9 @@ class Logging:
     """NeMo RL's own loggers; `metrics.jsonl` is always written."""
 
     tensorboard: bool = True
+    """Write TensorBoard's files."""
     wandb: bool = False
+    """Log to Weights & Biases."""
 
 
 @dataclass
@@ -322,15 +369,23 @@ class Cluster:
     """Where a run is started."""
 
     name: str = short_name("here")
+    """Part of the run directory's name."""
     kind: str = one_of("here", "slurm")
+    """This machine, or Slurm's queue."""
     nodes: int = number(1, least=1)
+    """Nodes of the run."""
     gpus_per_node: int = number(8, least=1)
+    """GPUs that it takes on each."""
     gpu: str = one_of("h100", "h200", "b200")
+    """Which GPU; its memory and architecture follow."""
     time: str = "04:00:00"
     """Slurm's limit for one job; a run goes on in the next one."""
     account: str | None = None
+    """`sbatch --account`."""
     partition: str | None = None
+    """`sbatch --partition`."""
     qos: str | None = None
+    """`sbatch --qos`."""
     extra: list[str] = field(default_factory=list)
     """More options of `sbatch`, one word each: `['--mem=0','--comment=two words']`."""
     container: str | None = None
@@ -342,8 +397,11 @@ class Cluster:
     python: str | None = None
     """Interpreter of the job; None is the one that submits, and `python3` in a container."""
     nemo_root: str | None = None
+    """NeMo RL's checkout; by default `$NEMO_RL_ROOT`."""
     interpreter: str = one_of("container", "system")
+    """`container`: NeMo RL's workers have own environments; `system`: one for all."""
     requeue: bool = True
+    """Queue again until `grpo.steps` are done."""
     save_before_end: int = number(600, least=0)
     """Seconds before the time limit from which on a run saves and stops."""
     join_timeout: int = number(1800, least=1)
@@ -359,6 +417,7 @@ class Recipe:
     """One combination of the groups."""
 
     seed: int = number(42, least=0, most=2**31 - 1)
+    """Seeds problems, sampling and weights' order; part of the directory's name."""
     backend: str = one_of("auto", "local", "nemo")
     """`auto` takes `model.backend`."""
     model: Model = field(default_factory=Model)
@@ -372,6 +431,7 @@ class Recipe:
     nemo: dict[str, Any] = field(default_factory=dict)
     """Free: NeMo RL's own keys, held against its base YAML by the plan."""
     outputs: str = "outputs"
+    """Folder of all run directories."""
 
     @property
     def chosen_backend(self) -> str:

@@ -25,8 +25,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from fp8_nemo.correction.health import STATES, summary
-from fp8_nemo.plan.terminal import table, wrapped
+from fp8_nemo.correction.health import STATES
 from fp8_nemo.report.compare import (
     Cell,
     Comparison,
@@ -36,7 +35,6 @@ from fp8_nemo.report.compare import (
     given,
     last_accuracy,
     mean_of_seeds,
-    section_tables,
 )
 from fp8_nemo.report.runs import FinishedRun
 
@@ -64,7 +62,7 @@ class AgainstBaseline:
     twin: str
     """The baseline's label; `twin` and `twin_kl` are keys of records that are kept."""
     unmatched: tuple[str, ...]
-    """What differs beside precision and correction: `grpo.steps is 60, the twin's 40`."""
+    """What differs beside precision and correction: `grpo.steps is 60, the baseline's 40`."""
     seeds: int
     """That both have."""
     finished: int
@@ -108,39 +106,25 @@ class AgainstBaseline:
             return below
         return "equal" if abs(found.mean - none) + found.half <= equal else "open"
 
+    def _beside_baseline(self) -> str:
+        return f", BF16's {self.twin_kl.mean:{KL_FORMAT}}" if self.twin_kl else ""
 
-def comparison_texts(comparison: Comparison) -> Iterator[str]:
-    """Yield a comparison for a terminal: notes, numbers of every cell, health, against BF16."""
-    if comparison.notes:
-        yield "\n".join(wrapped(f"note: {note}") for note in comparison.notes)
-    yield from section_tables(comparison)
-    unhealthy = [(str(run.path), text) for run in comparison.runs if (text := summary(run.rows))]
-    if unhealthy:
-        yield "\n".join(["Health", *(wrapped(f"{path}: {text}") for path, text in unhealthy)])
-    if found := against_baselines(comparison):
-        yield against_table(found)
-
-
-def against_table(found: Iterable[AgainstBaseline]) -> str:
-    """Return what each cell has cost against its BF16 baseline, as a table for a terminal."""
-    heading = ("cell", "baseline", "seeds", "points of accuracy", "accuracy", "KL", "baseline's KL",
-               "health", "step, times as fast", "rollout", "speed")  # fmt: skip
-    found, rows = list(found), []
-    for each in found:
-        accuracy, kl, its, step, rollout = (
-            "-" if number is None else number.text(style)
-            for number, style in (
-                (each.accuracy, "+.1f"), (each.kl, KL_FORMAT), (each.twin_kl, KL_FORMAT),
-                (each.step, ".2f"), (each.rollout, ".2f"),
+    def __str__(self) -> str:
+        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        said = [f"{self.cell} against {self.twin}, {seeds} of both"]
+        if self.accuracy:
+            said.append(f"accuracy {self.accuracy.text('+.1f')} points ({self.accuracy_word})")
+        elif self.finished < self.seeds:
+            said.append("no accuracy before both have finished")
+        if self.kl:
+            said.append(
+                f"KL {self.kl.text(KL_FORMAT)}{self._beside_baseline()}; worst step {self.health}"
             )
-        )  # fmt: skip
-        rows.append((
-            each.cell, each.twin, str(each.seeds), accuracy, each.accuracy_word, kl, its,
-            each.health, step, rollout, each.speed_word,
-        ))  # fmt: skip
-    unmatched = (wrapped(f"{each.cell} is NOT MATCHED: {why}")
-                 for each in found for why in each.unmatched)  # fmt: skip
-    return "\n".join([table("Against BF16", heading, rows), *unmatched])
+        if self.step:
+            said.append(f"step {self.step.text('.2f')} times as fast ({self.speed_word})")
+        if self.rollout:
+            said.append(f"rollout {self.rollout.text('.2f')}")
+        return "; ".join([*said, *(f"NOT MATCHED: {each}" for each in self.unmatched)])
 
 
 def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:
@@ -174,7 +158,6 @@ def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
     ours, theirs = _by_seed(cell), _by_seed(baseline)
     pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
     timed = pairs if all(_same_machine(*pair) for pair in pairs) else []
-    states = [state for run in cell.runs for state in run.series("health/state").values()]
     accuracies = [(last_accuracy(mine), last_accuracy(its)) for mine, its in pairs]
     points = [
         100 * (mine - its) for mine, its in accuracies if mine is not None and its is not None
@@ -189,10 +172,16 @@ def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
         accuracy=mean_of_seeds(points),
         kl=mean_of_seeds([fmean(mine) for mine, _ in kl if mine]),
         twin_kl=mean_of_seeds([fmean(its) for _, its in kl if its]),
-        health=STATES[int(max(states, default=0))],
+        health=health_of(cell),
         step=mean_of_seeds([*_speeds(timed, "time/step")]),
         rollout=mean_of_seeds([*_speeds(timed, "time/rollout")]),
     )
+
+
+def health_of(cell: Cell) -> str:
+    """Return the worst state of any step of a cell."""
+    states = [state for run in cell.runs for state in run.series("health/state").values()]
+    return STATES[int(max(states, default=0))]
 
 
 def _by_seed(cell: Cell) -> dict[int, FinishedRun]:
@@ -227,10 +216,10 @@ def _unmatched(cell: Cell, baseline: Cell) -> Iterator[str]:
     for key, holders in (differing(named) | differing_problems(runs)).items():
         mine = " or ".join(value for value, names in holders.items() if CELL in names)
         its = " or ".join(value for value, names in holders.items() if BASELINE in names)
-        yield f"{key} is {mine}, the twin's {its}"
+        yield f"{key} is {mine}, the baseline's {its}"
     corrections = [each.runs[0].recipe.correction for each in (cell, baseline)]
     if corrections[1].name != "none" and corrections[0] != corrections[1]:
-        yield f"the twin's correction is {corrections[1].name}: {given(corrections[1])}"
+        yield f"the baseline's correction is {corrections[1].name}: {given(corrections[1])}"
 
 
 def _same_machine(mine: FinishedRun, its: FinishedRun) -> bool:

@@ -19,7 +19,6 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from fp8_nemo.plan.plan import ONLY_CHECKED
-from fp8_nemo.plan.terminal import table
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.options import Correction, Precision
 from fp8_nemo.report.runs import FinishedRun
@@ -160,6 +159,8 @@ class Column(NamedTuple):
     format: str
     measure: Measure
     meaning: str
+    terminal: bool = True
+    """Whether the terminal's 100 columns have room for it."""
     relative: bool = False
     """Divided by its mean over the BF16 rollouts of the same model in the same comparison."""
 
@@ -175,7 +176,7 @@ SECTIONS: dict[str, tuple[Column, ...]] = {
         Column("KL", ".1e", _mean("mismatch/kl"),
                "k3 estimate of KL(rollout || train), nats per token"),
         Column("p99", ".3f", _mean("mismatch/abs_log_ratio_p99"),
-               "99th percentile over tokens of the absolute log ratio"),
+               "99th percentile over tokens of the absolute log ratio", terminal=False),
         Column("prob. error", ".3f", _mean("mismatch/token_mult_prob_error"),
                "token_mult_prob_error, `mean exp(abs(log ratio))`: 1 is none"),
         Column("mult. mean", ".3f", _mean("correction/multiplier_mean"),
@@ -188,31 +189,19 @@ SECTIONS: dict[str, tuple[Column, ...]] = {
                "share of tokens that were rejected"),
     ),
     "Refit and recalibration": (
-        Column("refit bytes", ",.0f", _mean("refit/bytes"), "sent by one refit"),
+        Column("refit bytes", ",.0f", _mean("refit/bytes"), "sent by one refit", terminal=False),
         Column("of BF16", ".2f", _mean("refit/bytes"),
                "refit bytes, divided by those of the same model's BF16 rollout", relative=True),
         Column("verified", ",.0f", _mean("refit/verified_weights", min),
                "FP8 weights proven to have arrived, the fewest in any refit; 0 in a BF16 rollout "
-               "and with glue.verify=off"),
+               "and with glue.verify=off", terminal=False),
         Column("satur.", ".2%", _mean("recalibrate/saturated_fraction"),
                "share of Q/K/V ranges that exceeded the scale in force"),
         Column("drift", ".1%", _max_drift,
-               "largest change of a Q/K/V scale in one step, after step 1"),
+               "largest change of a Q/K/V scale in one step, after step 1", terminal=False),
     ),
 }  # fmt: skip
 COLUMNS = [column for columns in SECTIONS.values() for column in columns]
-
-
-def section_tables(comparison: Comparison) -> Iterator[str]:
-    """Yield each section's columns of every cell as a table for a terminal."""
-    for section, columns in SECTIONS.items():
-        heading = ("cell", "steps", *(column.name for column in columns))
-        rows = [
-            (cell.label, cell.steps, *(cell.show(column) for column in columns))
-            for cell in comparison.cells
-        ]
-        if any(text != "-" for row in rows for text in row[2:]):
-            yield table(f"{section} ({comparison.title})", heading, rows)
 
 
 def compare(runs: Iterable[FinishedRun], damaged: Iterable[str] = ()) -> Comparison:

@@ -1,21 +1,30 @@
-"""A comparison as pictures: one PNG per metric, legible for colour-blind readers."""
+"""A comparison as pictures: a metric at every step, under a title that states what it shows."""
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from fp8_nemo.report.compare import Cell, Comparison
+from fp8_nemo.report.against_bf16 import against_baselines
+from fp8_nemo.report.compare import LAST_STEPS, Cell, Comparison
 
 LEAST = 1e-7  # on a logarithmic axis; a KL below it is rounding: FP8 on both sides has 1e-16 here
 MOST_POINTS = 100  # a curve of 1000 noisy steps is legible as means of 10
+INCHES = 8.0  # of a picture that stands alone; its text is of 10 points
+TWO_COLUMNS = 6.0  # inches that a legend of two columns needs
+MOST_RUNS = 30  # seeds of more would hide the means
+MOST_NAMES = 3  # cells that a title names
 OKABE_ITO = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
 DASHES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D", "v")
 
@@ -31,14 +40,14 @@ class Curve(NamedTuple):
 
 
 CURVES = (
-    Curve("reward", "Learning", "reward/mean", "mean reward", "linear"),
     Curve("validation", "Learning", "val/accuracy", "validation accuracy", "linear"),
+    Curve("reward", "Learning", "reward/mean", "mean reward", "linear"),
     Curve("mismatch", "Mismatch and correction", "mismatch/kl", "KL, nats per token", "log"),
 )
 
 
 def save_figures(comparison: Comparison, folder: Path) -> dict[str, list[Path]]:
-    """One PNG for each of `CURVES` that has a point, by section of the report."""
+    """Save one PNG for each of `CURVES` that has a point; return them by section of the report."""
     saved: dict[str, list[Path]] = {}
     for curve, figure in draw_figures(comparison):
         saved.setdefault(curve.section, []).append(folder / f"{curve.name}.png")
@@ -47,50 +56,159 @@ def save_figures(comparison: Comparison, folder: Path) -> dict[str, list[Path]]:
 
 
 def draw_figures(comparison: Comparison) -> Iterator[tuple[Curve, Figure]]:
-    """Each of `CURVES` that has a point."""
+    """Draw each of `CURVES` that has a point, under its finding."""
     for curve in CURVES:
-        series = [run.series(curve.key) for run in comparison.runs]
-        least = LEAST if curve.scale == "log" else -math.inf
-        if not any(value >= least for each in series for value in each.values()):
-            continue
-        width = math.ceil(max(map(len, series)) / MOST_POINTS)
-        labels = [_label(cell, curve) for cell in comparison.cells]
-        figure = Figure(figsize=(8, 4.2 + _legend_height(labels)), dpi=150, layout="constrained")
-        axes = figure.subplots()
-        for index, (cell, label) in enumerate(zip(comparison.cells, labels, strict=True)):
-            _draw(axes, cell, index, curve, width, label)
-        step = "step" if width == 1 else f"step (a point is the mean of {width})"
-        axes.set(xlabel=step, ylabel=curve.axis, yscale=curve.scale, title=comparison.title)
-        if curve.scale == "log":
-            axes.set_ylim(bottom=max(axes.get_ylim()[0], LEAST))
-        axes.grid(alpha=0.3)
-        figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=4)
-        yield curve, figure
+        if figure := draw(curve, comparison, INCHES):
+            figure.suptitle(textwrap.fill(finding(curve, comparison), 80), fontsize=11)
+            yield curve, figure
 
 
-def _label(cell: Cell, curve: Curve) -> str:
-    values = [value for run in cell.runs for value in run.series(curve.key).values()]
-    unseen = curve.scale == "log" and values and max(values) < LEAST
-    return textwrap.fill(cell.label + (f" (below {LEAST:g})" if unseen else ""), 45)
+def draw(curve: Curve, comparison: Comparison, width: float) -> Figure | None:
+    """Draw a metric of every cell, without a title; None if no run has a point to draw.
 
-
-def _legend_height(labels: list[str]) -> float:
-    """Inches of a legend of two columns, the first half of the labels in the first."""
-    half = math.ceil(len(labels) / 2)
-    lines = [
-        sum(1 + label.count("\n") for label in side) for side in (labels[:half], labels[half:])
+    Args:
+        curve: what is drawn.
+        comparison: whose cells.
+        width: of the figure, in inches.
+    """
+    least = LEAST if curve.scale == "log" else -math.inf
+    seen = [
+        index
+        for index, cell in enumerate(comparison.cells)
+        if any(value >= least for run in cell.runs for value in run.series(curve.key).values())
     ]
-    return 0.22 * max(lines)
+    if not seen:
+        return None
+    series = [run.series(curve.key) for run in comparison.runs]
+    neighbours = math.ceil(max(map(len, series)) / MOST_POINTS)
+    columns, letters = (2, 45) if width >= TWO_COLUMNS else (1, 35)
+    labels = {index: textwrap.fill(comparison.cells[index].label, letters) for index in seen}
+    height = 1.2 + 0.35 * width + _legend_height(list(labels.values()), columns)
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for index in seen:
+        cell = comparison.cells[index]
+        if len(series) <= MOST_RUNS:
+            _draw_seeds(axes, cell, index, curve, neighbours)
+        _draw_mean(axes, cell, index, curve, neighbours, labels[index])
+    step = "step" if neighbours == 1 else f"step (a point is the mean of {neighbours})"
+    axes.set(xlabel=step, yscale=curve.scale)
+    axes.set_title(curve.axis, loc="left", fontsize=10)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+    if curve.key == "val/accuracy":
+        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    if curve.scale == "log":
+        _few_ticks(axes)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower left", ncols=columns, frameon=False, handlelength=4)
+    return figure
 
 
-def _draw(axes: Axes, cell: Cell, index: int, curve: Curve, width: int, label: str) -> None:
-    """Seeds as thin lines, their mean as a thick one, as far as every seed goes."""
+def _few_ticks(axes: Axes) -> None:
+    """Tick a logarithmic axis at powers of ten, or at 1, 2 and 5 within two of them."""
+    low, high = max(axes.get_ylim()[0], LEAST), axes.get_ylim()[1]
+    axes.set_ylim(low, high)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1,) if high / low > 100 else (1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e-0", "e-"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """Write a figure as an SVG element of a page: its font is the page's, and so are its colors.
+
+    The colors of `OKABE_ITO` become the variables `--ink` and `--c1` to `--c6` of the page's style,
+    so that they follow its light or dark scheme.
+
+    Args:
+        figure: to be written.
+        name: unlike that of any other figure in the page, whose parts would have the same ids.
+    """
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(file, format="svg", metadata={"Date": None}, transparent=True)
+    text = file.getvalue().partition("<svg")[2]
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.S)
+    text = re.sub(r' (?:width|height)="[\d.]+pt"', "", text, count=2)
+    text = re.sub(r' id="[\w.]+_\d+"| font-family:[^;]*;', "", text)
+    for color, variable in zip(OKABE_ITO, ("ink", "c1", "c2", "c3", "c4", "c5", "c6"), strict=True):
+        text = re.sub(color, f"var(--{variable})", text, flags=re.I)
+    return f"<svg{text}"
+
+
+def finding(curve: Curve, comparison: Comparison) -> str:
+    """Return what a figure shows, in one sentence."""
+    return {"validation": _learned, "reward": _rewarded, "mismatch": _mismatched}[curve.name](
+        comparison
+    )
+
+
+def _learned(comparison: Comparison) -> str:
+    words: dict[str, list[str]] = {}
+    for each in against_baselines(comparison):
+        words.setdefault(each.accuracy_word, []).append(each.cell)
+    ends = {
+        "higher": "more accurate than BF16",
+        "equal": "as accurate as BF16",
+        "lower": "less accurate than BF16",
+        "open": "not decided",
+        "one seed": "not decided by one seed",
+    }
+    if words.keys() == {"open"}:
+        return "No accuracy is shown to differ from BF16's"
+    parts = [f"{_listed(words[word])}: {end}" for word, end in ends.items() if word in words]
+    return "; ".join(parts) or "No accuracy can be held against BF16 yet"
+
+
+def _listed(labels: Sequence[str]) -> str:
+    """Write `a, b and c`, or only how many there are."""
+    if len(labels) > MOST_NAMES:
+        return f"{len(labels)} cells"
+    return " and ".join(filter(None, [", ".join(labels[:-1]), labels[-1]]))
+
+
+def _rewarded(comparison: Comparison) -> str:
+    gains = {}
+    for cell in comparison.cells:
+        rewards = [list(run.series("reward/mean").values()) for run in cell.runs]
+        each = [fmean(r[-LAST_STEPS:]) - fmean(r[:LAST_STEPS]) for r in rewards if r]
+        if each:
+            gains[cell.label] = fmean(each)
+    flat = [label for label, gain in gains.items() if not gain > 0]
+    if flat:
+        return f"The reward does not rise in {_listed(flat)}"
+    least, most = min(gains.values()), max(gains.values())
+    return f"The reward rises in every cell, by {least:.2f} to {most:.2f}"
+
+
+def _mismatched(comparison: Comparison) -> str:
+    kl = {cell.label: each.mean for cell in comparison.cells if (each := cell.numbers["KL"])}
+    most = max(kl, key=lambda label: kl[label])
+    unseen = [label for label, value in kl.items() if value < LEAST]
+    hidden = f"; below {LEAST:g}, so not drawn: {_listed(unseen)}" if unseen else ""
+    return f"The mean KL is highest in {most}, {kl[most]:.1e}{hidden}"
+
+
+def _legend_height(labels: list[str], columns: int) -> float:
+    """Inches of a legend, whose first column holds the first labels."""
+    each = math.ceil(len(labels) / columns)
+    sides = (labels[start : start + each] for start in range(0, len(labels), each))
+    return 0.22 * max(sum(1 + label.count("\n") for label in side) for side in sides)
+
+
+def _draw_seeds(axes: Axes, cell: Cell, index: int, curve: Curve, width: int) -> None:
+    """Draw the seeds of a cell, if it has several, as thin lines."""
     seeds = [series for run in cell.runs if (series := run.series(curve.key))]
-    if not seeds:
-        return
-    color, dashes, marker = (each[index % len(each)] for each in (OKABE_ITO, DASHES, MARKERS))
-    for series in seeds if len(seeds) > 1 else []:
+    for series in seeds if len(seeds) > 1 else ():
+        color = OKABE_ITO[index % len(OKABE_ITO)]
         axes.plot(*_points(series, width), color=color, linewidth=0.7, alpha=0.4)
+
+
+def _draw_mean(axes: Axes, cell: Cell, index: int, curve: Curve, width: int, label: str) -> None:
+    """Draw the mean of a cell's seeds as a thick line, as far as every seed goes."""
+    seeds = [series for run in cell.runs if (series := run.series(curve.key))]
+    color, dashes, marker = (each[index % len(each)] for each in (OKABE_ITO, DASHES, MARKERS))
     shared = sorted(set.intersection(*map(set, seeds)))
     steps, means = _points({step: fmean(each[step] for each in seeds) for step in shared}, width)
     every = max(1, len(steps) // 8)

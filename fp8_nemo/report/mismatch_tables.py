@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.table import Table
+
 from fp8_nemo.correction.quantiles import MeasureError, Measurement
-from fp8_nemo.plan.terminal import table
 from fp8_nemo.recipe.compose import ComposeError, compose, option_folder, option_names
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
 from fp8_nemo.runs.run_dir import report_dir
@@ -22,8 +23,8 @@ OWN = re.compile(r"my[\w.-]*")
 
 def mismatch_tables(
     pairs: Collection[LogprobPair], measurement: Measurement, reject: float
-) -> Iterator[str]:
-    """Yield tables: the mismatch, what every option would do to it, and bounds for every statistic.
+) -> Iterator[Table]:
+    """The mismatch, what every option would do to it, and bounds for every statistic.
 
     Args:
         pairs: every batch.
@@ -35,51 +36,56 @@ def mismatch_tables(
     yield _proposals(measurement, reject)
 
 
-def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> str:
-    """Return KL and 99th percentile of `|log_ratio|`, of all tokens, by position, by length."""
+def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> Table:
+    """KL and 99th percentile of `|log_ratio|`, over all tokens, by position and by length."""
     from fp8_nemo.correction.measure import by_length, by_position
 
-    title = f"Mismatch of {measurement.tokens:,} tokens in {measurement.sequences:,} sequences"
+    title = f"mismatch of {measurement.tokens:,} tokens in {measurement.sequences:,} sequences"
+    table = _empty_table(title, "tokens", "KL (k3)", "p99 |log ratio|")
     parts = {
         "all at": by_position(pairs, parts=1),
         "position": by_position(pairs),
         "length": by_length(pairs),
     }
-    rows = [
-        (f"{what} {name}", f"{kl:.2e}", f"{p99:.3f}")
-        for what, found in parts.items()
-        for name, kl, p99 in found
-    ]
-    return table(title, ("tokens", "KL (k3)", "p99 |log ratio|"), rows)
+    for what, rows in parts.items():
+        for name, kl, p99 in rows:
+            table.add_row(f"{what} {name}", f"{kl:.2e}", f"{p99:.3f}")
+    return table
 
 
-def _effects(pairs: Collection[LogprobPair]) -> str:
-    """Return what every option of conf/correction would do to these batches."""
+def _effects(pairs: Collection[LogprobPair]) -> Table:
+    """What every option of conf/correction would do to these batches."""
     from fp8_nemo.correction.measure import effect
 
-    rows = []
+    table = _empty_table(
+        "what each correction would do", "correction", "clips", "rejects", "ESS", "mean multiplier"
+    )
     for name in option_names("correction"):
         try:
             [recipe] = compose([f"correction={name}", "correction.measurement=null"])
         except ComposeError as error:  # a site's own file
-            rows.append((name, error.lines[0], "", "", ""))
+            table.add_row(name, error.lines[0])
             continue
         found = effect(pairs, recipe.correction)
-        shares = f"{found.clipped:.2%}", f"{found.rejected:.2%}"
-        rows.append((name, *shares, f"{found.ess:.4f}", f"{found.mean:.4f}"))
-    heading = ("correction", "clips", "rejects", "ESS", "mean multiplier")
-    return table("What each correction would do", heading, rows)
+        table.add_row(
+            name,
+            f"{found.clipped:.2%}",
+            f"{found.rejected:.2%}",
+            f"{found.ess:.4f}",
+            f"{found.mean:.4f}",
+        )
+    return table
 
 
-def _proposals(measurement: Measurement, reject: float) -> str:
-    """Return for every statistic the bounds that reject the wanted share."""
-    title = f"Bounds that reject {reject:.2%} of these tokens"
-    rows = []
+def _proposals(measurement: Measurement, reject: float) -> Table:
+    """For every statistic the bounds that reject the wanted share."""
+    title = f"bounds that reject {reject:.2%} of these tokens"
+    table = _empty_table(title, "correction.mask", "low", "high", "rejects")
     for name in (*RATIOS, *DIVERGENCES):
         low, high = measurement.bounds(name, reject)
         share = measurement.rejected(Correction(mask=name, low=low, high=high))
-        rows.append((name, "" if low is None else f"{low:.6g}", f"{high:.6g}", f"{share:.2%}"))
-    return table(title, ("correction.mask", "low", "high", "rejects"), rows)
+        table.add_row(name, "" if low is None else f"{low:.6g}", f"{high:.6g}", f"{share:.2%}")
+    return table
 
 
 def write_measurement(measurement: Measurement, measured: Path) -> Path:
@@ -138,3 +144,10 @@ def write_option(
     ]
     path.write_text("\n".join(lines) + "\n")
     return [path]
+
+
+def _empty_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table

@@ -1,7 +1,6 @@
-"""A comparison for people: a Markdown page, a notebook, an HTML page.
+"""A comparison for people: a table in the terminal, a Markdown page, an HTML page.
 
-The notebook is `notebooks/04-compare-your-runs.ipynb`, executed for the runs; the HTML page is that
-notebook with all figures inside, so that one file can be sent and opened anywhere.
+What stands in both pages, and in `notebooks/04-compare-your-runs.ipynb`, is Markdown from here.
 """
 
 from __future__ import annotations
@@ -9,16 +8,21 @@ from __future__ import annotations
 import html
 import os
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from fp8_nemo.correction.health import summary
 from fp8_nemo.report.against_bf16 import EQUAL, KL_FORMAT, AgainstBaseline, against_baselines
-from fp8_nemo.report.compare import SECTIONS, Comparison, given, markdown_table
+from fp8_nemo.report.compare import COLUMNS, SECTIONS, Cell, Comparison, given, markdown_table
+from fp8_nemo.report.runs import FinishedRun
+from fp8_nemo.report.verdict import choices
 from fp8_nemo.runs.run_dir import report_dir, short_path
+from fp8_nemo.runs.terminal import table
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04-compare-your-runs.ipynb"
 ABOUT_NUMBERS = (
     "Means over steps, then over seeds; ± is half of the 95% interval over seeds (Student's t), "
     "left out where it rounds to zero. A dash: the run has no such number (yet)."
@@ -33,8 +37,22 @@ ABOUT_BASELINES = (
 )
 
 
-class PageError(RuntimeError):
-    """A page that could not be made; one line."""
+def comparison_table(comparison: Comparison) -> Table:
+    """Return the comparison for a terminal; the Markdown page has all columns."""
+    columns = [column for column in COLUMNS if column.terminal]
+    heads = ["cell", "steps", *(column.name.replace(" ", "\n") for column in columns)]
+    rows = [
+        [_name(cell), cell.steps, *(cell.show(each, joint="\n") for each in columns)]
+        for cell in comparison.cells
+    ]
+    return table(comparison.title, heads, rows, comparison.notes)
+
+
+def _name(cell: Cell) -> str:
+    """Break a cell's label where names end, with the keys that differ where the names do not."""
+    own, *keys = cell.label.split(" ")
+    parts = [*re.split(r"(?<=/)", own), *keys]
+    return "\n".join(textwrap.fill(part, 19) for part in parts)
 
 
 def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], command: str) -> str:
@@ -46,7 +64,7 @@ def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], c
         command: the line that makes this page again.
     """
     blocks = [f"# {comparison.title}", f"Made by `{command}`."]
-    blocks += [notes(comparison), "## Cells", cells(comparison)]
+    blocks += [choice(comparison), notes(comparison), "## Cells", cells(comparison)]
     blocks += ["## Against BF16", verdicts(comparison)]
     for section in SECTIONS:
         blocks += [f"## {section}", numbers(comparison, section)]
@@ -66,18 +84,17 @@ def write_pages(
         comparison: what `compare` returned for the runs.
         paths: of run directories, or folders of them.
         command: the line that makes the pages again.
-        with_html: whether to add the executed notebook and its HTML page.
+        with_html: whether to add the HTML page.
 
     Raises:
         OSError: there is nowhere to write.
         ModuleNotFoundError: an extra is not installed.
-        PageError: a cell of the notebook failed.
     """
     above = Path(os.path.commonpath([path.resolve() for path in paths]))
     folder = report_dir(short_path(above) if above != Path(above.anchor) else Path())
     yield write_markdown(comparison, folder, command)
     if with_html:
-        yield write_html(comparison, folder, [short_path(path) for path in paths])
+        yield write_html(comparison, folder, command)
 
 
 def write_markdown(comparison: Comparison, folder: Path, command: str) -> Path:
@@ -93,53 +110,27 @@ def write_markdown(comparison: Comparison, folder: Path, command: str) -> Path:
     return page
 
 
-def write_html(comparison: Comparison, folder: Path, paths: Iterable[Path]) -> Path:
-    """`report.ipynb`, executed for these runs, and `report.html` of it; returns the latter.
-
-    Args:
-        comparison: what `compare` returned for the runs.
-        folder: where both go.
-        paths: of run directories, or folders of them.
+def write_html(comparison: Comparison, folder: Path, command: str) -> Path:
+    """Write `report.html`, one file with everything inside; return it.
 
     Raises:
-        FileNotFoundError: this is no clone, so the notebook to execute is not here.
-        ModuleNotFoundError: papermill or nbconvert, which are extras.
-        PageError: a cell of the notebook failed.
+        ModuleNotFoundError: matplotlib, an extra that the table does not need.
     """
-    notebook, page = folder / "report.ipynb", folder / "report.html"
-    _execute(paths, notebook)
-    page.write_text(to_html(notebook, comparison.title), encoding="utf-8")
+    from fp8_nemo.report.html.render import to_html
+
+    page = folder / "report.html"
+    page.write_text(to_html(comparison, command), encoding="utf-8")
     return page
 
 
-def _execute(paths: Iterable[Path], target: Path) -> None:
-    import papermill
-
-    if not NOTEBOOK.is_file():
-        raise FileNotFoundError(f"{NOTEBOOK}: is in a clone of the repository, not in a package")
-    try:
-        papermill.execute_notebook(
-            NOTEBOOK, target, {"runs": [str(path) for path in paths]},
-            kernel_name="python3", progress_bar=False, log_output=False,
-            extra_arguments=["--IPKernelApp.log_level=ERROR"],  # its sockets are of no use here
-        )  # fmt: skip
-    except papermill.PapermillExecutionError as error:
-        cell = f"cell {error.exec_count} failed, {error.ename}: {error.evalue}"
-        raise PageError(f"{target}: {cell}; the notebook holds the rest") from error
-
-
-def to_html(notebook: Path, title: str) -> str:
-    """An executed notebook as one page without its code, and without a link to anything outside."""
-    import nbformat
-    from nbconvert import HTMLExporter
-
-    content = nbformat.read(notebook, as_version=4)
-    content.metadata["title"] = title
-    exporter = HTMLExporter(
-        template_name="html", extra_template_basedirs=[str(Path(__file__).parent)],
-        exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True,
-    )  # fmt: skip
-    return exporter.from_notebook_node(content)[0]
+def choice(comparison: Comparison) -> str:
+    """What to take for each model, and the lines that would settle what is not settled."""
+    blocks = []
+    for each in choices(comparison):
+        why = " ".join([f"{each.why}.", *each.caveats, each.remedy]).rstrip()
+        blocks.append(f"**{escape_markdown(each.headline)}:** {escape_markdown(why)}")
+        blocks += ["\n".join(["```bash", *each.commands, "```"])] if each.commands else []
+    return "\n\n".join(blocks)
 
 
 def notes(comparison: Comparison) -> str:
@@ -227,13 +218,14 @@ def run_table(comparison: Comparison) -> str:
 
 
 def health(comparison: Comparison) -> str:
-    """How often each run was not healthy, and why in its worst step."""
-    lines = [
-        f"- {escape_markdown(run.path)}: {escape_markdown(found)}"
-        for run in comparison.runs
-        if (found := summary(run.rows))
-    ]
-    return "\n".join(lines) or "No step was other than healthy."
+    """Sum up the health of each run that was not always healthy."""
+    return "\n".join(_health(comparison.runs)) or "No step was other than healthy."
+
+
+def _health(runs: Iterable[FinishedRun]) -> Iterator[str]:
+    for run in runs:
+        if found := summary(run.rows):
+            yield f"- {escape_markdown(run.path)}: {escape_markdown(found)}"
 
 
 def common_environment(comparison: Comparison) -> str:

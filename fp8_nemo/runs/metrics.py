@@ -69,23 +69,23 @@ def append_judged(run_dir: Path, row: dict[str, Any], stop: bool) -> str:
         stop: whether an unstable step ends the run.
 
     Returns:
-        What a terminal says of a state worse than any before, `step 7: watch: REASONS`; else
-        nothing: states come and go, and `health.summary` counts them in the end.
+        What a terminal says of a state worse than all before: `step 7: watch: REASONS`; else
+        nothing, because single tokens throw the state to and fro.
 
     Raises:
         UnstableError: with the reasons; the row is written.
     """
     before = read_metrics(run_dir)
     verdict = judge([*before, row])
-    state, why = STATES.index(verdict.state), ". ".join(verdict.reasons)
+    state, why = STATES.index(verdict.state), "; ".join(verdict.reasons)
     append_metrics(run_dir, row | {STATE: state})
     if stop and verdict.state == STATES[-1]:
         raise UnstableError(
             f"step {row['step']} is unstable: {why} (grpo.stop_when_unstable=false goes on)"
         )
-    if state <= max((each.get(STATE, 0) for each in before), default=0):
+    if state <= max((row.get(STATE, 0) for row in before), default=0):
         return ""
-    return f"step {row['step']}: {verdict.state}: {why}"
+    return ": ".join(filter(None, (f"step {row['step']}", verdict.state, why)))
 
 
 def write_whole(path: Path, text: str) -> None:

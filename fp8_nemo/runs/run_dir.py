@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fp8_nemo.plan.plan import Plan, plan_from_json
+from fp8_nemo.recipe.model_dir import model_path, weights_digest
+from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation
+from fp8_nemo.recipe.problems import problems_digest
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS
 from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done, write_whole
 from fp8_nemo.runs.provenance import environment
@@ -158,28 +160,6 @@ def code_parent(outputs: Path) -> Path:
     return folder
 
 
-def conversion_dir(
-    parent: Path, model: str, source: Path | None, changed: Mapping[str, Any]
-) -> Path:
-    """Where a model in Megatron's format is kept for the runs that start from it.
-
-    A folder's name holds a hash over its files' sizes and times: NeMo RL goes by the name alone,
-    and would start from the weights of a model that has been made again since.
-
-    Args:
-        parent: where all conversions are.
-        model: its name, or the hub's.
-        source: the folder it is read from; None on the hub.
-        changed: what a run changes of the model's own configuration.
-    """
-    files = sorted(source.iterdir()) if source else []
-    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    digest = hashlib.sha256(json.dumps([model, state, changed]).encode()).hexdigest()[:8]
-    folder = parent.absolute() / f"{model.replace('/', '--')}-{digest}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def report_dir(parent: Path) -> Path:
     """The report folder of a run directory, or of the folder above several."""
     folder = parent / "report"
@@ -257,6 +237,38 @@ def began_with(run_dir: Path) -> dict[str, Any]:
     """The environment that a run with checkpoints began in; empty for one without."""
     path = run_dir / ENVIRONMENT
     return json.loads(path.read_text()) if checkpoints(run_dir) and path.exists() else {}
+
+
+def starting_point(recipe: Recipe, path: Path) -> dict[str, str]:
+    """Return digests of weights and problems for `environment.json`: as the run began.
+
+    A run that went on with another model in the same folder, or other lines in the same file, would
+    show one curve of two experiments.
+
+    Args:
+        recipe: of the run.
+        path: its directory.
+
+    Raises:
+        RunDirError: they are others now, and `cluster.other_versions` is not `allow`.
+        OSError: a file of the model's or of the problems' cannot be read.
+    """
+    now, began = dict(_digests(recipe)), began_with(path)
+    for name, digest in now.items():
+        if began.get(name, digest) != digest and recipe.cluster.other_versions == "refuse":
+            raise RunDirError(
+                f"{path}: began with {name} {began[name]}, here are {digest}; put back what was "
+                "there, give the run other outputs, or set cluster.other_versions=allow"
+            )
+    return now | {name: began[name] for name in now if name in began}
+
+
+def _digests(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Digest what lies in files: NeMo RL may fetch a hub's model or data only later."""
+    if not recipe.model.hub_id:
+        yield "weights", weights_digest(model_path(recipe.model))
+    if not recipe.data.is_on_hub:
+        yield "problems", problems_digest(recipe.data, recipe.seed)
 
 
 def write_environment(run_dir: Path, **more: str) -> None:

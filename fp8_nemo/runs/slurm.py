@@ -20,12 +20,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.table import Table
+
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.plan.terminal import table
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.runs.frozen_code import code_dir, freeze_code
 from fp8_nemo.runs.run_dir import Frozen, State, freeze, job_dir, read_plan, run_path
+from fp8_nemo.runs.terminal import table
 
 SCRIPT = "fp8_nemo/slurm/grpo.sbatch"
 
@@ -92,7 +94,7 @@ def mounts(plan: Plan) -> list[str]:
     return [*given, *dict.fromkeys(f"{each}:{each}" for each in own if str(each) not in targets)]
 
 
-def queue_problems(plans: Iterable[Plan]) -> list[str]:
+def submit_problems(plans: Iterable[Plan]) -> list[str]:
     """One line for each thing for which Slurm, or the job, would turn these plans away."""
     plans = list(plans)
     lines = [line for plan in plans for line in _folder_problems(plan)]
@@ -114,8 +116,8 @@ def queue_problems(plans: Iterable[Plan]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def node_notes(plans: Iterable[Plan]) -> list[str]:
-    """Return a line for each thing that the nodes must have and this machine lacks."""
+def container_notes(plans: Iterable[Plan]) -> list[str]:
+    """A line for each thing that the nodes must have and this machine lacks: a slip, perhaps."""
     clusters = [plan.recipe.cluster for plan in plans if plan.recipe.cluster.kind == "slurm"]
     named = [("cluster.container", each.container or "") for each in clusters]
     named += [("cluster.mounts", word.split(":")[0]) for each in clusters for word in each.mounts]
@@ -175,7 +177,7 @@ def prepare(plans: list[Plan]) -> list[Job]:
     queued = in_queue(plans)
     if changed := [line for plan in plans for line in _changed_in_queue(plan, queued)]:
         raise SubmitError("\n".join(changed))
-    if lines := queue_problems(plan for plan in plans if run_path(plan) not in queued):
+    if lines := submit_problems(plan for plan in plans if run_path(plan) not in queued):
         raise SubmitError("\n".join(lines))
     frozen: dict[Path, Frozen] = {
         each.path: each for each in freeze([p for p in plans if run_path(p) not in queued])
@@ -221,16 +223,15 @@ def _queue(call: list[str], cell: str) -> str:
     return asked.stdout.strip().splitlines()[-1].split(";")[0]  # --parsable: id, or id;cluster
 
 
-def jobs_table(plans: list[Plan], jobs: list[Job]) -> str:
-    """Return the cells of a line as a table, before any of them is queued."""
+def jobs_table(plans: list[Plan], jobs: list[Job]) -> Table:
+    """Lay out the cells of a line, before any of them is queued."""
     rows = []
     for plan, job in zip(plans, jobs, strict=True):
         cluster = (read_plan(job.path) if job.id else plan).recipe.cluster  # as it was queued
         state = f"{job.state}, job {job.id}" if job.id else job.state
-        steps, nodes = str(plan.recipe.grpo.steps), str(cluster.nodes)
-        rows.append((plan.cell, job.path.name, steps, nodes, cluster.time or "", state))
-    heading = ("cell", "run directory", "steps", "nodes", "time", "state")
-    return table("Cells of this line", heading, rows)
+        steps = str(plan.recipe.grpo.steps)
+        rows.append((plan.cell, state, job.path.name, steps, str(cluster.nodes), cluster.time))
+    return table("cells", ("cell", "state", "run directory", "steps", "nodes", "time"), rows)
 
 
 def write_job_files(plan: Plan, code: Path) -> None:

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif("NEMO_RL_ROOT" not in os.environ, reason="NEMO_RL_ROOT: no checkout"),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None,
-        reason="NeMo RL's packages are not installed here (docs/nemo.md)",
+        reason="NeMo RL's packages are not installed here (docs/install.md)",
     ),
 ]
 

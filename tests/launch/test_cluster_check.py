@@ -11,10 +11,10 @@ import pytest
 
 from fp8_nemo.launch import cluster_check
 from fp8_nemo.launch.cluster_check import findings, needed_versions
-from fp8_nemo.launch.driver import job_end, save_within
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.runs.run_dir import freeze
+from fp8_nemo.runs.terminal import console
 from tests.conftest import small_plan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,7 +27,8 @@ def without_a_checkout(monkeypatch):
 
 
 def nemo_plan(*words):
-    cell = ["backend=nemo", "glue=stock", "cluster.interpreter=system", "cluster.gpus_per_node=2"]
+    cell = ["backend=nemo", "glue=stock", "precision=fp8-kv-attn"]
+    cell += ["cluster.interpreter=system", "cluster.gpus_per_node=2"]
     return plan_recipe(compose([*cell, *words])[0])
 
 
@@ -37,7 +38,7 @@ def seen(**changes):
     return {
         "gpus": [H100 | {"used": 500.0}] * 2,
         "environments": {"job": environment},
-        "folder": "", "model": [], "data": [], "nemo_rl": True,
+        "shared": True, "model": [], "data": [], "nemo_rl": True,
         "memory_gib": 900.0, "shm_gib": 400.0,
     } | changes  # fmt: skip
 
@@ -56,7 +57,7 @@ def test_a_node_as_it_should_be_has_no_problem():
         ({"gpus": [H100 | {"used": 1.0}]}, "cluster.gpus_per_node=2"),
         ({"gpus": [H100 | {"name": "NVIDIA H200", "used": 1.0}] * 2}, "cluster.gpu=h100"),
         ({"gpus": [H100 | {"used": n} for n in (1.0, 9000.0)]}, "GPU 1: another process"),
-        ({"folder": "missing"}, "set outputs to a folder that all nodes share"),
+        ({"shared": False}, "set outputs to a folder that all nodes share"),
         ({"model": ["model.path=/m: is not there"]}, "model.path=/m: is not there"),
         ({"data": ["/d/train.jsonl: no such file"]}, "/d/train.jsonl: no such file"),
         ({"nemo_rl": False}, "no nemo_rl in it"),
@@ -120,24 +121,30 @@ def test_a_real_ray_on_this_machine_is_checked_and_a_wrong_plan_is_refused(tmp_p
     assert none.returncode == 2 and "no run directory" in none.stderr
 
 
-def test_nemo_rl_is_told_how_long_it_has_from_the_end_of_its_set_up(monkeypatch):
-    assert save_within(None, 600, 0.0) is None
-    assert save_within(100_000.0, 600, 0.0) == "01:03:36:40"
-    assert save_within(1000.0, 600, 900.0) == "00:00:00:00"
-    monkeypatch.delenv("FP8_NEMO_JOB_END", raising=False)
-    assert job_end() is None
-    monkeypatch.setenv("FP8_NEMO_JOB_END", "1234")
-    assert job_end() == 1234.0
-
-
 def test_where_only_the_watching_is_ours_its_plugin_is_asked_for_too():
     words = ["precision=fp8-kv-attn", "glue.recalibrate.source=logprob"]
     assert cluster_check.needed_plugins(nemo_plan(*words), "job") == {"fp8_nemo"}
     assert cluster_check.needed_plugins(nemo_plan(*words[:1]), "job") == set()
 
 
-def test_a_problem_is_shown_as_it_is_brackets_included():
+def test_a_problem_is_shown_as_it_is_brackets_included(capsys):
     said = "[/pytorch/gloo/pair.cc:547] Connection closed [rank0]: gone"
     found = [cluster_check.Finding("node1", "all-reduce", "2 nodes", said)]
-    told = cluster_check.findings_table(found)
-    assert said.split() == [word for word in told.split() if word in said.split()]
+    console().print(cluster_check.findings_table(found))
+    shown = capsys.readouterr().out
+    assert "[/pytorch/gloo/pair.cc:547]" in shown and "[rank0]:" in shown
+
+
+def test_ranks_that_do_not_meet_are_a_finding_with_what_to_look_at(answers_with_ray):
+    code = """
+from fp8_nemo.launch import cluster_check as check
+from fp8_nemo.launch.ray_cluster import connect, node_names
+connect(45)
+check.REDUCE_LIMIT = 0
+answers += [check._all_reduce(node_names())]
+check.IMPORT_LIMIT = 0
+answers += [check._all_reduce(node_names())]
+"""
+    [(*_, hangs), (*_, slow)], _ = answers_with_ray(code)
+    assert hangs.startswith("no sum within 0 s; see NCCL_SOCKET_IFNAME")
+    assert slow.startswith("import torch takes more than 0 s; put it on the nodes' own disks")

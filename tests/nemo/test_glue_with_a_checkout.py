@@ -1,7 +1,7 @@
 """Our subclasses against NeMo RL's own classes: what we override is there, as expected.
 
 With NEMO_RL_ROOT alone the source is read; what imports `nemo_rl` and vLLM needs their environment
-(docs/nemo.md). Both supported versions are meant to pass.
+(docs/install.md). Both supported versions are meant to pass.
 """
 
 import ast
@@ -22,7 +22,7 @@ ROOT = os.environ.get("NEMO_RL_ROOT")
 pytestmark = pytest.mark.skipif(not ROOT, reason="NEMO_RL_ROOT: no checkout of NeMo RL")
 imports = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
-    reason="NeMo RL's packages are not installed here (docs/nemo.md)",
+    reason="NeMo RL's packages are not installed here (docs/install.md)",
 )
 BACKEND = "nemo_rl/models/generation/vllm/vllm_backend.py"
 WORKER = "nemo_rl/models/policy/workers/megatron_policy_worker.py"

@@ -1,6 +1,6 @@
 """NeMo RL's own reward and data set, on a CPU: they take a running sum as the local backend does.
 
-Set NEMO_RL_ROOT to a checkout and run in an environment that holds its packages (docs/nemo.md).
+Set NEMO_RL_ROOT to a checkout and run in an environment that holds its packages (docs/install.md).
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from fp8_nemo.recipe.problems import reward, running_sum, write_problems
 ROOT = os.environ.get("NEMO_RL_ROOT")
 pytestmark = pytest.mark.skipif(
     not ROOT or importlib.util.find_spec("math_verify") is None or sys.version_info < (3, 12),
-    reason="NEMO_RL_ROOT: no checkout of NeMo RL, or its packages are not here (docs/nemo.md)",
+    reason="NEMO_RL_ROOT: no checkout of NeMo RL, or its packages are not here (docs/install.md)",
 )
 LINE = ("backend=nemo", "glue=stock", "model=small-llama", "precision=bf16", "data=running-sum")
 PROBLEMS = running_sum(6, 0).validation[:40]

@@ -1,7 +1,7 @@
 """Ring 2, with NeMo RL on a CPU: its own parser, model and loss, and its entry as far as a GPU.
 
 Set NEMO_RL_ROOT to a checkout. What imports `nemo_rl` also needs an environment that holds its
-packages (docs/nemo.md); the rest reads the checkout's files.
+packages (docs/install.md); the rest reads the checkout's files.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ ROOT = os.environ.get("NEMO_RL_ROOT")
 pytestmark = pytest.mark.skipif(not ROOT, reason="NEMO_RL_ROOT: no checkout of NeMo RL")
 imports = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None or sys.version_info < (3, 12),
-    reason="NeMo RL's packages are not installed here (docs/nemo.md)",
+    reason="NeMo RL's packages are not installed here (docs/install.md)",
 )
 
 MODELS = ("tiny-llama", "tiny-qwen3-moe", "small-llama", "small-qwen3-moe")

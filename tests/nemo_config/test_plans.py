@@ -221,7 +221,7 @@ FORBIDDEN = [
         "model.parallel.pipeline=2: precision.rollout_kv=fp8 allows 1",
     ),
     (
-        ["model=llama31-8b", "cluster.gpus_per_node=5"],
+        ["model=llama31-8b", "model.parallel.tensor=2", "cluster.gpus_per_node=5"],
         "cluster.nodes x cluster.gpus_per_node=5: must be a multiple of tensor x pipeline",
     ),
     (
@@ -260,7 +260,7 @@ FORBIDDEN = [
             *("model=llama31-8b", "grpo.prompts_per_step=2"),
             *("grpo.generations_per_prompt=3", "grpo.updates_per_step=1"),
         ],
-        "grpo.updates_per_step=1: gives updates of 6 sequences, which 4 data-parallel",
+        "grpo.updates_per_step=1: gives updates of 6 sequences, which 8 data-parallel",
     ),
     (
         ["model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=b200"],
@@ -406,9 +406,13 @@ def test_the_remedy_for_too_little_memory_is_one():
     too_long = ("model=llama31-8b", "precision=fp8-e2e", "grpo.max_new_tokens=100000")
     assert "or lower grpo.max_new_tokens" in remedy(*too_long, "model.memory.kv_cache_gib=null")
     share = ("model.memory.kv_cache_gib=null", "model.memory.rollout_share=0.9")
-    assert "; lower model.memory.rollout_share, or" in remedy("model=llama31-8b", *share)
+    assert "; lower model.memory.rollout_share, or" in remedy(
+        "model=llama31-8b", "precision=fp8-kv-attn", *share
+    )
     assert not [
-        note for note in plan("model=llama31-8b", share[0], "model.memory.rollout_share=0.6").notes
+        note for note in plan(
+            "model=llama31-8b", "precision=fp8-kv-attn", share[0], "model.memory.rollout_share=0.6"
+        ).notes
         if note.startswith("memory: rollout")
     ]  # fmt: skip
 
@@ -613,7 +617,7 @@ def test_memory_counts_weights_and_optimizer_exactly():
     found = plan(*line).settled
     memory = memory_per_gpu(found)
     train = memory.phases["train"]
-    assert train["weights"] == train["gradients"] == 8_030_261_248
+    assert train["weights"] == train["gradients"] == 2 * 8_030_261_248
     assert train["optimizer"] == 10 * 8_030_261_248 / 8
     assert kv_cache_tokens(found.recipe, memory) == 20 * GIB // 131_072
     half = memory_per_gpu(plan(*line, "cluster.nodes=2").settled).phases["train"]
@@ -651,6 +655,7 @@ def test_an_optimizer_that_is_kept_is_counted_beside_the_engine_and_set_upstream
 
 def test_what_an_fp8_trainer_leaves_on_its_gpu_is_what_a_real_step_of_8b_had():
     cell = ["model=llama31-8b", "precision=fp8-e2e-kv-attn", "cluster.gpu=h200"]
+    cell += ["model.parallel.tensor=2"]
     phases = memory_per_gpu(plan(*cell, "cluster.gpus_per_node=2").settled, tokens=3072).phases
     names = ("masters", "their gradients", "FP8 copies", "moments")
     left = {name: phases["rollout"][name] / GIB for name in names}
@@ -713,7 +718,7 @@ def test_a_plan_gives_no_speed_of_what_was_not_measured(other):
 
 def test_what_people_read_names_layout_memory_and_what_was_checked():
     rows = dict(describe(plan("model=llama31-8b", "precision=fp8-linear"), MAIN))
-    assert rows["layout"].startswith("8 GPUs. Train: TP 2, PP 1, CP 1, EP 1, DP 4. Rollout: 8 engi")
+    assert rows["layout"].startswith("8 GPUs. Train: TP 1, PP 1, CP 1, EP 1, DP 8. Rollout: 8 engi")
     assert "h100 80 GiB" in rows["memory"] and "h200 140 GiB" in rows["memory"]
     assert rows["refit"].startswith("16.1 GB, in BF16")
     assert "NEMO_RL_ROOT" in rows["checked"]

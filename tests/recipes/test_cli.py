@@ -193,6 +193,7 @@ def test_making_a_model_takes_what_makes_one_and_nothing_else(tmp_path, word):
     [
         ("plan", "--help", "Show what a run would do"),
         ("grpo", "-h", "the same line again resumes"),
+        ("make_model", "--help", "Train a small starting checkpoint"),
     ],
 )
 def test_a_verb_tells_what_it_is_for_and_what_there_is_to_choose(name, flag, of_its_own):
@@ -257,7 +258,7 @@ def test_a_plan_is_printed_fast_without_torch(tmp_path):
 
 
 def test_a_plan_whose_reader_has_gone_ends_without_a_traceback(tmp_path):
-    command = [sys.executable, "-m", "recipes.plan", "--keys", "model=qwen3-30b-a3b"]
+    command = [sys.executable, "-m", "recipes.plan", "model=qwen3-30b-a3b", f"outputs={tmp_path}"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as plan:
@@ -294,7 +295,7 @@ def test_a_mismatch_is_measured_and_a_plan_held_against_it(tmp_path):
     [path] = (tmp_path / "outputs").glob("*/*/*")
     measured = verb("measure_mismatch", path, "--reject", "0.05")
     assert measured.returncode == 0, measured.stderr
-    assert "Bounds that reject 5.00%" in measured.stdout and "geo-rs" in measured.stdout
+    assert "bounds that reject 5.00%" in measured.stdout and "geo-rs" in measured.stdout
     file = path / "report" / "mismatch.json"
     assert measured.stdout.strip().endswith(str(file))
     strict = ["correction=tis", "correction.mask=token", "correction.high=0.5"]
@@ -439,7 +440,7 @@ def test_a_checkpoint_cut_short_is_named_and_the_one_before_it_serves(tmp_path):
 
 def test_a_run_directory_that_is_none_is_refused(tmp_path):
     assert_refused(verb("run", tmp_path), "no run directory")
-    assert_refused(verb("run"), "the following arguments are required: RUN_DIR")
+    assert_refused(verb("run"), "takes one argument")
 
 
 def test_a_sweep_runs_every_cell_and_compare_reads_them(tmp_path):
@@ -494,9 +495,8 @@ def test_a_plan_tells_what_the_nodes_must_have_and_this_machine_lacks(tmp_path):
     ]
     done = verb("plan", "model=llama31-8b", *site)
     assert done.returncode == 0, done.stderr
-    told = " ".join(done.stdout.split())
-    assert "note: cluster.container: /no.sqsh is not on this machine" in told
-    assert told.count(f"note: cluster.mounts: {tmp_path}/none is not") == 1
+    assert "note: cluster.container: /no.sqsh is not on this machine" in done.stdout
+    assert done.stdout.count(f"note: cluster.mounts: {tmp_path}/none is not") == 1
 
 
 def test_a_cell_that_was_killed_is_named_and_the_next_one_runs(tmp_path):
@@ -548,7 +548,7 @@ def test_a_weight_that_is_not_finite_stops_the_run_and_is_named(tmp_path):
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     line = [*SMALL, "precision=fp8-linear", f"model.path={tmp_path}/model"]
     result = verb("grpo", *line, f"outputs={tmp_path}/outputs")
-    assert result.returncode == 1 and result.stdout.endswith("starts; 2 steps\n")
+    assert result.returncode == 1 and result.stdout == ""
     [said] = result.stderr.strip().splitlines()
     assert said.endswith(f"refit failed: {name}: holds NaN or Inf in the trainer")
     [metrics] = (tmp_path / "outputs").glob("*/*/*/metrics.jsonl")

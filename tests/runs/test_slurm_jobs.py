@@ -40,9 +40,9 @@ def test_the_call_is_an_argument_list_that_ends_in_script_and_run_directory(slur
 def test_plan_prints_the_call_that_would_be_made(capsys, tmp_path):
     words = [*SMALL, "cluster=slurm", "cluster.account=a b", f"outputs={tmp_path}/outputs"]
     assert print_plan(words) == 0
-    call = capsys.readouterr().out.partition("Queued by:")[2]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sbatch ")]
     [plan] = compose_plans(words)
-    assert shlex.split(call.replace("\\\n", "")) == submit.sbatch_command(plan)
+    assert shlex.split(line) == submit.sbatch_command(plan)
     assert not (tmp_path / "outputs").exists()
 
 
@@ -97,9 +97,9 @@ def test_what_the_nodes_must_have_and_this_machine_lacks_is_told(tmp_path):
     here = [f"cluster.container={tmp_path}/i.sqsh", f"cluster.mounts=[{tmp_path}:/data]"]
     away = [f"cluster.container={tmp_path}/j.sqsh", f"cluster.mounts=[{tmp_path}/none:/data]"]
     hub = ["cluster.container=nvcr.io/nvidia/nemo-rl:v0.7.0"]
-    assert submit.node_notes([nemo_plan(tmp_path, *here), nemo_plan(tmp_path, *hub)]) == []
+    assert submit.container_notes([nemo_plan(tmp_path, *here), nemo_plan(tmp_path, *hub)]) == []
     plan = nemo_plan(tmp_path, *away)
-    assert submit.node_notes([plan, plan]) == [
+    assert submit.container_notes([plan, plan]) == [
         f"cluster.container: {tmp_path}/j.sqsh is not on this machine; the nodes must have it",
         f"cluster.mounts: {tmp_path}/none is not on this machine; the nodes must have it",
     ]

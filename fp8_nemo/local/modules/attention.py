@@ -1,10 +1,10 @@
 """Attention of transformers' models over a cache, in BF16 or in FP8.
 
 In FP8 it does what vLLM's FlashAttention 3 kernel does on Hopper, without splitting the keys
-(benchmarks/results/fp8-attention-h200.json, docs/numerics.md): Q quantized per tensor, K and V as
-the cache holds them, probabilities in E4M3, tile by tile. On a GPU a token's attention over its
-cache goes into a kernel of `kernels.py`, BF16 attention of texts into torch's: they sum in another
-order, and round elsewhere in BF16.
+(benchmarks/results/fp8-attention-h200.json, docs/research/numerics.md): Q quantized per tensor, K
+and V as the cache holds them, probabilities in E4M3, tile by tile. On a GPU a token's attention
+over its cache goes into a kernel of `kernels.py`, BF16 attention of texts into torch's: they sum in
+another order, and round elsewhere in BF16.
 
 Shapes: B sequences, T tokens, S tokens of the cache, H heads, K key heads, G = H/K, D head
 dimension.
@@ -110,7 +110,7 @@ def _attend_fused(
 ) -> Tensor:
     """Torch's kernel, which never holds the scores, with gradients; P rounded as engines round it.
 
-    With scores in memory training takes 2.2 times as long (docs/log.md, 2026-11-22).
+    With scores in memory training takes 2.2 times as long (docs/research/log.md, 2026-11-22).
     """
     B, K, G, _, D = query.shape
     key, value = (x.expand(B, K, G, -1, D).flatten(1, 2) for x in (key, value))

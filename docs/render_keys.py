@@ -1,0 +1,102 @@
+"""Render docs/keys.md from the recipe's dataclasses and the option files in conf/.
+
+python docs/render_keys.py > docs/keys.md
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, get_type_hints
+
+import yaml
+
+from fp8_nemo.recipe import options
+from fp8_nemo.recipe.compose import option_folder, option_names
+
+HEAD = """# Every key
+
+Rendered by `python docs/render_keys.py > docs/keys.md`; a test holds it to the code.
+
+Choose an option file by its group's name (`precision=fp8-e2e`), or set one key (`grpo.steps=100`).
+`null` inherits the value of NeMo RL's base YAML. NeMo RL's own keys follow `+nemo.`:
+`+nemo.policy.train_micro_batch_size=2`. Your own option is a file in `conf/GROUP/`, and its `name`
+becomes part of the run directory's name.
+"""
+
+
+def meanings(group: type) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass, as one line."""
+    body = ast.parse(inspect.getsource(group)).body[0].body  # type: ignore[attr-defined]
+    found = {}
+    for field, text in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[field.target.id] = " ".join(text.value.value.split())  # type: ignore[union-attr, attr-defined]
+    return found
+
+
+def allowed(field: dataclasses.Field[Any], kind: str) -> str:
+    """Return what a field takes, in words: `bf16, fp8`, `1 and more`."""
+    if names := field.metadata.get("one_of"):
+        return ", ".join(f"`{name}`" for name in names)
+    words = {"least": "from", "above": "above", "most": "to"}
+    limits = [(word, field.metadata.get(key)) for key, word in words.items()]
+    return " ".join([kind, *(f"{word} {limit:,g}" for word, limit in limits if limit is not None)])
+
+
+def rows(group: type, prefix: str) -> Iterator[str]:
+    """Render one line of the table for each key of a dataclass and of those inside it."""
+    said, kinds = meanings(group), get_type_hints(group)
+    for field in dataclasses.fields(group):
+        kind = kinds[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from rows(kind, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+            continue
+        if field.name == "name" and "short_name" in field.metadata:
+            continue
+        text = getattr(kind, "__name__", str(kind)) if isinstance(kind, type) else str(kind)
+        text = text.replace(" | None", ", null").replace("dict[str, Any]", "keys")
+        yield f"| `{prefix}{field.name}` | {allowed(field, text)} | {said[field.name]} |"
+
+
+def option_rows(group: str) -> Iterator[str]:
+    """Render one line for each option file of a group: its name and its first comment."""
+    for name in option_names(group):
+        text = (option_folder(group) / f"{name}.yaml").read_text()
+        said = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
+        first = next(each for each in said if not each.startswith(("@", "python")))
+        yield f"| `{name}` | {first} |"
+
+
+def page() -> str:
+    """Render the whole page."""
+    lines = [HEAD]
+    default = yaml.safe_load((option_folder("grpo").parent / "grpo.yaml").read_text())["defaults"]
+    chosen = {
+        key: value for each in default if isinstance(each, dict) for key, value in each.items()
+    }
+    recipe = get_type_hints(options.Recipe)
+    lines += ["## Of the whole recipe", "", "| key | takes | what it does |", "|---|---|---|"]
+    said = meanings(options.Recipe)
+    for field in dataclasses.fields(options.Recipe):
+        if not dataclasses.is_dataclass(recipe[field.name]):
+            kind = "keys" if field.name == "nemo" else recipe[field.name].__name__
+            lines.append(f"| `{field.name}` | {allowed(field, kind)} | {said[field.name]} |")
+    for group, kind in recipe.items():
+        if not dataclasses.is_dataclass(kind):
+            continue
+        usual = f" Default: `{group}={chosen[group]}`." if group in chosen else ""
+        lines += ["", f"## {group}", "", " ".join((kind.__doc__ or "").split()) + usual, ""]
+        if group in chosen:
+            lines += ["| option | is |", "|---|---|", *option_rows(group), ""]
+        lines += ["| key | takes | what it does |", "|---|---|---|", *rows(kind, f"{group}.")]
+    for group in ("experiment", "sweep"):
+        lines += ["", f"## {group}", "", "| option | is |", "|---|---|", *option_rows(group)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,166 @@
+"""The pages that people read: links, lengths, numbers, and commands that print what is shown."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.speed.draw_steps import CELLS, PANELS, TARGET, label, rows_of
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def slug(heading):
+    """GitHub's anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(page):
+    return {slug(line.lstrip("#")) for line in page.read_text().splitlines() if line[:1] == "#"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere_and_no_page_is_long(page):
+    text, broken = page.read_text(), []
+    for target in LINK.findall(text):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http:", "https:")):
+            continue
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(target)
+    assert broken == []
+    assert len(text.splitlines()) <= (150 if page.name == "README.md" else 250)
+
+
+def test_the_pages_of_keys_is_the_codes_rendering():
+    command = [sys.executable, "docs/render_keys.py"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert (ROOT / "docs" / "keys.md").read_text() == made.stdout
+
+
+def of(file, pick):
+    return pick(json.loads((RESULTS / f"{file}.json").read_text()))
+
+
+def times(file, precision):
+    return rows_of(f"{file}.json")[precision]["times_bf16"]
+
+
+def speed(row):
+    return row["tokens_per_second"]["median"]
+
+
+def decode(file, precision, regime="resident"):
+    """The ratios of a precision's decode to BF16's at the same batch and prompt, as a page says."""
+    rows = [row for row in of(file, lambda it: it["rows"]) if row["regime"] == regime]
+    bf16 = {(r["batch"], r["prompt"]): speed(r) for r in rows if r["precision"] == "bf16"}
+    mine = [row for row in rows if row["precision"] == precision]
+    ratios = sorted(speed(row) / bf16[row["batch"], row["prompt"]] for row in mine)
+    texts = dict.fromkeys(f"{ratio:.2f}" for ratio in (ratios[0], ratios[-1]))
+    return " to ".join(texts)
+
+
+def points(study, cell, model="tiny-llama"):
+    """Points against BF16 in the last third, with half of the interval: `-5.1 ±4.0`."""
+    said = [
+        row["evidence"].partition(" (")[0] for row in of(study, lambda it: it["verdicts"])
+        if row["model"] == model and row["claim"].startswith(f"{cell} ") and "bf16" in row["claim"]
+    ]  # fmt: skip
+    return said[0]
+
+
+SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
+LINEAR, E2E, KV, BOTH = "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn"
+TINY, WORKING, STUDY = "stress-tiny", "stress-working-more", "experiment-h200"
+MOE = "small-qwen3-moe"
+SAID = {
+    "README.md": [
+        lambda: f"**{times(LONG, E2E):.2f} times** as fast as in BF16",
+        lambda: f"{times(AGAIN, E2E):.2f} to {times(SHORT, E2E):.2f} times a step",
+        lambda: f"| {times(LONG, E2E):.2f} times a step",
+        lambda: f"{decode('rollout-8b-h200', KV, 'limited')} times the decode",
+        lambda: f"{decode('rollout-30b-h200', 'fp8-linear-deepgemm')} times the decode",
+        lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama')} points",
+    ],
+    "docs/precision.md": [
+        lambda: (
+            f"| {times(SHORT, LINEAR):.2f} | {times(LONG, LINEAR):.2f} | "
+            f"{decode('rollout-8b-h200', 'fp8-linear-deepgemm')} |"
+        ),
+        lambda: (
+            f"| {times(SHORT, KV):.2f} | {times(LONG, KV):.2f} | {decode('rollout-8b-h200', KV)} |"
+        ),
+        lambda: f"| {times(AGAIN, E2E):.2f} to {times(SHORT, E2E):.2f} | {times(LONG, E2E):.2f} |",
+        lambda: f"{times(AGAIN, BOTH):.2f} to {times(SHORT, BOTH):.2f} | {times(LONG, BOTH):.2f} |",
+        lambda: f"decodes {decode('rollout-8b-h200', KV, 'limited')} times as fast",
+        lambda: f"{decode('rollout-30b-h200', 'fp8-linear-deepgemm')} times as fast on an H200",
+        lambda: f"| {points(TINY, 'fp8-kv-attn-none')} points | {points(TINY, 'fp8-kv-attn-tis')}",
+        lambda: f"{points(TINY, 'fp8-e2e-none')}, open",
+        lambda: (
+            f"| {points(WORKING, 'fp8-kv-attn-none')}, open | "
+            f"{points(WORKING, 'fp8-kv-attn-tis')} | {points(WORKING, 'fp8-e2e-none')}, open |"
+        ),
+        lambda: (
+            f"| {points(STUDY, 'fp8-linear-none', MOE)} | "
+            f"{points(STUDY, 'fp8-linear-tis', MOE)}, open | "
+            f"{points(STUDY, 'fp8-e2e-tis', MOE)}, open"
+        ),
+        lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama')} points",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "said"), [(page, said) for page, each in SAID.items() for said in each]
+)
+def test_a_number_on_a_page_is_the_result_files(page, said):
+    assert said() in (ROOT / page).read_text()
+
+
+def test_the_figure_shows_the_files_numbers():
+    texts = re.findall(r">([^<>]+)</text>", TARGET.read_text())
+    for file in PANELS.values():
+        assert {label(rows_of(file)[cell]) for cell in CELLS} <= {*texts}
+
+
+def shown(page):
+    """Each command of a page, with the lines below it."""
+    for block in re.findall(r"```\n(\$ .*?)```", page.read_text(), re.S):
+        command, *lines = block.splitlines()
+        yield command.removeprefix("$ "), [line for line in lines if line != "..."]
+
+
+def test_the_tours_commands_print_what_the_tour_shows(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    found = list(shown(ROOT / "docs" / "tour.md"))
+    assert len(found) == 8
+    for command, lines in found:
+        words = command.replace("outputs/tour", f"{tmp_path}/tour").split()
+        ran = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        said = [line.rstrip() for line in (ran.stdout + ran.stderr).splitlines()]
+        wanted = [line.replace("outputs/tour", f"{tmp_path}/tour") for line in lines]
+        assert [line for line in wanted if line not in said] == [], ran.stdout + ran.stderr
+
+
+def test_the_commands_of_the_user_pages_plan():
+    """Every `recipes.grpo` and `recipes.plan` line of README and the user pages composes."""
+    for page in PAGES:
+        if "research" in page.parts:
+            continue
+        typed = re.compile(r"^python -m recipes\.(?:grpo|plan) (.+?)(?:  +#.*)?$", re.M)
+        for line in typed.findall(page.read_text()):
+            words = [
+                word
+                for word in line.split()
+                if not word.startswith(("cluster=my", "correction=my", "--keys"))
+            ]
+            command = [sys.executable, "-m", "recipes.plan", *words]
+            ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert ran.returncode == 0, f"{page.name}: {line}: {ran.stderr}"
