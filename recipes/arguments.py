@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from fp8_nemo import __version__
 from fp8_nemo.nemo_config.versions import SUPPORTED
+from fp8_nemo.recipe.checks import verb_line
+from fp8_nemo.recipe.compose import choices
 
 HELP, VERSION = ("-h", "--help"), "--version"
+CALL = re.compile(r"python -m recipes\.(\w+)")
 
 
 def version() -> str:
@@ -34,15 +39,46 @@ def answered(words: Collection[str], text: str) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with the module's text as it is written, and without guesses at half a flag."""
+    """Read the words after a verb; a mistake is one line, and no flag may be cut short."""
 
-    def __init__(self, verb: str, text: str | None) -> None:
+    def __init__(self, verb: str, text: str | None, more: str = "") -> None:
+        """Begin with --help and --version.
+
+        Args:
+            verb: as its file is called.
+            text: that file's docstring, whose examples are shown as the user has called this.
+            more: what --help says after the arguments.
+        """
         super().__init__(
-            f"recipes.{verb}", description=text, allow_abbrev=False,
+            verb_line(verb), allow_abbrev=False, epilog=more,
+            description=CALL.sub(lambda call: verb_line(call[1]), (text or "").strip()),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         self.add_argument(VERSION, action="version", version=version())
 
     def error(self, message: str) -> NoReturn:
         """Say a mistake in one line, without the usage."""
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def cells_parser(verb: str, text: str | None) -> Parser:
+    """Make the parser of a verb that takes groups, keys and sweeps; `read_cells` uses it."""
+    parser = Parser(verb, text, choices())
+    text = "options and keys of the run, listed below"
+    parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help=text)
+    text = "a run for each combination of the values"
+    parser.add_argument("-m", "--multirun", action="store_true", help=text)
+    return parser
+
+
+def read_cells(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the verb's own flags, and the words for `compose_plans`, which names what is wrong."""
+    options, others = parser.parse_known_args(words)
+    return options, [*options.words, *others, *["-m"] * options.multirun]
+
+
+def run_dir_of(verb: str, text: str | None, words: Sequence[str]) -> Path:
+    """Return the run directory, the only argument of a verb."""
+    parser = Parser(verb, text)
+    parser.add_argument("path", metavar="RUN_DIR", type=Path, help="made by grpo, with a plan.json")
+    return parser.parse_args(words).path

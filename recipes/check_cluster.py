@@ -10,28 +10,23 @@ set; without it, this machine is looked at.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.run_dir import read_plan
 from fp8_nemo.runs.terminal import console, tell
 
-from .arguments import answered
+from .arguments import run_dir_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print what was found; 0 if all is well, 1 if not, 2 if there is nothing to look at."""
     words = sys.argv[1:] if arguments is None else arguments
-    if answered(words, __doc__ or ""):
-        return 0
-    if len(words) != 1:
-        print("recipes.check_cluster: takes one argument, a run directory", file=sys.stderr)
-        return 2
+    path = run_dir_of("check_cluster", __doc__, words)
     try:
-        plan = read_plan(Path(words[0]))
+        plan = read_plan(path)
         from fp8_nemo.launch.cluster_check import check, findings_table  # needs ray
 
-        found = check(plan, Path(words[0]))
+        found = check(plan, path)
     except (RunDirError, ConnectionError, ModuleNotFoundError) as error:
         tell(error, sys.stderr)
         return 2

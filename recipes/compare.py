@@ -13,6 +13,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from fp8_nemo.recipe.checks import verb_line
 from fp8_nemo.report.against_bf16 import against_baselines
 from fp8_nemo.report.compare import compare
 from fp8_nemo.report.page import comparison_table, write_pages
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     for choice in choices(comparison):
         tell(f"{choice.headline}: {choice.why}")
     try:
-        line = f"python -m recipes.compare {shlex.join(words)}"
+        line = f"{verb_line('compare')} {shlex.join(words)}"
         for page in write_pages(comparison, found, line, with_html=options.html):
             print(page)
     except ModuleNotFoundError as error:

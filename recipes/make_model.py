@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import sys
 
-from fp8_nemo.export.model_line import read_model_line
+from fp8_nemo.export.model_line import GROUPS, read_model_line
 from fp8_nemo.local.preflight import require
 from fp8_nemo.recipe.compose import ComposeError, choices
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.run_dir import new_folder
 from fp8_nemo.runs.terminal import tell
 
-from .arguments import answered
+from .arguments import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the checkpoint into the folder named first; 2 if the line is wrong."""
     words = sys.argv[1:] if arguments is None else arguments
-    if answered(words, f"{__doc__}\n{choices(('model', 'data'))}"):
-        return 0
+    parser = Parser("make_model", __doc__, choices(GROUPS))
+    text = "where the model goes; it is made, or empty"
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help=text)
+    text = "of the groups model and data, and seed=N"
+    parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help=text)
+    known, others = parser.parse_known_args(words)
     try:
-        folder, recipe = read_model_line(words)
+        folder, recipe = read_model_line([*filter(None, [known.folder]), *known.words, *others])
         require()
         problems = load_problems(recipe.data, recipe.seed)
         new_folder(folder)

@@ -1,9 +1,8 @@
 """Show whether a run fits and what it would do, before a GPU is asked for.
 
-python -m recipes.plan model=llama31-8b precision=fp8-e2e [--keys]
+python -m recipes.plan model=llama31-8b precision=fp8-e2e
 
-Needs no torch. `--keys` adds every key of NeMo RL's that changes, and the
-stock command line that sets the same.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ import sys
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import change_lines, differences, plan_table, stock_command
-from fp8_nemo.recipe.compose import ComposeError, choices
+from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.run_dir import run_path
 from fp8_nemo.runs.slurm import container_notes, sbatch_command
 from fp8_nemo.runs.terminal import command, console, tell
 
-from .arguments import answered  # as recipes here, as fp8_nemo.recipes when frozen
-
-KEYS = "--keys"
+from .arguments import cells_parser, read_cells  # as recipes here, as fp8_nemo.recipes when frozen
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the plan of every cell; 2 if one of them is impossible."""
     words = sys.argv[1:] if arguments is None else arguments
-    if answered(words, f"{__doc__}\n{choices()}"):
-        return 0
+    parser = cells_parser("plan", __doc__)
+    text = "show NeMo RL's keys that change, and the stock command that sets the same"
+    parser.add_argument("--keys", action="store_true", help=text)
+    options, words = read_cells(parser, words)
     try:
-        plans = compose_plans([word for word in words if word != KEYS], host_of)
+        plans = compose_plans(words, host_of)
         calls = [sbatch_command(p) if p.recipe.cluster.kind == "slurm" else [] for p in plans]
     except (ComposeError, RunDirError) as error:
         tell(error, sys.stderr)
@@ -39,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     for plan, call in zip(plans, calls, strict=True):
         host, path = host_of(plan.recipe), run_path(plan)
         console().print(plan_table(plan, host, path))
-        if plan.nemo and KEYS in words:
+        if plan.nemo and options.keys:
             changed = differences(plan, host, path)
             tell("\n".join(["", f"{plan.nemo.base_config}, with", *change_lines(changed)]))
             stock = command(stock_command(plan, host, path))

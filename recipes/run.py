@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from pathlib import Path
 
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.runs.metrics import RunDirError
@@ -18,7 +17,7 @@ from fp8_nemo.runs.process import INTERRUPTED
 from fp8_nemo.runs.run_dir import changed_versions, read_plan
 from fp8_nemo.runs.terminal import tell
 
-from .arguments import answered
+from .arguments import run_dir_of
 
 PREFLIGHT = {"local": "fp8_nemo.local.preflight", "nemo": "fp8_nemo.launch.preflight"}
 DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.launch.driver"}
@@ -26,13 +25,8 @@ DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.launch.driver"}
 
 def main(arguments: list[str] | None = None) -> int:
     """0 when the last step is done, 2 if the directory cannot be run, 1 if a proof failed."""
-    paths = sys.argv[1:] if arguments is None else arguments
-    if answered(paths, __doc__ or ""):
-        return 0
-    if len(paths) != 1:
-        print("recipes.run: takes one argument, a run directory", file=sys.stderr)
-        return 2
-    path = Path(paths[0])
+    words = sys.argv[1:] if arguments is None else arguments
+    path = run_dir_of("run", __doc__, words)
     try:
         plan = read_plan(path)
     except RunDirError as error:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.checks import Mistake, verb_line
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
 
 POINTS = 1000  # quantiles 0, 1/1000, ..., 1: a share is known to a tenth of a point
@@ -109,7 +109,7 @@ def read_measurement(file: Path) -> Measurement:
     except OSError as error:
         raise MeasurementError(f"{file}: {str(error.strerror).lower()}") from None
     except (ValueError, TypeError, AttributeError):
-        raise MeasurementError(f"{file}: is no measurement of recipes.measure_mismatch") from None
+        raise MeasurementError(f"{file}: is no measurement of measure_mismatch") from None
     if missing := {*RATIOS, *DIVERGENCES, VETO}.difference(found.quantiles):
         lacks = f"{file}: is of another version, {', '.join(sorted(missing))} is missing"
         raise MeasurementError(f"{lacks}; measure again")
@@ -133,7 +133,7 @@ def verdict_of(correction: Correction) -> Verdict:
     try:
         found = read_measurement(Path(correction.measurement))
     except MeasurementError as error:
-        remedy = "write one with `python -m recipes.measure_mismatch RUN_DIR`"
+        remedy = f"write one with `{verb_line('measure_mismatch')} RUN_DIR`"
         key, text = "correction.measurement", str(error)
         return Verdict([Mistake(key, correction.measurement, text, remedy)], [])
     share, length = found.rejected(correction), found.tokens / found.sequences
@@ -148,7 +148,7 @@ def verdict_of(correction: Correction) -> Verdict:
         correction.name,
         f"would reject {share:.1%} of the tokens measured in {correction.measurement}, and "
         f"correction.max_reject={correction.max_reject}",
-        "take the bounds that recipes.measure_mismatch proposes, or raise max_reject",
+        "take the bounds that measure_mismatch proposes, or raise max_reject",
     )
     return Verdict([refused], [note])
 

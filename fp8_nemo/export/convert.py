@@ -78,7 +78,7 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
     """
     strange = [word for word in settings if not word.startswith(("precision=", "precision."))]
     if strange:
-        raise ConversionError(f"{strange[0]}: recipes.quantize_checkpoint takes precision alone")
+        raise ConversionError(f"{strange[0]}: quantize_checkpoint takes precision alone")
     [recipe] = compose(["precision=fp8-linear", *settings, f"model.shape.layers={count}"])
     if not recipe.precision.rollout.is_quantized:
         name = recipe.precision.name

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from fp8_nemo.nemo_config.keys import hydra_value
 from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.recipe.checks import verb_line
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.recipe.options import Recipe
 
+GROUPS = ("model", "data")
 TAKES = re.compile(r"\+*(model|data|seed)\b")
 
 
@@ -23,7 +25,7 @@ def read_model_line(words: list[str]) -> tuple[Path, Recipe]:
         ComposeError: the folder is missing, or an override is another's or impossible.
     """
     if not words or "=" in words[0] or words[0].startswith("-"):
-        raise ComposeError(["recipes.make_model: the first argument is the folder to make"])
+        raise ComposeError([f"{verb_line('make_model')}: the first argument is the folder to make"])
     others = [word for word in words[1:] if not TAKES.match(word)]
     if others:
         raise ComposeError(f"{word}: a model is made of model, data, seed" for word in others)

@@ -18,8 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import transformers
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from fp8_nemo.correction.health import UnstableError, summary
@@ -33,7 +32,7 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.runs import metrics, process, run_dir
 from fp8_nemo.runs.provenance import environment
 from fp8_nemo.runs.run_dir import starting_point
-from fp8_nemo.runs.terminal import tell, width
+from fp8_nemo.runs.terminal import console, tell
 
 DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError)
 SHOWN = {
@@ -123,33 +122,33 @@ def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
 
 @contextmanager
 def progress(plan: Plan) -> Iterator[Report]:
-    """Show one line with the time left on a terminal, elsewhere a line every tenth of the way."""
-    console, steps = Console(markup=False), plan.recipe.grpo.steps
+    """Show one line with the time left on a terminal, elsewhere a line every tenth of the way.
+
+    The line fits 80 columns, and stands before the model is loaded. Every row goes to the log.
+    """
+    shown, steps = console(), plan.recipe.grpo.steps
     every, name = max(1, steps // 10), f"{plan.cell} s{plan.recipe.seed}"
     bar = Progress(
-        TextColumn(name),
-        *([BarColumn(bar_width=10)] if width() >= 100 else []),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        SpinnerColumn(),
+        TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
         TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[shown]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
-        console=console,
-        disable=not console.is_terminal,
+        TextColumn("left  {task.fields[numbers]}", table_column=Column(no_wrap=True)),
+        console=shown,
+        disable=not shown.is_terminal,
     )
     latest: dict[str, str] = {}
     with bar:
-        task = bar.add_task("", total=steps, shown="")
+        task = bar.add_task("", total=steps, numbers="loads the model")
 
         def report(row: dict[str, Any]) -> None:
             """Show one step."""
             logging.info("%s", row)
             if row.get("health"):
-                tell(f"{name}  {row['health']}", console.file)
-            latest.update({word: f"{row[key]:.3g}" for word, key in SHOWN.items() if key in row})
-            if SHOWN["val"] in row:
-                latest["val"] += f" at {row['step']}"
-            shown = "  ".join(f"{word} {value}" for word, value in latest.items())
-            bar.update(task, completed=row["step"], shown=shown)
-            if not console.is_terminal and row["step"] % every == 0:
-                console.print(f"{name}  step {row['step']}/{steps}  {shown}", soft_wrap=True)
+                tell(f"{name}  {row['health']}")
+            latest.update({word: f"{row[key]:.2g}" for word, key in SHOWN.items() if key in row})
+            numbers = "  ".join(f"{word} {value}" for word, value in latest.items())
+            bar.update(task, completed=row["step"], numbers=numbers)
+            if not shown.is_terminal and row["step"] % every == 0:
+                tell(f"{name}  step {row['step']}/{steps}  {numbers}")
 
         yield report

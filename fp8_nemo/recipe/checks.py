@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -44,6 +45,18 @@ def as_typed(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def verb_line(verb: str) -> str:
+    """Return how to call a verb, in the way in which the user has called this one.
+
+    `python -m recipes.plan` in a clone, `fp8-nemo plan` anywhere.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    package = spec.name.rpartition(".")[0] if spec else ""
+    if package.endswith("recipes"):
+        return f"python -m {package}.{verb}"
+    return f"fp8-nemo {verb.replace('_', '-')}"
 
 
 def mistakes(recipe: Recipe) -> list[Mistake]:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.checks import Mistake, verb_line
 from fp8_nemo.recipe.options import TASKS, Data, Model, Recipe
 
 SHIPPED = Path(__file__).parent / "models"
@@ -54,7 +54,7 @@ def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
     """
     model, folder = recipe.model, model_path(recipe.model)
     if not folder.is_dir():
-        makes = f"python -m recipes.make_model {folder} {' '.join(_made_by(recipe))} makes it"
+        makes = f"{verb_line('make_model')} {folder} {' '.join(_made_by(recipe))} makes it"
         remedy = makes if recipe.data.is_made else "give the folder of a model"
         yield Mistake("model.path", folder, "no such folder", remedy)
         return

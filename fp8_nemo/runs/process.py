@@ -1,4 +1,4 @@
-"""Run a verb in a process of its own, and pass signals on to it."""
+"""Start a line's cells: each in a process of its own, signals passed on, or as Slurm's jobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,50 @@ import signal
 import subprocess
 import sys
 
+from fp8_nemo.plan.plan import Plan
+from fp8_nemo.runs import slurm
+from fp8_nemo.runs.run_dir import Frozen, freeze
+from fp8_nemo.runs.terminal import console, tell
+
 INTERRUPTED = 130  # exit code, as a shell reports SIGINT
+
+
+def start(plans: list[Plan]) -> int:
+    """Run every cell here, or queue it, as the line's cluster says; notes come first.
+
+    Returns:
+        The first exit code that is not 0.
+
+    Raises:
+        RunDirError: a cell's directory cannot be made.
+        SubmitError: Slurm refuses a cell, or has one in its queue already.
+    """
+    jobs = slurm.prepare(plans) if plans[0].recipe.cluster.kind == "slurm" else None
+    cells = freeze(slurm.not_queued(plans)) if jobs is None else []
+    notes = [note for plan in plans for note in plan.notes] + slurm.container_notes(plans)
+    for note in dict.fromkeys(notes):
+        tell(f"note: {note}")
+    return run_cells(cells) if jobs is None else queue_cells(plans, jobs)
+
+
+def run_cells(cells: list[Frozen]) -> int:
+    """Run every cell in a process of its own; one that is finished is left as it is."""
+    codes = list[int]()
+    for each in cells:
+        if each.state == "finished":
+            tell(f"{each.path}: finished, {each.steps} steps; more grpo.steps go on from there")
+        elif INTERRUPTED not in codes:
+            tell(f"{each.path}: starts, the first step may take a minute")
+            codes.append(call_verb("run", str(each.path)))
+    return next(filter(None, codes), 0)
+
+
+def queue_cells(plans: list[Plan], jobs: list[slurm.Job]) -> int:
+    """Queue every cell as a Slurm job, or none; what is finished or in the queue is left."""
+    console().print(slurm.jobs_table(plans, jobs))
+    for job in slurm.submit(plans, jobs):
+        tell(f"job {job.id}: {job.path}; watch it: {job.watch}")
+    return 0
 
 
 def call_verb(verb: str, *arguments: str) -> int:

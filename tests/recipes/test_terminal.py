@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -98,3 +99,56 @@ def test_a_command_is_broken_so_that_it_can_be_pasted(monkeypatch):
     assert len(text.splitlines()) > 2
     said = subprocess.run(["sh", "-c", text], capture_output=True, text=True).stdout
     assert said.splitlines() == words[2:]
+
+
+VERBS = ("plan", "grpo", "run", "compare", "measure_mismatch", "quantize_checkpoint",
+         "make_model", "check_cluster")  # fmt: skip
+
+
+def dispatched(*words: str) -> subprocess.CompletedProcess:
+    """The script that pip makes of `[project.scripts]`, outside of the clone."""
+    code = "import sys; from fp8_nemo.recipes.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_help_has_usage_example_and_a_text_for_every_argument(name):
+    for told, prog in (
+        (dispatched(name, "--help").stdout, f"fp8-nemo {name.replace('_', '-')} "),
+        ("\n".join(seen(100, name, "--help")), f"python -m recipes.{name} "),
+    ):
+        assert told.startswith(f"usage: {prog}") and f"\n{prog}" in told
+        listed = told.partition("positional arguments:")[2].partition("GROUP=OPTION")[0]
+        lines = [line for line in listed.splitlines() if line.startswith("  ")]
+        for line, after in zip(lines, [*lines[1:], ""], strict=True):
+            assert "  " in line.strip() or line.startswith("     ") or after.startswith("     ")
+
+
+def test_making_a_model_lists_the_groups_that_it_takes_alone():
+    told = dispatched("make-model", "--help").stdout
+    assert "tiny-llama" in told and "running-sum" in told and "fp8-kv-attn" not in told
+
+
+def test_what_is_advised_is_called_as_the_user_has_called_this(tmp_path):
+    line = ["grpo", "model=small-llama", "model.path=/none", f"outputs={tmp_path}"]
+    said = dispatched(*line).stderr
+    assert said.endswith("; fp8-nemo make-model /none model=small-llama makes it\n")
+    said = " ".join(" ".join(seen(120, *line)).split())
+    assert "; python -m recipes.make_model /none model=small-llama makes it" in said
+
+
+@pytest.mark.parametrize("words", [["compare", "--htm", "x"], ["measure_mismatch", "--rej", "x"]])
+def test_a_flag_that_is_cut_short_is_refused(words):
+    done = dispatched(*words)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "error: " in done.stderr
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_a_runs_progress_is_one_whole_line_with_the_time_left(columns, tmp_path):
+    lines = seen(columns, "grpo", *SMALL, "precision=fp8-kv-attn", f"outputs={tmp_path}")
+    shown = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in lines]
+    assert any("left  loads the model" in line for line in shown), shown
+    last = r"step 2/2 \d:\d\d:\d\d left  reward [\d.]+  kl \S+  s/step [\d.]+"
+    assert any(re.search(last, line) for line in shown), shown
