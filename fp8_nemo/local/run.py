@@ -146,7 +146,7 @@ def progress(plan: Plan) -> Iterator[Report]:
             if row.get("health"):
                 tell(f"{name}  {row['health']}")
             latest.update({word: f"{row[key]:.2g}" for word, key in SHOWN.items() if key in row})
-            numbers = "  ".join(f"{word} {value}" for word, value in latest.items())
+            numbers = "  ".join(f"{word} {latest[word]}" for word in SHOWN if word in latest)
             bar.update(task, completed=row["step"], numbers=numbers)
             if not shown.is_terminal and row["step"] % every == 0:
                 tell(f"{name}  step {row['step']}/{steps}  {numbers}")

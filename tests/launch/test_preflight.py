@@ -42,7 +42,7 @@ def test_a_missing_model_folder_is_one_line(no_checkout, tmp_path):
     lines = problems("model=small-llama", f"model.path={tmp_path}/gone")
     assert lines[1:] == [
         f"model.path={tmp_path}/gone: no such folder; "
-        f"python -m recipes.make_model {tmp_path}/gone model=small-llama makes it"
+        f"fp8-nemo make-model {tmp_path}/gone model=small-llama makes it"
     ]
 
 

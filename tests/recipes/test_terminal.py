@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 ARCHIVE = ROOT / "benchmarks" / "results" / "runs.jsonl.gz"
 
 
-def seen(columns, *words):
+def seen(columns, *words, kind="dumb"):
     """What a verb writes to a terminal of so many columns, lines as they are shown."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (50, columns))
-    own = os.environ | {"TERM": "dumb", "NO_COLOR": "1"}
+    own = os.environ | {"TERM": kind, "NO_COLOR": "1"}
     own.pop("COLUMNS", None)
     line = [sys.executable, "-m", "recipes.cli", *map(str, words)]
     child = subprocess.Popen(line, cwd=ROOT, stdout=theirs, stderr=theirs, env=own)
@@ -147,8 +147,10 @@ def test_a_flag_that_is_cut_short_is_refused(words):
 
 @pytest.mark.parametrize("columns", [80, 160])
 def test_a_runs_progress_is_one_whole_line_with_the_time_left(columns, tmp_path):
-    lines = seen(columns, "grpo", *SMALL, "precision=fp8-kv-attn", f"outputs={tmp_path}")
+    lines = seen(
+        columns, "grpo", *SMALL, "precision=fp8-kv-attn", f"outputs={tmp_path}", kind="xterm"
+    )
     shown = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in lines]
     assert any("left  loads the model" in line for line in shown), shown
-    last = r"step 2/2 \d:\d\d:\d\d left  reward [\d.]+  kl \S+  s/step [\d.]+"
+    last = r"step 2/2 \d:\d\d:\d\d left  reward [\d.]+  val [\d.]+  kl \S+  s/step [\d.]+"
     assert any(re.search(last, line) for line in shown), shown
