@@ -30,7 +30,7 @@ def test_each_signal_has_its_bounds_and_says_what_to_do(signal):
         verdict = judge([FINE | {signal.key: bound + beyond}])
         assert verdict.state == above
         [reason] = verdict.reasons
-        side = "above" if beyond > 0 else "below"
+        side = ">" if beyond > 0 else "<"
         assert reason.startswith(signal.key) and f"{side} {bound:g}: {signal.action}" in reason
         assert f" {bound:g} {side}" not in reason, "the two numbers read alike"
 

@@ -396,7 +396,7 @@ def test_texts_are_read_with_their_first_token_and_cut(monkeypatch):
         (["precision=fp8-kv-attn", "--calibrate", "GONE"], "GONE: cannot be read (No such file"),
         (
             ["model=tiny-llama"],
-            "model=tiny-llama: recipes.quantize_checkpoint takes precision alone",
+            "model=tiny-llama: quantize_checkpoint takes precision alone",
         ),
         (["precision=fp4"], "precision=fp4"),
         (["precision=fp8-kv-attn", "--calibrate", "LATIN"], "LATIN: is not UTF-8"),

@@ -389,8 +389,8 @@ def test_the_page_says_which_step_was_worst_and_why(make):
     rows[2] |= {"health/state": 1, "mismatch/kl": 0.03}
     well, ill = make(finished(), precision=BF16), make(rows)
     page = to_markdown(compare(map(read_run, (well, ill))), {}, "x")
-    assert f"- {ill}, step 3: watch: mismatch/kl 0.03 above 0.02: " in page
-    assert f"- {well}, step" not in page and "other than healthy" not in page
+    assert f"- {ill}: watch in 1 of 4 steps, worst step 3: mismatch/kl 0.03 &gt; 0.02: " in page
+    assert f"- {well}: " not in page and "other than healthy" not in page
     assert "No step was other than healthy." in to_markdown(compare([read_run(well)]), {}, "x")
 
 

@@ -40,9 +40,9 @@ def test_the_call_is_an_argument_list_that_ends_in_script_and_run_directory(slur
 def test_plan_prints_the_call_that_would_be_made(capsys, tmp_path):
     words = [*SMALL, "cluster=slurm", "cluster.account=a b", f"outputs={tmp_path}/outputs"]
     assert print_plan(words) == 0
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sbatch ")]
+    call = capsys.readouterr().out.partition("Queued by:")[2].replace("\\\n", "")
     [plan] = compose_plans(words)
-    assert shlex.split(line) == submit.sbatch_command(plan)
+    assert shlex.split(call) == submit.sbatch_command(plan)
     assert not (tmp_path / "outputs").exists()
 
 
