@@ -88,9 +88,7 @@ SAID = {
         lambda: f"step {times(AGAIN, E2E):.2f}x to {times(SHORT, E2E):.2f}x |",
         lambda: f"step {times(LONG, E2E):.2f}x at 7,168 tokens",
         lambda: f"decode alone {decode('rollout-8b-h200', KV, 'limited')}x |",
-        lambda: (
-            f"decode alone {decode('rollout-30b-h200', 'fp8-linear-deepgemm').replace(' to', 'x to')}x |"
-        ),
+        lambda: f"decode alone {MOE_DECODE().replace(' to', 'x to')}x |",
         lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama')} points",
     ],
     "docs/precision.md": [
