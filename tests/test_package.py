@@ -1,7 +1,6 @@
 """The package installs: editable from a clone, and frozen into a folder with conf and recipes."""
 
 import os
-import re
 import subprocess
 import sys
 from importlib.metadata import metadata
@@ -60,12 +59,3 @@ def test_the_package_installs_into_a_folder_and_composes_and_plans_from_there(tm
         str(target / "fp8_nemo" / "__init__.py"),
         "4",
     ]
-
-
-def test_the_readmes_table_of_peers_is_that_of_docs_peers_without_its_notes():
-    rows = [re.sub(r" \[\^\w+\]", "", line) for line in lines_of("docs/peers.md")]
-    assert rows and rows == [line for line in lines_of("README.md") if line in set(rows)]
-
-
-def lines_of(page: str) -> list[str]:
-    return [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]

@@ -103,10 +103,10 @@ def findings_table(found: list[Finding]) -> Table:
     order = list(dict.fromkeys(each.check for each in found))
     ranked = sorted(found, key=lambda each: (order.index(each.check), *each[2:], each.node))
     rows = [
-        (name, ", ".join(each.node for each in same), text, problem or "ok")
+        (name, problem or "ok", ", ".join(each.node for each in same), text)
         for (name, text, problem), same in groupby(ranked, attrgetter("check", "found", "problem"))
     ]
-    return table("check_cluster", ("check", "nodes", "found", "verdict"), rows)
+    return table("check_cluster", ("check", "verdict", "nodes", "found"), rows)
 
 
 def interpreters(plan: Plan) -> dict[str, str]:

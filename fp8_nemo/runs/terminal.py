@@ -87,7 +87,12 @@ def _columns_needed(
     heads: Sequence[str], rows: Sequence[Sequence[str]], kept: Iterable[int]
 ) -> int:
     lines = [[line for row in (heads, *rows) for line in row[at].split("\n")] for at in kept]
-    return sum(max(map(len, column)) + 1 for column in lines)
+    return sum(max(map(_least, column)) + 1 for column in lines)
+
+
+def _least(line: str) -> int:
+    """Return the columns that a line needs: sentences may wrap, down to 24 columns or a word."""
+    return min(len(line), max(24, *map(len, line.split() or [""])))
 
 
 def command(words: Iterable[str]) -> str:

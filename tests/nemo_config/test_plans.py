@@ -690,7 +690,7 @@ def test_what_stands_in_a_groups_place_is_one_line_on_every_host():
 
 
 def speed_of(*arguments):
-    return dict(describe(plan("grpo=demo", "data=arithmetic", *arguments), MAIN))["speed"]
+    return dict(describe(plan("grpo=demo", "data=arithmetic", *arguments), MAIN))["decode"]
 
 
 def test_a_plan_says_what_a_measured_model_decodes_and_that_a_full_cache_halves_it():

@@ -107,11 +107,11 @@ def test_mismatch_stands_beside_the_twins_and_health_is_the_worst_of_any_seed():
     runs += [run(FP8, seed=1, kl=1e-2), run(FP8, seed=2, kl=4e-2, state=1)]
     found = only(*runs)
     assert found.kl.mean == pytest.approx(0.025) and found.twin_kl.mean == pytest.approx(1.5e-3)
-    assert "KL 2.5e-02 ±1.9e-01, the twin's 1.5e-03 (watch)" in str(found)
+    assert "KL 2.5e-02 ±1.9e-01, BF16's 1.5e-03; worst step watch" in str(found)
 
 
 def test_a_twin_without_mismatch_is_zero_and_no_division():
-    assert "the twin's 0.0e+00" in str(only(run(BF16, kl=0.0), run(FP8)))
+    assert "BF16's 0.0e+00" in str(only(run(BF16, kl=0.0), run(FP8)))
 
 
 def test_speed_is_that_of_the_median_step_after_the_first_inside_nemo_rl():
@@ -140,18 +140,18 @@ def test_the_local_backend_has_no_speed_and_nor_has_a_run_without_environment():
 def test_what_differs_beside_precision_and_correction_is_named_and_no_word_is_said():
     runs = pairs([5.0, 5.5, 6.0], steps=4)
     found = only(*runs)
-    assert found.unmatched == ("grpo.steps is 4, the twin's 3",)
+    assert found.unmatched == ("grpo.steps is 4, the baseline's 3",)
     assert found.accuracy_word == found.speed_word == "not matched"
-    assert "NOT MATCHED: grpo.steps is 4, the twin's 3" in str(found)
+    assert "NOT MATCHED: grpo.steps is 4, the baseline's 3" in str(found)
     page = verdicts(compare(runs))
-    assert "- **fp8-linear-none** is not matched: grpo.steps is 4, the twin's 3" in page
+    assert "- **fp8-linear-none** is not matched: grpo.steps is 4, the baseline's 3" in page
     assert "| higher |" not in page and "| not matched |" in page
 
 
 def test_a_run_from_other_weights_is_no_twin():
     twin, cell = (run(each, environment=MACHINE | {"weights": each.name}) for each in (BF16, FP8))
     found = only(twin, cell)
-    assert found.unmatched == ("starting weights is fp8-linear, the twin's bf16",)
+    assert found.unmatched == ("starting weights is fp8-linear, the baseline's bf16",)
     assert found.accuracy_word == "not matched"
     assert not [note for note in compare([twin, cell]).notes if "environments differ" in note]
 
@@ -163,7 +163,7 @@ def test_one_seed_from_other_weights_is_enough():
     runs = [run(each, seed=n, environment=weights("a")) for each in (BF16, FP8) for n in (1, 2)]
     assert only(*runs).unmatched == ()
     runs[-1] = run(FP8, seed=2, environment=weights("b"))
-    assert only(*runs).unmatched == ("starting weights is a or b, the twin's a",)
+    assert only(*runs).unmatched == ("starting weights is a or b, the baseline's a",)
     [note] = [each for each in compare(runs).notes if "not matched" in each]
     assert note.endswith(" is a in bf16-none, fp8-linear-none; b in fp8-linear-none")
     runs[-1] = run(FP8, seed=2, environment={})  # not begun yet
@@ -185,13 +185,13 @@ def test_each_seed_has_its_own_problems_and_those_of_one_seed_must_be_the_twins(
     alike = [*twins, with_problems(FP8, 1, "one"), with_problems(FP8, 2, "two")]
     assert compare(alike).notes == (EMULATION,) and not only(*alike).unmatched
     other = [*twins, with_problems(FP8, 1, "one"), with_problems(FP8, 2, "else")]
-    assert only(*other).unmatched == ("problem set of seed 2 is else, the twin's two",)
+    assert only(*other).unmatched == ("problem set of seed 2 is else, the baseline's two",)
     [_, note] = compare(other).notes
     assert note == "not matched: problem set of seed 2 is two in bf16-none; else in fp8-linear-none"
     file = {"data": Data("jsonl", path="problems")}
     edited = [with_problems(*each, **file) for each in ((BF16, 1, "before"), (FP8, 1, "after"))]
     [unmatched] = only(*edited).unmatched
-    assert unmatched == "problem set of seed 1 is after, the twin's before"
+    assert unmatched == "problem set of seed 1 is after, the baseline's before"
     both = [
         with_problems(each, 1, f"{each.name}, {difficulty}", data=Data(difficulty=difficulty))
         for each in (BF16, FP8)
@@ -275,7 +275,7 @@ def test_speed_on_other_nodes_is_not_compared(change):
 def test_another_correction_of_the_twins_is_named_and_its_own_or_none_is_not():
     tight = dataclasses.replace(TIS, truncate=0.01)
     [said] = only(run(BF16, tight), run(FP8, TIS)).unmatched
-    assert said == "the twin's correction is tis: level=token truncate=0.01"
+    assert said == "the baseline's correction is tis: level=token truncate=0.01"
     assert only(run(BF16, TIS), run(FP8, TIS)).unmatched == ()
     assert only(run(BF16), run(FP8, TIS)).unmatched == ()
 

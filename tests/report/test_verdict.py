@@ -203,7 +203,7 @@ def test_what_is_not_matched_is_not_judged(write, chosen):
     write(BF16)
     write((*E2E, "glue.verify=full"))
     choice = chosen()
-    said = "fp8-e2e-tis is not matched to bf16-none (glue.verify is full, the twin's ledger)"
+    said = "fp8-e2e-tis is not matched to bf16-none (glue.verify is full, the baseline's ledger)"
     assert choice.headline == "Undecided" and choice.why == said
     assert choice.commands == () and choice.remedy == ""
 
