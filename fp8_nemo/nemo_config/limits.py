@@ -14,8 +14,8 @@ from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import Parallel, Recipe
-from fp8_nemo.recipe.settled import Settled
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.settled import Layout, Settled
 
 
 def host_mistakes(settled: Settled, host: Host) -> Iterator[Mistake]:
@@ -41,8 +41,8 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
 def _of_gpus(settled: Settled) -> Iterator[Limit]:
     """How the GPUs are shared out."""
     recipe, all_gpus = settled.recipe, settled.gpus
-    at, shape = recipe.model.parallel, recipe.model.shape
-    copy, stage = at.tensor * at.pipeline * at.context, all_gpus // at.pipeline  # in GPUs
+    at, shape = settled.layout, recipe.model.shape
+    copy, stage = at.copy, all_gpus // at.pipeline  # in GPUs
     yield Limit(
         "model.parallel.pipeline",
         at.pipeline,
@@ -81,8 +81,8 @@ def _of_gpus(settled: Settled) -> Iterator[Limit]:
 
 def _of_shape(settled: Settled) -> Iterator[Limit]:
     """How the model and an update's sequences are cut."""
-    recipe, uneven = settled.recipe, _uneven_shard(settled.recipe)
-    at, shape, block = recipe.model.parallel, recipe.model.shape, recipe.precision.rollout.block
+    recipe, uneven = settled.recipe, _uneven_shard(settled)
+    at, shape, block = settled.layout, recipe.model.shape, recipe.precision.rollout.block
     update, ranks = settled.sequences_per_update, settled.data_parallel
     yield _divides(at, "pipeline", shape.layers, "the layers", "megatron/core/transformer")
     yield _divides(at, "tensor", shape.kv_heads, "the K/V heads", "megatron/core/transformer")
@@ -147,15 +147,15 @@ def _of_precision(recipe: Recipe) -> Iterator[Limit]:
     )
 
 
-def _divides(parallel: Parallel, key: str, whole: int, what: str, mirrors: str) -> Limit:
+def _divides(parallel: Layout, key: str, whole: int, what: str, mirrors: str) -> Limit:
     """`model.parallel.KEY` must divide a number of the recipe."""
     size, allowed = getattr(parallel, key), f"must divide {what}, {whole}"
     return Limit(f"model.parallel.{key}", size, whole % size != 0, allowed, mirrors)
 
 
-def _uneven_shard(recipe: Recipe) -> str | None:
+def _uneven_shard(settled: Settled) -> str | None:
     """The first weight that vLLM would hold in FP8 and cannot cut on block borders."""
-    parallel, shape = recipe.model.parallel, recipe.model.shape
+    recipe, parallel, shape = settled.recipe, settled.layout, settled.recipe.model.shape
     for name, sizes in named_shapes(shape).items():
         if not is_fp8_weight(name, sizes, recipe.precision, shape.layers):
             continue

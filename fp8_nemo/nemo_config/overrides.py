@@ -33,7 +33,10 @@ from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Correction, Model, Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.settled import (
+    KEEPS_OPTIMIZER,
     KEPT_CHECKPOINTS,
+    LOGITS_CHUNK,
+    LOGPROB_BATCH,
     MICRO_BATCH,
     PROMPT,
     SHARE,
@@ -75,7 +78,7 @@ def configure(settled: Settled, host: Host) -> Configuration:
     ours = _keys_of(settled, host)
     return Configuration(
         ours | dict(settled.own),
-        _environment_variables(settled.recipe),
+        _environment_variables(settled),
         native_correction(settled.recipe.correction) is not None,
         tuple(_own_key_mistakes(settled, ours, host)),
     )
@@ -113,30 +116,30 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
     written = {
         **_grpo(settled),
         **_loss(settled),
-        **_rollout(recipe),
+        **_rollout(settled),
         **_train(settled),
-        **_parallel(recipe),
+        **_parallel(settled),
         **_lengths(settled),
+        **({KEEPS_OPTIMIZER: False} if settled.layout.keeps_optimizer else {}),
         **_data(recipe),
         **_records(recipe),
         **{key: value for key, (value, _) in PINNED.items()},
         **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
-        # One size for both passes: NeMo RL asserts it for TP >= 4 (seam equal-micro-batches).
-        "policy.logprob_batch_size": settled.micro_batch,
         VALIDATION_BATCH: settled.validation_problems,  # one batch of all
     }
     lacking = [key for key in ONLY_IF_KNOWN if not host.has(base, key)]
     return {key: value for key, value in written.items() if key not in lacking}
 
 
-def _environment_variables(recipe: Recipe) -> dict[str, str]:
+def _environment_variables(settled: Settled) -> dict[str, str]:
+    recipe = settled.recipe
     found = {
         "TORCH_CUDA_ARCH_LIST": ARCHITECTURES[recipe.cluster.gpu],  # seam architectures
         "VLLM_NO_USAGE_STATS": "1",
     }
     if recipe.cluster.interpreter == "system":
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-    if recipe.model.parallel.rollout_tensor > 1:
+    if settled.layout.rollout_tensor > 1:
         # Runner V2 of 0.25.1, a dense model's own, read foreign memory in its second step on two
         # H200s, in two runs of four; why, by reading, docs/research/log.md.
         found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -234,8 +237,8 @@ def _loss(settled: Settled) -> dict[str, Any]:
     }
 
 
-def _rollout(recipe: Recipe) -> dict[str, Any]:
-    precision, memory = recipe.precision, recipe.model.memory
+def _rollout(settled: Settled) -> dict[str, Any]:
+    recipe, precision, layout = settled.recipe, settled.recipe.precision, settled.layout
     fp8 = precision.rollout.is_quantized
     found: dict[str, Any] = {
         f"{VLLM}.precision": VLLM_PRECISION[precision.rollout_linear],
@@ -243,7 +246,7 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
         f"{VLLM}.use_deep_gemm": fp8,
         f"{VLLM}.num_first_layers_in_bf16": precision.first_layers_bf16 if fp8 else 0,
         f"{VLLM}.num_last_layers_in_bf16": precision.last_layers_bf16 if fp8 else 0,
-        SHARE: memory.rollout_share,
+        SHARE: recipe.model.memory.rollout_share,
         f"{VLLM}.enforce_eager": False,
     }
     if fp8 and precision.scales == "pow2":
@@ -254,10 +257,10 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
         found[f"{VLLM}.quantization_ignored_layer_kws"] = ["mlp.gate"]
     if recipe.model.shape.experts:
         found[f"{GENERATION}.vllm_kwargs.moe_backend"] = "triton"  # others relayout at a refit
-    if memory.kv_cache_gib is not None:
-        kv_bytes = int(memory.kv_cache_gib * GIB)
+    if layout.kv_cache_gib is not None:
+        kv_bytes = int(layout.kv_cache_gib * GIB)
         found[f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"] = kv_bytes
-    if recipe.model.parallel.rollout_tensor > 1:
+    if layout.rollout_tensor > 1:
         # NeMo RL patches vLLM's workers through Ray executor V1 only (seam executor-v1).
         found[f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
     return found
@@ -276,7 +279,7 @@ def _train(settled: Settled) -> dict[str, Any]:
         f"{MEGATRON}.scheduler.lr_warmup_init": settled.learning_rate / 10,
         # A run that goes on with more steps has another schedule than its checkpoint.
         f"{MEGATRON}.scheduler.override_opt_param_scheduler": True,
-        f"{MEGATRON}.activation_checkpointing": recipe.model.memory.recompute,
+        f"{MEGATRON}.activation_checkpointing": settled.layout.recompute,
         f"{MEGATRON}.checkpoint.async_save": False,
     }
     if recipe.model.shape.experts:
@@ -292,8 +295,8 @@ def _train(settled: Settled) -> dict[str, Any]:
     return found
 
 
-def _parallel(recipe: Recipe) -> dict[str, Any]:
-    parallel = recipe.model.parallel
+def _parallel(settled: Settled) -> dict[str, Any]:
+    recipe, parallel = settled.recipe, settled.layout
     # Megatron wants it for experts under tensor parallelism.
     by_sequence = bool(recipe.model.shape.experts) and parallel.tensor > 1
     # Of tensor ranks too, as in the base files: `sequence_parallel` may be the user's.
@@ -319,8 +322,14 @@ def _lengths(settled: Settled) -> dict[str, Any]:
         f"{GENERATION}.max_new_tokens": settled.response_tokens,
         f"{VLLM}.max_model_len": settled.sequence_tokens,
         PROMPT: settled.prompt_tokens,
-        MICRO_BATCH: settled.micro_batch,
+        MICRO_BATCH: settled.layout.micro_batch,
+        LOGPROB_BATCH: settled.layout.logprob_batch,
         "policy.sequence_packing.enabled": True,
+        # One loss for all sequences of a micro-batch, as upstream's 30B recipe has it: without it
+        # every sequence's backward fills a gradient of all logits.
+        "policy.sequence_packing.fuse_loss": True,
+        f"{MEGATRON}.defer_fp32_logits": True,  # the loss makes them FP32 itself, by chunks
+        LOGITS_CHUNK: settled.layout.logits_chunk or None,
         "policy.dynamic_batching.enabled": False,
     }
 

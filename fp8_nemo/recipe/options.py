@@ -23,6 +23,11 @@ def one_of(*allowed: str, default: str | None = None) -> Any:
     return field(default=default or allowed[0], metadata={"one_of": allowed})
 
 
+def optional_one_of(*allowed: str) -> Any:
+    """A string field with a closed list of values, or null."""
+    return field(default=None, metadata={"one_of": allowed})
+
+
 def number(
     default: float | None,
     *,
@@ -72,19 +77,19 @@ DTYPE_BYTES = {"float32": 4} | {each.dtype: each.bytes for each in FORMATS.value
 
 @dataclass
 class Parallel:
-    """How a model is spread over GPUs; one layout per model, the same for every precision."""
+    """How a model is spread over GPUs. With `model.layout=auto` the plan chooses what is null."""
 
-    tensor: int = number(1, least=1)
+    tensor: int | None = number(1, least=1)
     """GPUs that share each weight in training."""
-    pipeline: int = number(1, least=1)
+    pipeline: int | None = number(1, least=1)
     """Stages of layers in training; FP8 KV needs 1."""
-    context: int = number(1, least=1)
+    context: int | None = number(1, least=1)
     """GPUs that share a sequence in training."""
-    expert: int = number(1, least=1)
+    expert: int | None = number(1, least=1)
     """GPUs that share the experts in training."""
-    rollout_tensor: int = number(1, least=1)
+    rollout_tensor: int | None = number(1, least=1)
     """GPUs that share each weight in an engine."""
-    rollout_expert: int = number(1, least=1)
+    rollout_expert: int | None = number(1, least=1)
     """GPUs over which an engine spreads whole experts."""
 
 
@@ -92,13 +97,19 @@ class Parallel:
 class Memory:
     """How a model shares a GPU that trainer and engine take turns on (`backend=nemo`)."""
 
-    recompute: bool = False
+    recompute: bool | None = False
     """Compute activations again in the backward pass instead of keeping them."""
     rollout_share: float = number(0.5, above=0, most=0.95)
     """Share of the GPU that the engine may take."""
     kv_cache_gib: float | None = number(None, above=0)
     """Size of the KV cache per GPU. Without it the engine takes what it saw free when it started,
     and may find it taken when it wakes up (NeMo RL #3412)."""
+    micro_batch: int | None = number(None, least=1)
+    """Sequences of full length that a training micro-batch has room for; null: the base's."""
+    logprob_batch: int | None = number(None, least=1)
+    """The same of a logprob micro-batch; null: as many as in training."""
+    optimizer: str | None = optional_one_of("move", "keep")
+    """Adam's state between two trainings: moved to the host, as without a value, or kept."""
 
 
 @dataclass
@@ -145,6 +156,8 @@ class Model:
     """A folder that holds the model; wins over `hf_id`. Without either, the one that ships here."""
     base_config: str | None = None
     """Base YAML in NeMo RL's checkout, for `backend=nemo`."""
+    layout: str | None = optional_one_of("auto")
+    """`auto`: the plan chooses what `parallel` and `memory` leave null, the fastest that fits."""
     parallel: Parallel = field(default_factory=Parallel)
     memory: Memory = field(default_factory=Memory)
     shape: Shape = field(default_factory=Shape)

@@ -33,7 +33,7 @@ from fp8_nemo.recipe.model_dir import model_path, weights_digest
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation
 from fp8_nemo.recipe.problems import problems_digest
-from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS
+from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout
 from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done, write_whole
 from fp8_nemo.runs.provenance import environment
 
@@ -97,6 +97,16 @@ def read_plan(run_dir: Path) -> Plan:
             f"{run_dir / PLAN}: not a plan ({str(error).splitlines()[0]}); "
             "delete the file, and the same line again writes it"
         ) from error
+
+
+def layout_of(plan: Plan) -> Layout | None:
+    """Return the layout with which a run was first submitted; None if it was not, or gave its own.
+
+    Raises:
+        RunDirError: its plan cannot be read.
+    """
+    path = run_path(plan)
+    return read_plan(path).layout if (path / PLAN).exists() else None
 
 
 def state_of(plan: Plan, steps: int) -> State:
