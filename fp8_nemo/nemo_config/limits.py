@@ -295,7 +295,7 @@ def _of_environments(written: Mapping[str, Any]) -> Iterator[Limit]:
     yield Limit(
         f"nemo.{key}",
         name,
-        name not in there,
+        isinstance(name, str) and name not in there,
         f"no env.{name} is configured, only {', '.join(there)}",
         SEAMS["environment"].path,
         f"add its keys, as +nemo.env.{name}.num_workers=8",
