@@ -1,9 +1,9 @@
-"""How long an optimizer's state takes to the host and back: as NeMo RL moves it, and through our buffer.
+"""How long an optimizer's state takes to the host and back, as NeMo RL moves it and as we do.
 
 python -m benchmarks.speed.move_optimizer --out FILE.json [--gib 9.4] [--repetitions 3]
 
-One GPU, tensors as the distributed optimizer of Llama 3.1 8B holds them on one of 8 GPUs: per weight
-a shard of two FP32 moments. By turns, on one machine; medians and raw seconds.
+One GPU, tensors as the distributed optimizer of Llama 3.1 8B holds them on one of 8 GPUs: per
+weight a shard of two FP32 moments. By turns, on one machine; medians and raw seconds.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=9.4)
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
+    record.need("torch")
     states, host = state_of(options.gib), HostState()
     first = clocked(host.to_host, states) + clocked(host.to_device, states)
     raw: dict[str, list[float]] = {"stock down": [], "stock up": [], "ours down": [], "ours up": []}
@@ -79,16 +80,12 @@ def main() -> None:
         raw["ours down"].append(clocked(host.to_host, states))
         raw["ours up"].append(clocked(host.to_device, states))
     rows: list[dict[str, Any]] = [
-        {"way": way, "median": median(seconds), "GB/s": options.gib * GIB / 1e9 / median(seconds),
-         "raw": seconds}
-        for way, seconds in raw.items()
-    ]  # fmt: skip
-    record.keep(
-        options.out, options.commit, gib=options.gib, rows=rows, first_with_allocation=first
-    )
-    record.show(
-        f"{options.gib} GiB", [{k: row[k] for k in ("way", "median", "GB/s")} for row in rows]
-    )
+        {"way": way, "GB/s": options.gib * GIB / 1e9 / median(each)} | record.repeated(each)
+        for way, each in raw.items()
+    ]
+    record.keep(options.out, options.commit, gib=options.gib, rows=rows, first=first)
+    shown = [{key: row[key] for key in ("way", "median", "GB/s")} for row in rows]
+    record.show(f"{options.gib} GiB", shown)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Move an optimizer's state to the host and back through page-locked memory.
 
 NeMo RL copies each tensor by `v.to("cpu")`, which allocates pageable memory every time: 1.4 GB/s
-down and 5.5 GB/s up on an H200's host, 27 of 110 s of a step (benchmarks/results/step-check-h200.json).
-Here one page-locked buffer outlives the copies, and the device's copy engine works alone.
+down and 5.5 GB/s up on an H200's host, 27 of 110 s of a step
+(benchmarks/results/step-check-h200.json). Here one page-locked buffer outlives the copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ State = MutableMapping[str, Any]
 class HostState:
     """Hold one optimizer's tensors on the host while the engine has the GPU.
 
-    The first call allocates the buffer, a second or so per 10 GiB; it stays as long as the sizes do.
+    The first call allocates the buffer, which stays until a larger one is needed.
     """
 
     def __init__(self) -> None:

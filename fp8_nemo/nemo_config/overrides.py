@@ -9,9 +9,6 @@ Folders are added last, when it is known where a run stands (`path_overrides`).
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +16,13 @@ from typing import Any
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import (
     ABSENT,
-    ADDED,
     GENERATION,
     MEGATRON,
     ONLY_IF_KNOWN,
-    OURS,
     PINNED,
     VLLM,
-    may_be_added,
 )
+from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Correction, Model, Recipe
@@ -80,7 +75,7 @@ def configure(settled: Settled, host: Host) -> Configuration:
         ours | dict(settled.own),
         _environment_variables(settled),
         native_correction(settled.recipe.correction) is not None,
-        tuple(_own_key_mistakes(settled, ours, host)),
+        tuple(own_key_mistakes(settled, ours, host)),
     )
 
 
@@ -171,31 +166,6 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
         found["data.train.data_path"] = str(folder / "train.jsonl")
         found["data.validation.data_path"] = str(folder / "validation.jsonl")
     return found
-
-
-def _own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> Iterator[Mistake]:
-    base, refused = _base(settled.recipe), PINNED | ABSENT
-    there = {**ours, **host.leaves(base)}
-    known = {*ADDED, *OURS, *refused, *there}
-    for key, value in settled.own.items():
-        if key in OURS:
-            yield Mistake(f"nemo.{key}", value, f"is written by {OURS[key]}", "set that instead")
-        elif key in refused and value != refused[key][0]:
-            allowed, reason = refused[key]
-            yield Mistake(f"nemo.{key}", value, f"must be {json.dumps(allowed)}: {reason}")
-        elif key not in known and not may_be_added(key):
-            near = difflib.get_close_matches(key, known, n=1)
-            where = (
-                f"no such key in {base}"
-                if host.bases is not None
-                else "not one of the keys that are known without a checkout; set NEMO_RL_ROOT"
-            )
-            yield Mistake(
-                f"nemo.{key}", value, where, f"did you mean nemo.{near[0]}?" if near else ""
-            )
-        elif not _fits(value, there.get(key)):
-            kind = type(there[key]).__name__
-            yield Mistake(f"nemo.{key}", value, f"must be of type {kind}, as {there[key]!r} is")
 
 
 def _grpo(settled: Settled) -> dict[str, Any]:
@@ -386,17 +356,6 @@ def _records(recipe: Recipe) -> dict[str, Any]:
 def _model_name(model: Model) -> str:
     """The folder if there is one, else the hub's name, else the model that ships here."""
     return model.hub_id or str(model_path(model).absolute())
-
-
-def _fits(value: Any, usual: Any) -> bool:
-    """Whether a value is of the type that NeMo RL's YAML has there; a number is a number."""
-    if usual is None or (isinstance(usual, str) and isinstance(value, str | None)):
-        return True
-    if isinstance(usual, bool) or isinstance(value, bool):
-        return isinstance(usual, bool) and isinstance(value, bool)
-    if isinstance(usual, int | float):
-        return isinstance(value, int | float)
-    return isinstance(value, type(usual)) or value is None
 
 
 def _base(recipe: Recipe) -> str:

@@ -140,7 +140,7 @@ def stock_command(plan: Plan, host: Host, run_dir: Path) -> list[str]:
     It differs from our run in what no key can say: a correction that NeMo RL has not, our metrics.
     """
     assert plan.nemo
-    return command_line(plan.nemo.base_config, _written(plan, host, run_dir))
+    return command_line(plan.nemo.base_config, _written(plan, host, run_dir), host.declared)
 
 
 def _written(plan: Plan, host: Host, run_dir: Path) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 A phase is operations over the rates that kernels reach, and no layer takes less than its launches
 take the host. Rates and launches are fitted on half of what was measured on H200s and tested on the
 other half (benchmarks/speed/fit_training.py); an H100 multiplies as fast and reads memory slower.
-Answers are taken as half of the longest on average. Left out: exchange between nodes, data, rewards,
-and the last long answers, when an engine is nearly empty.
+Answers are taken as half of the longest on average. Left out: exchange between nodes, data,
+rewards, and the last long answers, when an engine is nearly empty.
 """
 
 from __future__ import annotations

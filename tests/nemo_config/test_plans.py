@@ -1,7 +1,7 @@
 """Ring 1, without NeMo RL: every cell's overrides against the keys of both versions.
 
-`data/` holds the keys and values of the base files that `conf/model` names, after inheritance, as
-NeMo RL main 7ea279a and v0.7.0 have them.
+`data/` holds the keys and values of the base files that `conf/model` names, after inheritance, and
+the keys that its classes declare, as NeMo RL main 7ea279a and v0.7.0 have them.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fp8_nemo.nemo_config.host import BASE_KEYS, KNOWN_BASES, MAIN, Host
-from fp8_nemo.nemo_config.keys import command_line, may_be_added
+from fp8_nemo.nemo_config.keys import ADDED, command_line, may_be_added
 from fp8_nemo.nemo_config.limits import host_limits
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, V0_7_0_DEFECTS
@@ -30,6 +30,7 @@ from fp8_nemo.recipe.settled import Base
 KEYS = Path(__file__).parent / "data"
 FILES = {"main": "nemo_rl-main-7ea279a.json", "v0.7.0": "nemo_rl-v0.7.0.json"}
 DEFECTS = {"main": MAIN_DEFECTS, "v0.7.0": V0_7_0_DEFECTS}
+VLLM_OF = {"main": "0.25.1", "v0.7.0": "0.20.0"}
 LATER = Host("later")
 
 MODELS = ("tiny-llama", "tiny-qwen3-moe", "small-llama", "small-qwen3-moe")
@@ -64,7 +65,13 @@ def overrides(*arguments, host=MAIN):
 
 def host(version):
     content = json.loads((KEYS / FILES[version]).read_text())
-    return Host(version, bases=content["configs"], defects=DEFECTS[version])
+    return Host(
+        version,
+        bases=content["configs"],
+        defects=DEFECTS[version],
+        vllm=VLLM_OF[version],
+        declared=ADDED | content["declared"],
+    )
 
 
 @pytest.mark.parametrize("version", FILES)
@@ -292,6 +299,73 @@ FORBIDDEN = [
     ),
     (["model=llama31-8b", "model.base_config=null"], "model.base_config=null: backend=nemo"),
 ]
+AT, KWARGS = "nemo.policy.megatron_cfg", "nemo.policy.generation.vllm_kwargs"
+UNPACKED = "+nemo.policy.sequence_packing.enabled=false"
+REJECTED_LATER = [
+    (
+        ["model.parallel.tensor=4", "+nemo.policy.logprob_batch_size=2"],
+        "nemo.policy.logprob_batch_size=2: must be the micro-batch, 1, with model.parallel.tensor",
+    ),
+    (
+        ["+nemo.policy.dynamic_batching.enabled=true"],
+        "nemo.policy.dynamic_batching.enabled=true: excludes packed sequences",
+    ),
+    (
+        [UNPACKED, "+nemo.policy.dynamic_batching.enabled=true", "model.parallel.pipeline=2"],
+        "nemo.policy.dynamic_batching.enabled=true: wants one pipeline stage",
+    ),
+    (
+        [UNPACKED, "model.parallel.context=2"],
+        "nemo.policy.sequence_packing.enabled=false: must be true with model.parallel.context=2",
+    ),
+    (
+        ["+nemo.policy.logprob_chunk_size=1024", f"+{AT}.defer_fp32_logits=false"],
+        "nemo.policy.logprob_chunk_size=1024: needs policy.megatron_cfg.defer_fp32_logits",
+    ),
+    (
+        [f"+{AT}.use_fused_linear_logprobs=true"],
+        f"{AT}.use_fused_linear_logprobs=true: excludes packed sequences",
+    ),
+    (
+        ["+nemo.grpo.batch_multiplier=2"],
+        "nemo.grpo.batch_multiplier=2: must be 1 without grpo.use_dynamic_sampling",
+    ),
+    (
+        [f"+{AT}.cuda_graph_impl=transformer_engine", "model.memory.recompute=true"],
+        f"{AT}.cuda_graph_impl=transformer_engine: excludes recomputing whole layers",
+    ),
+    (
+        [f"+{AT}.moe_enable_deepep=true"],
+        f"{AT}.moe_enable_deepep=true: needs policy.megatron_cfg.moe_token_dispatcher_type=flex",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.tensor=2", f"+{AT}.sequence_parallel=false"],
+        f"{AT}.sequence_parallel=false: must be true for experts with model.parallel.tensor=2",
+    ),
+    (
+        ["precision=fp8-e2e", f"+{AT}.fp8_cfg.fp8_recipe=mxfp8"],
+        f"{AT}.fp8_cfg.fp8_recipe=mxfp8: must be blockwise",
+    ),
+    (
+        ["precision=fp8-e2e", UNPACKED],
+        "nemo.policy.sequence_packing.enabled=false: must be true with precision.train_linear=fp8",
+    ),
+    (
+        ["+nemo.data.default.env_name=code"],
+        "nemo.data.default.env_name=code: no env.code is configured, only math",
+    ),
+    ([f"+{KWARGS}.seed=1"], f"{KWARGS}.seed=1: is written by NeMo RL"),
+    ([f"+{KWARGS}.foo_bar=1"], f"{KWARGS}.foo_bar=1: vLLM 0.25.1 has no such argument"),
+    (
+        [f"+{KWARGS}.speculative_config.method=ngram"],
+        f"{KWARGS}.speculative_config=ngram: not supported yet",
+    ),
+    (
+        ["precision=fp8-kv-attn", f"+{KWARGS}.calculate_kv_scales=true"],
+        f"{KWARGS}.calculate_kv_scales=true: must be false",
+    ),
+]
+"""What only NeMo RL, Megatron or vLLM stop at, minutes later; by keys of NeMo RL's."""
 
 
 @pytest.mark.parametrize(("arguments", "line"), FORBIDDEN)
@@ -299,6 +373,40 @@ def test_what_the_host_forbids_is_refused_at_compose_time(arguments, line):
     with pytest.raises(ComposeError) as caught:
         compose_plans([*NEMO, *arguments])
     assert any(each.startswith(line) for each in caught.value.lines), caught.value.lines
+
+
+def rejected(arguments):
+    return ["model=llama31-8b", "precision=fp8-linear", *arguments]
+
+
+@pytest.mark.parametrize(("arguments", "line"), REJECTED_LATER)
+def test_what_nemo_rl_and_its_engines_reject_later_is_refused_in_one_line(arguments, line):
+    for there in (MAIN, host("main")):
+        with pytest.raises(PlanError) as caught:
+            plan(*rejected(arguments), host=there)
+        [found] = [each for each in str(caught.value).splitlines() if each.startswith(line)]
+        assert found.count("; ") >= 1  # with a remedy
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["model.parallel.tensor=2", "+nemo.policy.logprob_batch_size=2"],
+        [UNPACKED, "+nemo.policy.dynamic_batching.enabled=true"],
+        ["+nemo.policy.logprob_chunk_size=1024", f"+{AT}.defer_fp32_logits=true"],
+        [UNPACKED, f"+{AT}.use_fused_linear_logprobs=true"],
+        ["+nemo.grpo.batch_multiplier=2", "+nemo.grpo.use_dynamic_sampling=true"],
+        [f"+{AT}.cuda_graph_impl=transformer_engine", "model.memory.recompute=false"],
+        [f"+{AT}.cuda_graph_impl=local", f"+{AT}.recompute_granularity=selective"],
+        [f"+{AT}.moe_enable_deepep=true", f"+{AT}.moe_token_dispatcher_type=flex"],
+        ["+nemo.data.default.env_name=code", "+nemo.env.code.num_workers=8"],
+        [f"+{KWARGS}.calculate_kv_scales=true"],
+        [f"+{KWARGS}.compilation_config.cudagraph_capture_sizes=[1,2,4]"],
+        [UNPACKED, "precision=fp8-e2e", "+nemo.policy.make_sequence_length_divisible_by=128"],
+    ],
+)
+def test_the_remedy_of_what_is_rejected_later_is_taken(arguments):
+    assert plan(*rejected(arguments), host=host("main"))
 
 
 def test_expert_parallel_engines_keep_experts_whole():
@@ -458,18 +566,19 @@ def test_it_is_told_where_vllm_forgets_the_scales_of_a_cache(model, more, told):
 
 
 def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it():
-    there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
+    there = Host("v0.7.0", defects=V0_7_0_DEFECTS, vllm="0.25.1")
     cases = [case for case, _ in FORBIDDEN] + [["model=llama31-8b", *case] for case, _ in DEFECTIVE]
+    cases += [rejected(case) for case, _ in REJECTED_LATER]
     lines = []
     for arguments in cases:
         with pytest.raises(ComposeError) as caught:
             compose_plans([*NEMO, *arguments], lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 19
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 36
     for limit in limits:
         assert limit.mirrors
-        broken = [line for line in lines if line.startswith(f"{limit.key}=")]
+        broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]
         assert any(f"({limit.mirrors})" in line for line in broken), limit
 
 
@@ -511,7 +620,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             "+nemo.policy.max_total_sequence_length=2048",
             "nemo.policy.max_total_sequence_length=2048: is written by grpo.max_new_tokens",
         ),
-        ("+nemo.grpo.batch_multiplier=2", "nemo.grpo.batch_multiplier=2: not one of the keys"),
+        ("+nemo.grpo.val_start_at=2", "nemo.grpo.val_start_at=2: not one of the keys"),
     ],
 )
 def test_keys_under_nemo_are_held_against_what_is_known(argument, line):
@@ -726,7 +835,9 @@ def test_a_plan_says_that_a_speed_is_of_what_was_not_measured(other):
 
 def test_what_people_read_names_layout_memory_and_what_was_checked():
     rows = dict(describe(plan("model=llama31-8b", "precision=fp8-linear"), MAIN))
-    assert rows["layout"].startswith("8 GPUs. Train: TP 1, PP 1, CP 1, EP 1, DP 8, micro-batches of")
+    assert rows["layout"].startswith(
+        "8 GPUs. Train: TP 1, PP 1, CP 1, EP 1, DP 8, micro-batches of"
+    )
     assert "Rollout: 8 engines, TP 1, EP 1, KV cache" in rows["layout"]
     assert "a checkpoint 105 GiB, 2 kept" in rows["memory"] and "host memory" in rows["memory"]
     assert "h100 80 GiB" in rows["memory"] and "h200 140 GiB" in rows["memory"]

@@ -171,7 +171,9 @@ def test_recalibration_grows_with_the_tokens_of_a_gpu_and_is_nothing_in_bf16():
 
 
 def test_a_step_is_the_sum_and_each_number_has_its_file():
-    found = step_time.step(plan_of("precision=bf16").settled, Load(256, 3840, 4096, 1), everything())
+    found = step_time.step(
+        plan_of("precision=bf16").settled, Load(256, 3840, 4096, 1), everything()
+    )
     assert found["step"].seconds == sum(found[phase].seconds for phase in step_time.PHASES)
     assert found["refit"].source == "glue.json" and found["logprob"].source == "train.json"
 
