@@ -72,13 +72,10 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     free = memory.headroom(phase)
     fits = "yes" if free >= HEADROOM else "hardly" if free >= 0 else "NO"
     needs = f"{phase} needs {memory.gpu_gib * (1 - free):.0f} of {memory.gpu_gib:.0f} GiB"
-    here = step_seconds(settled)
+    here, against = step_seconds(settled), _against_bf16(settled, host)
     return [
         ("fits", f"{fits}: {needs} on each of {settled.gpus} {gpu}, by estimate"),
-        (
-            "step",
-            f"{here.total:.0f} s by estimate: {_phases(here)}; {_against_bf16(settled, host)}",
-        ),
+        ("step", f"{here.total:.0f} s by estimate: {_phases(here)}; {against}"),
     ]
 
 
@@ -220,7 +217,8 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
     yield memory.text(memory.worst)
     yield f"KV cache of an engine {kv_cache_tokens(settled, memory):,} tokens"
     yield f"host memory {host_gib(settled):,.0f} GiB a node, page-locked"
-    yield f"a checkpoint {checkpoint_gib(settled):,.0f} GiB, {KEPT_CHECKPOINTS} kept and one written"
+    saved = checkpoint_gib(settled)
+    yield f"a checkpoint {saved:,.0f} GiB, {KEPT_CHECKPOINTS} kept and one written"
     if OPTIMIZER_ALWAYS_MOVED in host.defects or settled.layout.keeps_optimizer:
         return
     kept = memory_per_gpu(replace(settled, layout=settled.layout._replace(keeps_optimizer=True)))
