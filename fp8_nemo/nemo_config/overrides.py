@@ -41,6 +41,7 @@ from fp8_nemo.recipe.settled import (
 
 GIB = 2**30
 ARCHITECTURES = {"h100": "9.0", "h200": "9.0", "b200": "10.0"}
+GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_FILE = "data.default.prompt_file"
 VALIDATION_BATCH = "grpo.val_batch_size"
 VLLM_PRECISION = {"bf16": "bfloat16", "fp8": "fp8"}
@@ -132,6 +133,10 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
         "TORCH_CUDA_ARCH_LIST": ARCHITECTURES[recipe.cluster.gpu],  # seam architectures
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if recipe.precision.rollout.is_quantized:
+        # Else vLLM takes FlashInfer below 32 rows and DeepGEMM above, which quantize differently;
+        # what was measured here is DeepGEMM alone.
+        found["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
     if recipe.cluster.interpreter == "system":
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     if settled.layout.rollout_tensor > 1:
@@ -218,6 +223,9 @@ def _rollout(settled: Settled) -> dict[str, Any]:
         f"{VLLM}.num_last_layers_in_bf16": precision.last_layers_bf16 if fp8 else 0,
         SHARE: recipe.model.memory.rollout_share,
         f"{VLLM}.enforce_eager": False,
+        f"{GENERATION}.vllm_kwargs.compilation_config.cudagraph_capture_sizes": graph_sizes(
+            settled
+        ),
     }
     if fp8 and precision.scales == "pow2":
         found[f"{VLLM}.pow2_weight_scaling_factors"] = True
@@ -234,6 +242,16 @@ def _rollout(settled: Settled) -> dict[str, Any]:
         # NeMo RL patches vLLM's workers through Ray executor V1 only (seam executor-v1).
         found[f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
     return found
+
+
+def graph_sizes(settled: Settled) -> list[int]:
+    """Give the batches that vLLM captures as CUDA graphs: those that an engine's sequences pass.
+
+    vLLM's own are 51, each of which DeepGEMM compiles kernels for: three minutes of a first start.
+    A batch between two of them runs as the larger one, and reads no more weights and cache for it.
+    """
+    sequences = settled.sequences_per_engine
+    return [size for before, size in zip((0, *GRAPHS), GRAPHS, strict=False) if before < sequences]
 
 
 def _train(settled: Settled) -> dict[str, Any]:

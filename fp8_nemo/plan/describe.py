@@ -28,7 +28,7 @@ from fp8_nemo.plan.memory import (
     memory_per_gpu,
 )
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.plan.speed import decode_of_engine, is_fitted, sequences_per_engine
+from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import PROMPT_MEAN, StepSeconds, answer_tokens, step_seconds
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.options import Precision
@@ -236,7 +236,7 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
     found = decode_of_engine(settled, context)
     plain = decode_of_engine(_with(settled, recipe.cluster.gpu, Precision()), context)
     yield (
-        f"{found.running} of an engine's {sequences_per_engine(settled)} sequences of "
+        f"{found.running} of an engine's {settled.sequences_per_engine} sequences of "
         f"{context:,.0f} tokens in its cache"
     )
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):

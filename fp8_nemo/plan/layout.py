@@ -110,10 +110,9 @@ def _with_cache(settled: Settled) -> Layout:
     room = GPU_GIB[settled.recipe.cluster.gpu] * (empty.headroom("rollout") - HEADROOM)
     shape, precision = settled.recipe.model.shape, settled.recipe.precision
     shards = min(layout.rollout_tensor, shape.kv_heads)
-    engines = settled.gpus // layout.rollout_tensor
-    tokens = math.ceil(settled.sequences_per_step / engines) * settled.sequence_tokens
-    filled = tokens * count(shape, precision).kv_bytes_per_token / shards / GIB
-    return layout._replace(kv_cache_gib=float(max(1, math.floor(min(room, math.ceil(filled))))))
+    one = settled.sequence_tokens * count(shape, precision).kv_bytes_per_token / shards / GIB
+    useful = min(room, math.ceil(one * settled.sequences_per_engine))
+    return layout._replace(kv_cache_gib=float(max(math.ceil(one), math.floor(useful))))
 
 
 def _free(settled: Settled, phase: str) -> float:

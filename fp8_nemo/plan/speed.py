@@ -156,11 +156,6 @@ class Decode(NamedTuple):
     tokens_per_second: float
 
 
-def sequences_per_engine(settled: Settled) -> int:
-    """Return how many of a step's sequences one engine gets."""
-    return -(-settled.sequences_per_step // (settled.gpus // settled.layout.rollout_tensor))
-
-
 def decode_of_engine(settled: Settled, context: float) -> Decode:
     """Estimate an engine's speed while all its sequences are under way.
 
@@ -171,7 +166,7 @@ def decode_of_engine(settled: Settled, context: float) -> Decode:
     """
     shape, layout = settled.recipe.model.shape, settled.layout
     cached = kv_cache_tokens(settled, memory_per_gpu(settled))
-    running = int(max(1, min(sequences_per_engine(settled), cached // context)))
+    running = int(max(1, min(settled.sequences_per_engine, cached // context)))
     fixed = fitted_for(settled.recipe.model).decode
     step = decode_seconds(
         shape, settled.recipe.precision, running, context, settled.recipe.cluster.gpu, fixed=0.0

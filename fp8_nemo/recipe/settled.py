@@ -124,6 +124,11 @@ class Settled:
         return self.prompts_per_step * self.generations_per_prompt
 
     @property
+    def sequences_per_engine(self) -> int:
+        """Sequences of one step that one engine samples, at most."""
+        return math.ceil(self.sequences_per_step * self.layout.rollout_tensor / self.gpus)
+
+    @property
     def sequences_per_update(self) -> int:
         """Sequences of one optimizer step."""
         return self.sequences_per_step // self.updates_per_step
