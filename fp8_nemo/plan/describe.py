@@ -29,7 +29,7 @@ from fp8_nemo.plan.memory import (
 )
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
-from fp8_nemo.plan.step_time import PROMPT_MEAN, StepSeconds, answer_tokens, step_seconds
+from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.options import Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
@@ -232,7 +232,8 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
 def _speed_texts(settled: Settled) -> Iterator[str]:
     """Say how fast decode and refit are, beside BF16."""
     recipe = settled.recipe
-    context = PROMPT_MEAN + answer_tokens(settled) / 2
+    lengths = usual_lengths(settled)
+    context = lengths.prompt + lengths.answer / 2
     found = decode_of_engine(settled, context)
     plain = decode_of_engine(_with(settled, recipe.cluster.gpu, Precision()), context)
     yield (

@@ -17,8 +17,20 @@ from fp8_nemo.plan.speed import GPU_SPEED, decode_of_engine, fitted_for, refit_s
 from fp8_nemo.recipe.options import FORMATS, Precision, Shape
 from fp8_nemo.recipe.settled import Settled
 
-PROMPT_MEAN = 256
+PROMPT = 256
 """Assumed tokens of a prompt."""
+
+
+class Lengths(NamedTuple):
+    """Mean tokens of a step's prompts and answers: `Lengths(256, 1920)`."""
+
+    prompt: float
+    answer: float
+
+    @property
+    def sequence(self) -> float:
+        """Tokens of both."""
+        return self.prompt + self.answer
 
 
 class Reached(NamedTuple):
@@ -87,43 +99,58 @@ class LayerWork(NamedTuple):
     """FLOP of `lm_head`."""
 
 
-def step_seconds(settled: Settled) -> StepSeconds:
-    """Estimate a step of a run, by phase."""
+def usual_lengths(settled: Settled) -> Lengths:
+    """Assume answers of half of the longest, on average."""
+    longest = min(settled.response_tokens, settled.sequence_tokens - PROMPT)
+    return Lengths(PROMPT, max(1.0, longest / 2))
+
+
+def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSeconds:
+    """Estimate a step of a run, by phase.
+
+    Args:
+        settled: of the run.
+        lengths: of its prompts and answers; by default the usual ones.
+    """
+    lengths = lengths or usual_lengths(settled)
     recipe = settled.recipe
     shape, gpu = recipe.model.shape, recipe.cluster.gpu
     wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
     transfer = refit_seconds(shape, wire, gpu, fitted_for(recipe.model).refit or 0.0)
     passes = 2 if settled.kl_penalty else 1
     return StepSeconds(
-        rollout=rollout_seconds(settled),
-        logprob=passes * _passes(settled, settled.layout.logprob_batch, trains=False),
-        train=_passes(settled, settled.layout.micro_batch, trains=True),
+        rollout=rollout_seconds(settled, lengths),
+        logprob=passes * _passes(settled, lengths, settled.layout.logprob_batch, trains=False),
+        train=_passes(settled, lengths, settled.layout.micro_batch, trains=True),
         refit=transfer + REFIT_REST,
         optimizer=_optimizer_seconds(settled),
     )
 
 
-def answer_tokens(settled: Settled) -> float:
-    """Tokens of an answer, on average: half of the longest."""
-    return min(settled.response_tokens, settled.sequence_tokens - PROMPT_MEAN) / 2
-
-
-def rollout_seconds(settled: Settled) -> float:
+def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
     """Estimate the sampling of all of a step's answers, every engine at work."""
-    tokens = answer_tokens(settled)
-    decode = decode_of_engine(settled, PROMPT_MEAN + tokens / 2)
+    tokens = lengths.answer
+    decode = decode_of_engine(settled, lengths.prompt + tokens / 2)
     engines = settled.gpus // settled.layout.rollout_tensor
     slower = DOUBLED ** math.log2(settled.layout.rollout_tensor)
     return slower * settled.sequences_per_step / engines * tokens / decode.tokens_per_second
 
 
-def mfu(settled: Settled, seconds: float) -> float:
-    """Model FLOP utilization of training that took so long, of BF16's peak; nothing recomputed."""
-    work, tokens = layer_work(settled.recipe.model.shape), _tokens(settled)
+def mfu(settled: Settled, lengths: Lengths, seconds: float, *, trains: bool = True) -> float:
+    """Model FLOP utilization of a pass over a step's sequences, of BF16's peak.
+
+    Args:
+        settled: of the run.
+        lengths: of its prompts and answers.
+        seconds: that the pass took.
+        trains: forward and backward, or forward alone. What is recomputed does not count.
+    """
     shape = settled.recipe.model.shape
-    linear = 3 * (shape.layers * (work.quantized + work.other) + work.end)
-    attention = 3.5 * shape.layers * _attention(settled)
-    flops = settled.sequences_per_step * tokens * (linear + attention) / settled.gpus
+    work, ways = layer_work(shape), (3.0, 3.5) if trains else (1.0, 1.0)
+    linear = ways[0] * (shape.layers * (work.quantized + work.other) + work.end)
+    attention = ways[1] * shape.layers * _attention(shape, lengths)
+    tokens = settled.sequences_per_step * lengths.sequence
+    flops = tokens * (linear + attention) / settled.gpus
     return flops / seconds / GPU_SPEED[settled.recipe.cluster.gpu].bf16
 
 
@@ -138,29 +165,26 @@ def layer_work(shape: Shape) -> LayerWork:
     return LayerWork(blocks[True], blocks[False], 2.0 * shape.vocab * shape.hidden)
 
 
-def _tokens(settled: Settled) -> float:
-    return PROMPT_MEAN + answer_tokens(settled)
-
-
-def _attention(settled: Settled) -> float:
+def _attention(shape: Shape, lengths: Lengths) -> float:
     """FLOP of one token's causal attention in one layer, forward."""
-    shape = settled.recipe.model.shape
-    return 2 * shape.heads * shape.head_dim * _tokens(settled)
+    return 2 * shape.heads * shape.head_dim * lengths.sequence
 
 
-def _passes(settled: Settled, sequences: int, *, trains: bool) -> float:
+def _passes(settled: Settled, lengths: Lengths, sequences: int, *, trains: bool) -> float:
     """Seconds in which a GPU takes all of its sequences through the model, packed."""
-    tokens = settled.sequences_per_step * _tokens(settled) / settled.data_parallel
+    tokens = settled.sequences_per_step * lengths.sequence / settled.data_parallel
     room = settled.sequence_tokens * (sequences - UNFILLED)
     micro_batches = math.ceil(tokens / room)
     each = tokens / micro_batches
-    forward = _pass_seconds(settled, each, 0)
-    backward = _pass_seconds(settled, each, 1) if trains else 0.0
-    again = _layers_seconds(settled, each, 0) if trains and settled.layout.recompute else 0.0
-    return micro_batches * (forward + backward + again)
+    seconds = _pass_seconds(settled, lengths, each, 0)
+    if trains:
+        seconds += _pass_seconds(settled, lengths, each, 1)
+    if trains and settled.layout.recompute:
+        seconds += _layers_seconds(settled, lengths, each, 0)
+    return micro_batches * seconds
 
 
-def _pass_seconds(settled: Settled, tokens: float, way: int) -> float:
+def _pass_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -> float:
     """Seconds of one micro-batch, forward (0) or backward (1), with the model's end."""
     shape, layout = settled.recipe.model.shape, settled.layout
     speed = GPU_SPEED[settled.recipe.cluster.gpu]
@@ -169,10 +193,10 @@ def _pass_seconds(settled: Settled, tokens: float, way: int) -> float:
     traffic = LOGIT_BYTES[way] + (CHUNKED_BYTES if way and layout.logits_chunk else 0)
     logits = traffic * shape.vocab / speed.reached().bandwidth
     end = tokens / shared * (product + logits)
-    return _layers_seconds(settled, tokens, way) + end
+    return _layers_seconds(settled, lengths, tokens, way) + end
 
 
-def _layers_seconds(settled: Settled, tokens: float, way: int) -> float:
+def _layers_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -> float:
     """Seconds of all layers of a GPU, one after the other."""
     recipe, layout = settled.recipe, settled.layout
     shape, bf16 = recipe.model.shape, GPU_SPEED[recipe.cluster.gpu].bf16
@@ -183,7 +207,7 @@ def _layers_seconds(settled: Settled, tokens: float, way: int) -> float:
     linear = work.quantized / (LINEARS[name][way] * peak) + work.other / (
         LINEARS["bf16"][way] * bf16
     )
-    attention = ways[way] * _attention(settled) / (ATTENTION[way] * bf16)
+    attention = ways[way] * _attention(shape, lengths) / (ATTENTION[way] * bf16)
     device = tokens / (layout.tensor * layout.context) * ((1 + way) * linear + attention)
     kind = "experts" if shape.experts else "tensor" if layout.tensor > 1 else "dense"
     each = max(device, LAUNCH[kind, name][way]) + _exchange(settled, tokens) / NVLINK
