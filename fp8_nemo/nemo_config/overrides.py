@@ -132,11 +132,13 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
     found = {
         "TORCH_CUDA_ARCH_LIST": ARCHITECTURES[recipe.cluster.gpu],  # seam architectures
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # as measured; it would be compiled at the first step
     }
     if recipe.precision.rollout.is_quantized:
         # Else vLLM takes FlashInfer below 32 rows and DeepGEMM above, which quantize differently;
         # what was measured here is DeepGEMM alone.
         found["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
+        found["VLLM_DEEP_GEMM_WARMUP"] = "skip"  # of every row count: graphs meet those that count
     if recipe.cluster.interpreter == "system":
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     if settled.layout.rollout_tensor > 1:
