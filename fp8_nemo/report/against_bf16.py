@@ -55,12 +55,11 @@ class AgainstBaseline:
 
     Example: `AgainstBaseline("fp8-kv-attn-tis", "bf16-none", (), 3, 3,
     accuracy=MeanOfSeeds(-0.3, 1.1, 3), kl=MeanOfSeeds(5e-3, 4e-4, 3),
-    twin_kl=MeanOfSeeds(5e-5, 2e-6, 3), health="healthy", step=None, rollout=None)`.
+    baseline_kl=MeanOfSeeds(5e-5, 2e-6, 3), health="healthy", step=None, rollout=None)`.
     """
 
     cell: str
-    twin: str
-    """The baseline's label; `twin` and `twin_kl` are keys of records that are kept."""
+    baseline: str
     unmatched: tuple[str, ...]
     """What differs beside precision and correction: `grpo.steps is 60, the baseline's 40`."""
     seeds: int
@@ -71,7 +70,7 @@ class AgainstBaseline:
     """Points, the cell's less the baseline's."""
     kl: MeanOfSeeds | None
     """Nats per token."""
-    twin_kl: MeanOfSeeds | None
+    baseline_kl: MeanOfSeeds | None
     health: str
     step: MeanOfSeeds | None
     """Times as fast as the baseline's."""
@@ -107,11 +106,11 @@ class AgainstBaseline:
         return "equal" if abs(found.mean - none) + found.half <= equal else "open"
 
     def _beside_baseline(self) -> str:
-        return f", BF16's {self.twin_kl.mean:{KL_FORMAT}}" if self.twin_kl else ""
+        return f", BF16's {self.baseline_kl.mean:{KL_FORMAT}}" if self.baseline_kl else ""
 
     def __str__(self) -> str:
         seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
-        said = [f"{self.cell} against {self.twin}, {seeds} of both"]
+        said = [f"{self.cell} against {self.baseline}, {seeds} of both"]
         if self.accuracy:
             said.append(f"accuracy {self.accuracy.text('+.1f')} points ({self.accuracy_word})")
         elif self.finished < self.seeds:
@@ -171,7 +170,7 @@ def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
         len(points),
         accuracy=mean_of_seeds(points),
         kl=mean_of_seeds([fmean(mine) for mine, _ in kl if mine]),
-        twin_kl=mean_of_seeds([fmean(its) for _, its in kl if its]),
+        baseline_kl=mean_of_seeds([fmean(its) for _, its in kl if its]),
         health=health_of(cell),
         step=mean_of_seeds([*_speeds(timed, "time/step")]),
         rollout=mean_of_seeds([*_speeds(timed, "time/rollout")]),

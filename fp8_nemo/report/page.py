@@ -152,7 +152,7 @@ def verdicts(comparison: Comparison) -> str:
     found = against_baselines(comparison)
     if not found:
         return "No FP8 cell here has a BF16 run of the same model beside it."
-    heading = ("cell", "twin", "seeds", "accuracy, points", "accuracy is", "KL", "twin's KL",
+    heading = ("cell", "baseline", "seeds", "accuracy, points", "accuracy is", "KL", "baseline's KL",
                "health", "step, times as fast", "rollout", "speed is")  # fmt: skip
     blocks = [markdown_table([heading, *map(_against_row, found)]), ABOUT_BASELINES]
     blocks += [
@@ -167,7 +167,7 @@ def _against_row(found: AgainstBaseline) -> tuple[Any, ...]:
     styles = {
         "accuracy": "+.1f",
         "kl": KL_FORMAT,
-        "twin_kl": KL_FORMAT,
+        "baseline_kl": KL_FORMAT,
         "step": ".2f",
         "rollout": ".2f",
     }
@@ -176,8 +176,8 @@ def _against_row(found: AgainstBaseline) -> tuple[Any, ...]:
         for name, style in styles.items()
     }
     return (
-        escape_markdown(found.cell), escape_markdown(found.twin), found.seeds, texts["accuracy"],
-        found.accuracy_word, texts["kl"], texts["twin_kl"], found.health, texts["step"],
+        escape_markdown(found.cell), escape_markdown(found.baseline), found.seeds, texts["accuracy"],
+        found.accuracy_word, texts["kl"], texts["baseline_kl"], found.health, texts["step"],
         texts["rollout"], found.speed_word,
     )  # fmt: skip
 
