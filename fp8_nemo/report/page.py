@@ -152,8 +152,8 @@ def verdicts(comparison: Comparison) -> str:
     found = against_baselines(comparison)
     if not found:
         return "No FP8 cell here has a BF16 run of the same model beside it."
-    heading = ("cell", "baseline", "seeds", "accuracy, points", "accuracy is", "KL", "baseline's KL",
-               "health", "step, times as fast", "rollout", "speed is")  # fmt: skip
+    heading = ("cell", "baseline", "seeds", "accuracy, points", "accuracy is", "KL",
+               "baseline's KL", "health", "step, times as fast", "rollout", "speed is")  # fmt: skip
     blocks = [markdown_table([heading, *map(_against_row, found)]), ABOUT_BASELINES]
     blocks += [
         f"- **{escape_markdown(each.cell)}** is not matched: {escape_markdown(key)}"
@@ -176,9 +176,9 @@ def _against_row(found: AgainstBaseline) -> tuple[Any, ...]:
         for name, style in styles.items()
     }
     return (
-        escape_markdown(found.cell), escape_markdown(found.baseline), found.seeds, texts["accuracy"],
-        found.accuracy_word, texts["kl"], texts["baseline_kl"], found.health, texts["step"],
-        texts["rollout"], found.speed_word,
+        escape_markdown(found.cell), escape_markdown(found.baseline), found.seeds,
+        texts["accuracy"], found.accuracy_word, texts["kl"], texts["baseline_kl"], found.health,
+        texts["step"], texts["rollout"], found.speed_word,
     )  # fmt: skip
 
 

@@ -149,7 +149,9 @@ def test_what_differs_beside_precision_and_correction_is_named_and_no_word_is_sa
 
 
 def test_a_run_from_other_weights_is_no_baseline():
-    baseline, cell = (run(each, environment=MACHINE | {"weights": each.name}) for each in (BF16, FP8))
+    baseline, cell = (
+        run(each, environment=MACHINE | {"weights": each.name}) for each in (BF16, FP8)
+    )
     found = only(baseline, cell)
     assert found.unmatched == ("starting weights is fp8-linear, the baseline's bf16",)
     assert found.accuracy_word == "not matched"
