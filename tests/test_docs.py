@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -294,3 +295,15 @@ def test_the_commands_of_the_user_pages_plan():
             command = [sys.executable, "-m", "recipes.plan", *words]
             ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             assert ran.returncode == 0, f"{page.name}: {line}: {ran.stderr}"
+
+
+def test_readme_makes_the_model_that_its_next_line_asks_for(tmp_path):
+    """Without the model, the line says how to make it: as README does."""
+    text = (ROOT / "README.md").read_text()
+    [line] = re.findall(r"^python -m (recipes\.grpo model=small-llama .+)$", text, re.M)
+    ran = subprocess.run(
+        [sys.executable, "-m", *line.split()], cwd=tmp_path, env=os.environ | {"PYTHONPATH": ROOT},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    [advice] = re.findall(r"(python -m recipes\.make_model .+) makes it", ran.stderr)
+    assert f"{advice} " in text
