@@ -1,4 +1,4 @@
-"""Each FP8 cell against its BF16 baseline: accuracy, mismatch and speed, in words by a rule.
+"""Judge each FP8 cell against its BF16 baseline: accuracy, mismatch, speed, by a rule.
 
 The baseline is the BF16 cell of the same model that differs in the fewest settings beside precision
 and correction. Settings that differ all the same are named, and no word is said: runs that are not
@@ -51,7 +51,7 @@ BF16 = dict.fromkeys(
 
 @dataclass(frozen=True)
 class AgainstBaseline:
-    """A cell's differences from its baseline.
+    """Hold a cell's differences from its baseline.
 
     Example: `AgainstBaseline("fp8-kv-attn-tis", "bf16-none", (), 3, 3,
     accuracy=MeanOfSeeds(-0.3, 1.1, 3), kl=MeanOfSeeds(5e-3, 4e-4, 3),
@@ -78,14 +78,14 @@ class AgainstBaseline:
 
     @property
     def accuracy_word(self) -> str:
-        """`higher`, `lower`, `equal`, `open`, or why there is none."""
+        """Return `higher`, `lower`, `equal`, `open`, or why there is none."""
         if self.accuracy and self.finished < self.seeds and not self.unmatched:
             return f"{self.finished} of {self.seeds} finished"
         return self._word(self.accuracy, 0.0, "higher", "lower", EQUAL)
 
     @property
     def speed_word(self) -> str:
-        """`faster`, `slower`, `open`, or why there is none."""
+        """Return `faster`, `slower`, `open`, or why there is none."""
         return self._word(self.step, 1.0, "faster", "slower", 0.0)
 
     def _word(
@@ -127,7 +127,7 @@ class AgainstBaseline:
 
 
 def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:
-    """Every cell that is not BF16, where its model has a BF16 cell."""
+    """Compare every cell that is not BF16, where its model has a BF16 cell."""
     found = []
     for cell in comparison.cells:
         baseline = baseline_of(cell, comparison.cells)
@@ -137,7 +137,7 @@ def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:
 
 
 def baseline_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
-    """The BF16 cell of the same model that differs least; of equals that without correction."""
+    """Return the BF16 cell of the same model that differs least; of equals the uncorrected."""
     model = cell.runs[0].recipe.model.name
     bf16 = [each for each in cells if _is_bf16(each) and each.runs[0].recipe.model.name == model]
 
@@ -188,7 +188,7 @@ def _by_seed(cell: Cell) -> dict[int, FinishedRun]:
 
 
 def _speeds(pairs: Iterable[tuple[FinishedRun, FinishedRun]], key: str) -> Iterator[float]:
-    """How many times as fast each run is as its baseline, by their median steps."""
+    """Yield how many times as fast each run is as its baseline, by their median steps."""
     for pair in pairs:
         mine, its = _shared(*pair, key, after=WARM_UP)
         if mine and median(mine) > 0:
@@ -198,7 +198,7 @@ def _speeds(pairs: Iterable[tuple[FinishedRun, FinishedRun]], key: str) -> Itera
 def _shared(
     mine: FinishedRun, its: FinishedRun, key: str, after: int = 0
 ) -> tuple[list[float], list[float]]:
-    """A metric of both at the steps that both have: one run may be further than the other."""
+    """Return a metric of both at the steps that both have: one run may be further."""
     series = mine.series(key), its.series(key)
     steps = [step for step in series[0] if step in series[1] and step > after]
     return [series[0][step] for step in steps], [series[1][step] for step in steps]
@@ -222,7 +222,7 @@ def _unmatched(cell: Cell, baseline: Cell) -> Iterator[str]:
 
 
 def _same_machine(mine: FinishedRun, its: FinishedRun) -> bool:
-    """Whether seconds of the two can be compared: both inside NeMo RL, on the same machines."""
+    """Return whether the seconds of two compare: both inside NeMo RL, on the same machines."""
     both = [
         {key: text for key, text in run.environment.items() if key.startswith(MACHINE)}
         for run in (mine, its)

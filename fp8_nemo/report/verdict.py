@@ -41,7 +41,7 @@ STANDINGS = (PROVEN, OPEN, ONE_SEED, UNKNOWN, OUT)
 
 
 class Standing(NamedTuple):
-    """How a cell stands: `Standing("out", "less accurate than BF16", "-3.4 ±2.4 points", ...)`.
+    """Say how a cell stands: `Standing("out", "less accurate than BF16", "-3.4 ±2.4 points", ...)`.
 
     Its text is reason and evidence: `less accurate than BF16 (-3.4 ±2.4 points, 3 seeds)`.
     """
@@ -58,7 +58,7 @@ class Standing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What to take for one model.
+    """Say what to take for one model.
 
     Example: `Choice("tiny-llama", "fp8-e2e-tis", "Take fp8-e2e-tis", "as accurate as BF16 within 2
     points (+0.1 ±0.6 points, 3 seeds); sends 0.53 times BF16's bytes", (), "", (), standings)`.
