@@ -307,3 +307,11 @@ def test_readme_makes_the_model_that_its_next_line_asks_for(tmp_path):
     )  # fmt: skip
     [advice] = re.findall(r"(python -m recipes\.make_model .+) makes it", ran.stderr)
     assert f"{advice} " in text
+
+
+def test_the_example_of_nemos_readme_runs():
+    """That of glue's is in tests/glue, which runs with torch alone."""
+    text = (ROOT / "fp8_nemo" / "nemo" / "README.md").read_text()
+    [example] = re.findall(r"^```python\n(.+?)^```", text, re.M | re.S)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
