@@ -118,6 +118,15 @@ def served(precision):
     return pairs[precision]["vLLM, local of the same precision"]["mismatch/kl"]
 
 
+def planned():
+    """How many times as fast as BF16 the plan estimates README's line for a node of H100 to be."""
+    text = (ROOT / "README.md").read_text()
+    [words] = re.findall(r"^python -m recipes\.grpo (model=llama31-8b .+)$", text, re.M)
+    command = [sys.executable, "-m", "recipes.plan", *words.split()]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return re.findall(r"([\d.]+) times as fast as BF16", " ".join(ran.stdout.split()))[0]
+
+
 def gain(file, precision):
     return f"{100 * (times(file, precision) - 1):.0f}"
 
@@ -180,6 +189,9 @@ SAID = {
         lambda: f"decode alone {decode('rollout-8b-h200', KV, 'limited')}x |",
         lambda: f"decode alone {MOE_DECODE().replace(' to', 'x to')}x |",
         lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama')} points",
+        lambda: (
+            f"8 H100 80 GB | the default; the plan chooses a layout that fits | step {planned()}x"
+        ),
         lambda: f"lost {losses()} in stress tests",
         lambda: f"about {rows_of(f'{SHORT}.json')[E2E]['step'] / 60:.0f} min a step with 2,000",
         lambda: f"{disk('llama31-8b')} GB",
