@@ -24,7 +24,7 @@ def one_of(*allowed: str, default: str | None = None) -> Any:
 
 
 def optional_one_of(*allowed: str) -> Any:
-    """A string field with a closed list of values, or null."""
+    """Declare a string field with a closed list of values, or null."""
     return field(default=None, metadata={"one_of": allowed})
 
 

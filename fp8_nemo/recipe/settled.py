@@ -73,7 +73,7 @@ class Layout(NamedTuple):
 
     @property
     def copy(self) -> int:
-        """GPUs that one copy of the policy trains on."""
+        """Return the GPUs that one copy of the policy trains on."""
         return self.tensor * self.pipeline * self.context
 
 
