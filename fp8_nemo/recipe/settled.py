@@ -73,7 +73,7 @@ class Layout(NamedTuple):
 
     @property
     def copy(self) -> int:
-        """GPUs that one copy of the policy trains on."""
+        """Return the GPUs that one copy of the policy trains on."""
         return self.tensor * self.pipeline * self.context
 
 
@@ -110,17 +110,17 @@ class Settled:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole run."""
+        """Return the GPUs of the whole run."""
         return self.recipe.cluster.nodes * self.recipe.cluster.gpus_per_node
 
     @property
     def data_parallel(self) -> int:
-        """Copies of the policy that train side by side; at least 1."""
+        """Return the copies of the policy that train side by side; at least 1."""
         return max(1, self.gpus // self.layout.copy)
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one step's rollout."""
+        """Return the sequences of one step's rollout."""
         return self.prompts_per_step * self.generations_per_prompt
 
     @property
@@ -130,12 +130,12 @@ class Settled:
 
     @property
     def sequences_per_update(self) -> int:
-        """Sequences of one optimizer step."""
+        """Return the sequences of one optimizer step."""
         return self.sequences_per_step // self.updates_per_step
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of one micro-batch: packed sequences fill this many at most."""
+        """Return the tokens of one micro-batch: packed sequences fill this many at most."""
         return self.sequence_tokens * self.layout.micro_batch
 
 
