@@ -1,8 +1,8 @@
 """Estimate the seconds of a GRPO step by phase, before a GPU is asked for.
 
 A phase is operations over the rates that kernels reach, and no layer takes less than its launches
-take the host. Rates and launches are fitted on half of what was measured on H200s and tested on the
-other half (benchmarks/speed/fit_training.py); an H100 multiplies as fast and reads memory slower.
+take the host. Rates are fitted on 8B's layers on an H200, and tested on what else was measured
+(benchmarks/results/estimate-training-h200.json). An H100 multiplies as fast, and reads slower.
 Answers are taken as half of the longest on average. Left out: exchange between nodes, data,
 rewards, and the last long answers, when an engine is nearly empty.
 """
@@ -40,9 +40,9 @@ class Reached(NamedTuple):
     backward: float
 
 
-LINEARS = {"bf16": Reached(0.596, 0.549), "fp8": Reached(0.425, 0.349)}
+LINEARS = {"bf16": Reached(0.584, 0.541), "fp8": Reached(0.405, 0.338)}
 """Of the datasheet's FLOP/s in that format, norms and casts included."""
-ATTENTION = Reached(0.66, 0.75)
+ATTENTION = Reached(0.841, 0.872)
 """Of BF16's, in every precision: FP8 training leaves attention in BF16."""
 UNFILLED = 0.08
 """Assumed part of a full sequence that packing leaves empty in each micro-batch."""
@@ -180,7 +180,7 @@ def _passes(settled: Settled, lengths: Lengths, sequences: int, *, trains: bool)
     if trains:
         seconds += _pass_seconds(settled, lengths, each, 1)
     if trains and settled.layout.recompute:
-        seconds += _layers_seconds(settled, lengths, each, 0)
+        seconds += stack_seconds(settled, lengths, each, 0)
     return micro_batches * seconds
 
 
@@ -193,11 +193,11 @@ def _pass_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
     traffic = LOGIT_BYTES[way] + (CHUNKED_BYTES if way and layout.logits_chunk else 0)
     logits = traffic * shape.vocab / speed.reached().bandwidth
     end = tokens / shared * (product + logits)
-    return _layers_seconds(settled, lengths, tokens, way) + end
+    return stack_seconds(settled, lengths, tokens, way) + end
 
 
-def _layers_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -> float:
-    """Seconds of all layers of a GPU, one after the other."""
+def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -> float:
+    """Estimate one micro-batch through all layers of a GPU, forward (0) or backward (1)."""
     recipe, layout = settled.recipe, settled.layout
     shape, bf16 = recipe.model.shape, GPU_SPEED[recipe.cluster.gpu].bf16
     fp8 = GPU_SPEED[recipe.cluster.gpu].fp8

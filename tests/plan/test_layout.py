@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,12 @@ from fp8_nemo.plan.describe import decision, describe
 from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, host_gib, memory_per_gpu
 from fp8_nemo.plan.plan import plan_from_json
-from fp8_nemo.plan.step_time import mfu, step_seconds, usual_lengths
+from fp8_nemo.plan.step_time import ATTENTION, LINEARS, mfu, step_seconds, usual_lengths
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.run_dir import freeze, layout_of
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+PASSES = ("forward", "backward")
 LLAMA = ("model=llama31-8b", "correction=tis")
 
 
@@ -133,3 +136,13 @@ def test_host_memory_and_checkpoints_are_counted():
     assert checkpoint_gib(settled) == 14 * parameters / 2**30
     each = 2 * parameters + 10 * parameters / 8 + 2 * parameters
     assert host_gib(settled) == pytest.approx(8 * each / 2**30)
+
+
+def test_the_rates_are_those_of_the_results_file_and_hold_where_nothing_was_fitted():
+    content = json.loads((RESULTS / "estimate-training-h200.json").read_text())
+    held = {f"{name} {way}": getattr(each, way) for name, each in LINEARS.items() for way in PASSES}
+    held |= {f"attention {way}": getattr(ATTENTION, way) for way in PASSES}
+    assert held == {name: round(rate, 3) for name, rate in content["rates"].items()}
+    dense = [row for row in content["rows"] if row["half"] == "tested" and not row["experts"]]
+    late = [row for row in dense if abs(row["error"]) > 0.2]
+    assert len(dense) >= 20 and [row["file"] for row in late] == ["bench-train-8b-4k-h200.json"]
