@@ -33,6 +33,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     fp8_nemo_wire: dict[str, tuple[torch.Size, torch.dtype]] | None = None
     """Names, shapes and types of the stream, from NeMo RL's handshake; None before it."""
     fp8_nemo_refused: RefitError | None = None
+    fp8_nemo_refits = 0
     fp8_nemo_observer: AmaxObserver | None = None
     fp8_nemo_is_reference = False
 
@@ -73,6 +74,8 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         if not settings.glue.has_receiver:
             yield from super()._iter_params_with_optional_kv_scales(kv_scales, **options)
             return
+        is_handshake = self.fp8_nemo_wire is None
+        self.fp8_nemo_refits += not is_handshake
         exported = super()._iter_params_with_optional_kv_scales(None, **options)
         left_out = KV_SUFFIXES
         if settings.shape.tied:
@@ -82,8 +85,9 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             settings.wire_precision,
             kv_scales,
             num_layers=settings.shape.layers,
-            metadata_only=self.fp8_nemo_wire is None,
-            checksums=settings.glue.verify == "full",
+            metadata_only=is_handshake,
+            verify=settings.glue.verify,
+            number=self.fp8_nemo_refits,
         )
         yield from self.fp8_nemo_to_the_end(stream)
 

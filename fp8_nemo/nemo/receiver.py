@@ -19,14 +19,15 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import Destination, Ledger, Part, RefitProof
+from fp8_nemo.glue.destination import Destination, Part
+from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import RefitError, WireSpec, named_shapes, wire_specs
@@ -73,12 +74,14 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
         fp8_nemo_refit: Refit | None = None
         fp8_nemo_proof: RefitProof | None = None
         fp8_nemo_problems: Sequence[str] = ()
+        fp8_nemo_refits = 0
 
         def update_weights_via_ipc_zmq(self) -> bool:
             return self.fp8_nemo_proven(super().update_weights_via_ipc_zmq)
 
-        def update_weights_from_collective(self) -> bool:
-            return self.fp8_nemo_proven(super().update_weights_from_collective)
+        def update_weights_from_collective(self, *arguments: Any, **options: Any) -> bool:
+            update = super().update_weights_from_collective  # takes none before NeMo RL #3651
+            return self.fp8_nemo_proven(partial(update, *arguments, **options))
 
         def _load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
             if self.fp8_nemo_refit is None:
@@ -98,7 +101,8 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
             else:
                 if self.fp8_nemo_engine is None:
                     self.fp8_nemo_engine = EngineMemory(model, settings)
-                self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, settings)
+                self.fp8_nemo_refits += 1
+                self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, settings, self.fp8_nemo_refits)
                 try:
                     self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
                 except RefitError as error:  # NeMo RL's actor prints it, and says False
@@ -196,9 +200,10 @@ class Refit:
     Args:
         engine: the worker's.
         settings: of the run.
+        number: by this worker's count, from 1 on.
     """
 
-    def __init__(self, engine: EngineMemory, settings: WorkerSettings) -> None:
+    def __init__(self, engine: EngineMemory, settings: WorkerSettings, number: int) -> None:
         self.engine, self.settings = engine, settings
         self.failed: Exception | None = None
         self.ledger: Ledger | None = None
@@ -206,7 +211,7 @@ class Refit:
             engine.look_again()
             _clear_kv_scales(engine.attentions)
             if settings.glue.verify != "off":
-                self.ledger = _open(engine, settings)
+                self.ledger = _open(engine, settings, number)
                 if torch.cuda.is_available():  # NCCL's receiver loads on streams of its own
                     torch.cuda.synchronize()  # so the poison must be in before
         except Exception as error:  # raised when the stream has ended
@@ -219,6 +224,8 @@ class Refit:
         try:
             ours = [pair for pair in tensors if self._is_ours(*pair)]
             if not self.failed:
+                if self.ledger is not None:
+                    self.ledger.arrived(ours)
                 self._load(ours, load_as_stock)
         except Exception as error:  # raised when the stream has ended
             traceback.print_exc()  # which Ray may not hand on
@@ -279,10 +286,10 @@ class Refit:
         plain = [pair for pair in group if pair[1].dtype != torch.float32]
         if plain:
             layers = self.settings.shape.layers
-            found += encode(plain, self.settings.precision, num_layers=layers).tensors
-        if self.ledger is not None:
-            for name, tensor in found:
-                self.ledger.loading(name, tensor)
+            quantized = encode(plain, self.settings.precision, num_layers=layers).tensors
+            if self.ledger is not None:
+                self.ledger.loading(quantized)
+            found += quantized
         self.engine.model.load_weights(weights=found)
 
 
@@ -294,11 +301,12 @@ def _reason(error: Exception) -> str:
     return ", ".join([f"{text} at {at.filename}:{at.lineno}, `{at.line}`", *notes])
 
 
-def _open(engine: EngineMemory, settings: WorkerSettings) -> Ledger:
+def _open(engine: EngineMemory, settings: WorkerSettings, number: int) -> Ledger:
     return Ledger(
         engine.sent(settings.wire_precision),
         engine.last_seen(),
-        checksums=settings.glue.verify == "full",
+        verify=settings.glue.verify,
+        number=number,
     )
 
 
