@@ -108,8 +108,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 def _in_torch(part: Placed) -> Tensor:
     """The reference: rows of bytes filled up to words, mixed some at a time."""
-    x = part.tensor.detach()
-    bytes_RC = x.flatten().view(torch.uint8).view(len(x), x.shape[1] * x.itemsize)
+    bytes_RC = part.tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     words_RC = pad(bytes_RC, (0, -bytes_RC.shape[1] % WORD)).view(torch.int32)
     index_C = torch.arange(words_RC.shape[1]) + part.first
     total = torch.zeros((), dtype=torch.int64)

@@ -85,7 +85,7 @@ class Ledger:
         number: int = 0,
     ) -> None:
         self.expected, self.destination, self.number = expected, destination, number
-        self.is_digested = verify == "bytes"
+        self.is_digested = verify != "names"
         self.received: dict[str, int] = {}
         self.problems: list[str] = []
         self.manifest_bytes: Tensor | None = None

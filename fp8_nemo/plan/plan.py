@@ -86,7 +86,8 @@ class Plan:
     def hash6(self) -> str:
         """Six hex digits over the backend and most of the recipe.
 
-        Left out are keys that are null, cluster, logging, outputs, `grpo.steps`,
+        Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
+        null, cluster, logging, outputs, `grpo.steps`,
         `grpo.stop_when_unstable`, `correction.measurement` and `correction.max_reject`.
         """
         content = self.to_json()["recipe"]

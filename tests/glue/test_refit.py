@@ -9,7 +9,6 @@ import pickle
 import re
 import weakref
 from contextlib import contextmanager
-from itertools import pairwise
 
 import pytest
 import torch

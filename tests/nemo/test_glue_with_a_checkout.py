@@ -208,7 +208,7 @@ def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weight
         sent = struct.pack(f"{len(digests)}q", *digests)
         return {"bytes": 8, "verified_weights": 2, "checksums": len(digests), "sent": sent}
 
-    info = {name: ((4,), torch.bfloat16) for name in (SENTINEL, "a", "b", "x.k_scale", MANIFEST)}
+    info = dict.fromkeys((SENTINEL, "a", "b", "x.k_scale", MANIFEST), ((4,), torch.bfloat16))
     alike = {"refit/bytes": 8, "refit/verified_weights": 2}
     assert refit_metrics([proof(1, 2), {}, proof(1, 2)], info) == alike
     assert refit_metrics([proof(), proof()], info) == alike  # verify: names

@@ -5,12 +5,14 @@ one is held against the same class in tests/nemo/test_with_a_checkout.py and on 
 """
 
 import dataclasses
+import struct
 
 import pytest
 import torch
 from torch import nn
 
-from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum
+from fp8_nemo.glue.digest import digest
+from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
 from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError, is_fp8_weight, kv_scale_names, named_shapes
@@ -27,7 +29,7 @@ GLUES = [
     Glue(quantize=quantize, transfer=transfer, verify=verify)
     for quantize in ("fused", "stock")
     for transfer in ("fp8", "bf16")
-    for verify in ("ledger", "full", "off")
+    for verify in ("bytes", "names", "off")
     if (quantize, transfer, verify) != ("stock", "bf16", "off")
 ]
 
@@ -185,12 +187,12 @@ def weights_of(salt=0):
     }
 
 
-def wire_of(run, named=None):
+def wire_of(run, named=None, number=1):
     return list(
         refit_stream(
             (named or weights_of()).items(), run.wire_precision,
             KV if run.precision.rollout_kv == "fp8" else None, num_layers=2,
-            checksums=run.glue.verify == "full",
+            verify=run.glue.verify, number=number,
         )
     )  # fmt: skip
 
@@ -199,15 +201,21 @@ def worker_of(run):
     return receiver.receiver(Worker, run)(run.precision)
 
 
+def refit(worker, named=None):
+    """The next refit of a worker, by the sender's count."""
+    worker.wire = wire_of(worker.fp8_nemo_settings, named, worker.fp8_nemo_refits + 1)
+    return worker.update_weights_via_ipc_zmq()
+
+
 @pytest.mark.parametrize("glue", GLUES, ids=str)
 @pytest.mark.parametrize("precision", [E2E, BF16], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("path", ["update_weights_via_ipc_zmq", "update_weights_from_collective"])
 def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision, path):
     run = told(glue, precision)
     worker = worker_of(run)
-    for salt in (0, 1):  # the second refit is held to the same as the first
-        named = weights_of(salt)
-        worker.wire = wire_of(run, named)
+    for number in (1, 2):  # the second refit is held to the same as the first
+        named = weights_of(number)
+        worker.wire = wire_of(run, named, number)
         assert getattr(worker, path)() is True
         held = worker.model_runner.model.tensors
         rounded = quantize_blocks if glue.quantize == "fused" else rounded_as_stock
@@ -228,9 +236,14 @@ def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision,
     else:
         sent = sum(t.nbytes for n, t in worker.wire if n not in (SENTINEL, MANIFEST))
         assert report["bytes"] == sent and report["verified_weights"] == fp8_weights
-        booked = {name: checksum(tensor).item() for name, tensor in worker.wire}
-        del booked[SENTINEL], booked[MANIFEST]
-        assert report["sent"] == (booked if glue.verify == "full" else {})
+        others = (SENTINEL, MANIFEST, *KV_SUFFIXES)
+        booked = [digest(x).item() for name, x in worker.wire if not name.endswith(others)]
+        wanted = struct.pack(f"{len(booked)}q", *booked) if glue.verify == "bytes" else b""
+        assert report["sent"] == wanted
+        digested = len(named) + fp8_weights if glue.verify == "bytes" else 0
+        if glue.quantize == "stock" and precision is E2E:  # those that NeMo RL makes
+            digested -= 2 * fp8_weights if digested else 0
+        assert report["checksums"] == digested
     assert bool(worker.as_stock) == (precision is E2E and glue.quantize == "stock")
     on_wire = {tensor.dtype for name, tensor in worker.wire if name.endswith("_proj.weight")}
     fp8 = precision is E2E and glue.transfer == "fp8" and glue.quantize == "fused"
@@ -253,7 +266,10 @@ def test_kv_scales_survive_the_waking_of_the_cache_refit_after_refit(glue):
     worker = worker_of(run)
     for factor in (1.0, 2.0):
         scales = {name: factor * scale for name, scale in KV.items()}
-        stream = refit_stream(weights_of().items(), run.wire_precision, scales, num_layers=2)
+        stream = refit_stream(
+            weights_of().items(), run.wire_precision, scales, num_layers=2,
+            number=worker.fp8_nemo_refits + 1,
+        )  # fmt: skip
         ours = glue.has_receiver
         worker.wire = [pair for pair in stream if ours or pair[0] not in (SENTINEL, MANIFEST)]
         assert worker.update_weights_via_ipc_zmq()
@@ -269,13 +285,12 @@ def test_kv_scales_survive_the_waking_of_the_cache_refit_after_refit(glue):
 def test_scales_that_are_lost_are_named_even_if_they_have_not_changed():
     run = told()
     worker = worker_of(run)
-    worker.wire = wire_of(run)
-    worker.update_weights_via_ipc_zmq()
+    refit(worker)
     engine = worker.model_runner.model
     load = engine.load_weights
     engine.load_weights = lambda weights: load([p for p in weights if p[0] not in KV])
     with pytest.raises(RefitError, match=r"q_scale: the engine holds -1\.0, sent"):
-        worker.update_weights_via_ipc_zmq()
+        refit(worker)
 
 
 def test_a_failure_is_kept_for_the_driver_to_ask_and_gone_after_the_next_refit():
@@ -286,19 +301,17 @@ def test_a_failure_is_kept_for_the_driver_to_ask_and_gone_after_the_next_refit()
     with pytest.raises(RefitError):
         worker.update_weights_via_ipc_zmq()
     assert worker.fp8_nemo_problems[0] == f"{Q}: never arrived"
-    worker.wire = wire
-    worker.update_weights_via_ipc_zmq()
+    refit(worker)
     assert list(worker.fp8_nemo_problems) == []
 
 
 def test_the_engine_is_looked_up_again_only_where_a_parameter_has_moved():
     run = told()
     worker = worker_of(run)
-    worker.wire = wire_of(run)
-    worker.update_weights_via_ipc_zmq()
+    refit(worker)
     engine = worker.fp8_nemo_engine
     first = engine.destination()
-    worker.update_weights_via_ipc_zmq()
+    refit(worker)
     assert engine.destination() is first
     model = worker.model_runner.model
     norm = model.get_submodule("model.norm")
@@ -317,13 +330,13 @@ def test_the_engine_is_looked_up_again_only_where_a_parameter_has_moved():
         move()
         address = model.tensors[NORM].data_ptr()
         assert engine.destination().parts[NORM].tensor.data_ptr() == address, move
-        worker.update_weights_via_ipc_zmq()
+        refit(worker)
         assert worker.fp8_nemo_proof.verified_weights == 14
         move()  # and nobody has looked before the next refit, which sees another module by itself
         if move is not another_module:
             with pytest.raises(RefitError, match=f"{NORM}: its storage moved"):
-                worker.update_weights_via_ipc_zmq()
-        worker.update_weights_via_ipc_zmq()  # as it lies now
+                refit(worker)
+        refit(worker)  # as it lies now
         assert worker.fp8_nemo_proof.verified_weights == 14
 
 
@@ -379,16 +392,16 @@ K_SCALE = "model.layers.0.self_attn.k_scale"
 @pytest.mark.parametrize(
     ("verify", "fault", "message"),
     [
-        ("ledger", without(Q), rf"{Q}: never arrived"),
-        ("ledger", without(Q + "_scale_inv"), "q_proj.weight_scale_inv: never arrived"),
-        ("ledger", without(K_SCALE), rf"{K_SCALE}: never arrived"),
-        ("ledger", without(SENTINEL), "sentinel: never arrived"),
-        ("ledger", without(MANIFEST), "manifest: never arrived whole"),
-        ("ledger", changed(MANIFEST, torch.zeros_like), "manifest: never arrived whole"),
-        ("ledger", changed(Q, lambda t: t.view(torch.uint8)), "wrong dtype uint8"),
-        ("ledger", changed(Q, lambda t: t[:128]), r"wrong shape \[128, 256\]"),
-        ("full", changed(Q + "_scale_inv", lambda t: 2 * t), "arrived with other bytes"),
-        ("full", changed(Q, lambda t: t.flip(0)), f"{Q}: arrived with other bytes"),
+        ("bytes", without(Q), rf"{Q}: never arrived"),
+        ("names", without(Q + "_scale_inv"), "q_proj.weight_scale_inv: never arrived"),
+        ("names", without(K_SCALE), rf"{K_SCALE}: never arrived"),
+        ("names", without(SENTINEL), "sentinel: never arrived"),
+        ("names", without(MANIFEST), "manifest: never arrived whole"),
+        ("names", changed(MANIFEST, torch.zeros_like), "manifest: never arrived whole"),
+        ("names", changed(Q, lambda t: t.view(torch.uint8)), "wrong dtype uint8"),
+        ("names", changed(Q, lambda t: t[:128]), r"wrong shape \[128, 256\]"),
+        ("bytes", changed(Q + "_scale_inv", lambda t: 2 * t), "bytes are not the sender's"),
+        ("bytes", changed(Q, lambda t: t.flip(0)), f"{Q}: the engine's bytes are not"),
     ],
 )  # fmt: skip
 def test_a_fault_on_the_wire_stops_the_refit_by_name_after_the_stream_has_ended(
@@ -409,7 +422,7 @@ def test_a_loader_that_skips_a_weight_or_breaks_is_named_after_the_stream_has_en
     engine = worker.model_runner.model
     load = engine.load_weights
     engine.load_weights = lambda weights: load([p for p in weights if p[0] != Q])
-    with pytest.raises(RefitError, match=rf"{Q}: arrived, and was not loaded"):
+    with pytest.raises(RefitError, match=rf"{Q}: the engine's bytes are not the sender's"):
         worker.update_weights_via_ipc_zmq()
 
     def breaks(weights):
@@ -441,11 +454,11 @@ def test_a_loader_that_asserts_without_a_message_is_named_by_its_line_and_its_te
 def test_scales_that_the_kernels_do_not_read_are_named():
     run = told()
     worker = worker_of(run)
-    worker.wire, worker.processes = wire_of(run), False
-    with pytest.raises(RefitError, match=r"q_scale: the engine holds nan, sent 0\.003"):
-        worker.update_weights_via_ipc_zmq()
+    worker.processes = False
+    with pytest.raises(RefitError, match=r"q_scale: the engine holds 1\.0, sent 0\.003"):
+        refit(worker)
     worker.processes = True
-    worker.update_weights_via_ipc_zmq()
+    refit(worker)
     attention = worker.model_runner.model.attention[0]
     attention.take_scales = lambda: (
         attention._q_scale.copy_(attention.q_scale),
@@ -454,7 +467,7 @@ def test_scales_that_the_kernels_do_not_read_are_named():
         setattr(attention, "_k_scale_float", 1.0),
     )
     with pytest.raises(RefitError, match=r"layers\.0.*k_scale: the engine's host copy is 1\.0"):
-        worker.update_weights_via_ipc_zmq()
+        refit(worker)
 
 
 @pytest.mark.parametrize("glue", [Glue(), Glue(transfer="bf16")], ids=["fp8", "bf16"])
@@ -502,7 +515,7 @@ def test_with_recalibration_alone_ours_nemo_rl_receives_as_it_does():
 
 
 def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
-    for run in (told(Glue(verify="full")), told(precision=BF16)):
+    for run in (told(Glue(verify="names")), told(precision=BF16)):
         run = dataclasses.replace(run, loss_corrects=False)
         for name, value in run.to_environment().items():
             monkeypatch.setenv(name, value)
