@@ -149,11 +149,7 @@ def test_biases_are_fused_and_cut_as_their_weights_by_a_row_of_the_table_alone(r
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_a_refit_of_a_part_is_proven_and_names_what_did_not_land(case):
     shape, precision, rank, prefix = case
-    pairs = list(
-        refit_stream(
-            trainer(shape).items(), precision, None, num_layers=shape.layers
-        )
-    )
+    pairs = list(refit_stream(trainer(shape).items(), precision, None, num_layers=shape.layers))
     specs = wire_specs(named_shapes(shape), precision, shape.layers)
     held = {name: spec for name, spec in specs.items() if rank.holds(name)}
 
