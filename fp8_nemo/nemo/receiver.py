@@ -16,30 +16,22 @@ for ever in a broadcast; what fails is kept, the stream is taken to its end, and
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple
-from functools import cached_property, partial
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.destination import Destination, Part
 from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
-from fp8_nemo.glue.wire import RefitError, WireSpec, named_shapes, wire_specs
-from fp8_nemo.nemo.vllm_layout import (
-    ParameterCache,
-    Rank,
-    engine_parts,
-    layers_with_experts,
-    place_of,
-)
+from fp8_nemo.glue.wire import RefitError
+from fp8_nemo.nemo.engine_memory import EngineMemory, attentions
 from fp8_nemo.nemo.worker_settings import WorkerSettings
-from fp8_nemo.recipe.options import Precision
 
 EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
 
@@ -118,80 +110,21 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
             proof = self.fp8_nemo_proof
             return asdict(proof) if proof is not None else {}
 
+        def fp8_nemo_layout_problems(self) -> list[str]:
+            """What lies otherwise than a refit will look for it; before the first one, asleep."""
+            settings = self.fp8_nemo_settings
+            if not settings.glue.has_receiver or settings.glue.verify == "off":
+                return []
+            try:
+                EngineMemory(self.model_runner.model, settings).check_asleep()
+            except RefitError as error:
+                return error.problems
+            except (AttributeError, KeyError) as error:  # a module of vLLM's has another name
+                return [_reason(error)]
+            return []
+
     Receiver.__qualname__ = Receiver.__name__ = stock.__name__
     return Receiver
-
-
-class EngineMemory:
-    """One worker's model, and where in its memory each tensor of the wire lies.
-
-    A mixture of experts has 37,000 of them: they are looked up when something has moved.
-
-    Args:
-        model: vLLM's.
-        settings: of the run; its shape and its precision count.
-    """
-
-    def __init__(self, model: Any, settings: WorkerSettings) -> None:
-        self.model, self.shape, self.precision = model, settings.shape, settings.precision
-        self.cache: ParameterCache | None = None
-        self.attentions: list[Any] = []
-        self.known_at: list[tuple | None] = []
-        self.known: Destination | None = None
-        self.specs: dict[tuple, dict[str, WireSpec]] = {}
-
-    @cached_property
-    def rank(self) -> Rank:
-        """This worker's place; one read on the host for each layer with experts."""
-        return _rank(self.model)
-
-    def sent(self, precision: Precision) -> dict[str, WireSpec]:
-        """What the wire brings in this precision; 0.2 s for 37,000 tensors, so once."""
-        key = astuple(precision)
-        if key not in self.specs:
-            self.specs[key] = wire_specs(named_shapes(self.shape), precision, self.shape.layers)
-        return self.specs[key]
-
-    @cached_property
-    def held(self) -> dict[str, WireSpec]:
-        """What a refit fills here, whole."""
-        specs = self.sent(self.precision)
-        return {name: spec for name, spec in specs.items() if self.rank.holds(name)}
-
-    def destination(self) -> Destination:
-        """Everything that a refit fills in this worker, by wire name, as it lies now.
-
-        Raises:
-            RefitError: it is not what the recipe's engine holds.
-        """
-        cache, scales = self.look_again(), dict(self._kv_scales())
-        at = [*cache.places(), *map(place_of, scales.values())]
-        # `known` keeps the storages of what a refit fills: no other tensor gets their addresses.
-        if self.known is None or at != self.known_at:
-            found = engine_parts(cache.parameters(), self.shape, self.precision, self.rank)
-            found |= {name: Part(scale.view(1)) for name, scale in scales.items()}
-            self.known_at, self.known = at, Destination(found, self.held)
-        return self.known
-
-    def last_seen(self) -> Destination:
-        """Return `destination` as the last refit left it, without the 2.4 ms that 8B takes to look.
-
-        What has moved since then ends the refit, when it is settled, as what moves in it does.
-        """
-        return self.known or self.destination()
-
-    def look_again(self) -> ParameterCache:
-        """Walk the model, at first and if it has changed since; what attends is known after it."""
-        if self.cache is None or not self.cache.are_all():
-            fp8_kv = self.precision.cache.is_quantized
-            self.cache, self.known = ParameterCache(self.model), None
-            self.attentions = attentions(self.model, self.shape.layers) if fp8_kv else []
-        return self.cache
-
-    def _kv_scales(self) -> Iterator[tuple[str, Tensor]]:
-        for layer, attention in enumerate(self.attentions):
-            held = (attention._q_scale, attention._k_scale, attention._v_scale)
-            yield from zip(weights.kv_scale_names(layer), held, strict=True)
 
 
 class Refit:
@@ -308,32 +241,6 @@ def _open(engine: EngineMemory, settings: WorkerSettings, number: int) -> Ledger
         verify=settings.glue.verify,
         number=number,
     )
-
-
-def _rank(model: Any) -> Rank:
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
-    modules = dict(model.named_modules())
-    maps = {
-        layer: getattr(modules[name], "_expert_map", getattr(modules[name], "expert_map", None))
-        for layer, name in layers_with_experts(modules)
-    }
-    experts = {
-        layer: {number: local for number, local in enumerate(found.tolist()) if local >= 0}
-        for layer, found in maps.items()
-        if found is not None
-    }
-    return Rank(
-        get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), experts or None
-    )
-
-
-def attentions(model: Any, layers: int) -> list[Any]:
-    """Attention modules of vLLM, which hold the scales of the cache, by layer."""
-    return [model.get_submodule(f"model.layers.{layer}.self_attn.attn") for layer in range(layers)]
 
 
 def _clear_kv_scales(of: Sequence[Any]) -> None:

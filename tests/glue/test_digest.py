@@ -133,9 +133,7 @@ HOWS = ["byte", "bit", "swap", "swap words", "shift", "rows"]
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize(
-    "shape", [(16, 32), (5, 67), (64, 4)], ids=lambda s: f"{s[0]}x{s[1]}"
-)
+@pytest.mark.parametrize("shape", [(16, 32), (5, 67), (64, 4)], ids=lambda s: f"{s[0]}x{s[1]}")
 def test_of_a_hundred_thousand_random_changes_none_is_missed(how, shape):
     """5,556 each here: 100,008 in all."""
     torch.set_num_threads(1)

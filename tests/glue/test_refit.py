@@ -133,9 +133,7 @@ def test_a_whole_refit_lands_byte_by_byte(shapes, dtype, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("verify", ["names", "bytes"])
 @MODELS
-def test_names_types_and_shapes_are_those_of_wire_specs_in_every_refit(
-    shapes, precision, verify
-):
+def test_names_types_and_shapes_are_those_of_wire_specs_in_every_refit(shapes, precision, verify):
     found = []
     for size, metadata_only in ((1, True), (1, False), (0, False)):
         named = {name: weight * size for name, weight in made(shapes).items()}
@@ -256,9 +254,7 @@ def test_a_buffer_that_the_wire_uses_again_spoils_no_proof():
             yield name, buffer
             buffer.view(torch.uint8).fill_(0)
 
-    proof = deliver(
-        reusing(stream_of(made(DENSE))), *engine_for(DENSE)
-    )
+    proof = deliver(reusing(stream_of(made(DENSE))), *engine_for(DENSE))
     assert proof.checksums == len(weights.wire_specs(DENSE, FP8_KV, L).keys() - KV.keys())
 
 

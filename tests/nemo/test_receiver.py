@@ -16,7 +16,7 @@ from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
 from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError, is_fp8_weight, kv_scale_names, named_shapes
-from fp8_nemo.nemo import receiver
+from fp8_nemo.nemo import engine_memory, receiver
 from fp8_nemo.nemo.vllm_layout import ParameterCache, Rank
 from fp8_nemo.nemo.worker_settings import VARIABLE, WorkerSettings
 from fp8_nemo.recipe.options import Correction, Glue, Precision, Recalibrate, Shape
@@ -36,7 +36,7 @@ GLUES = [
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setattr(receiver, "_rank", lambda model: Rank())
+    monkeypatch.setattr(engine_memory, "rank_of", lambda model, experts_of=None: Rank())
 
 
 def told(glue=None, precision=E2E):
@@ -365,12 +365,15 @@ def test_a_models_parameters_are_found_by_the_names_that_it_gives_them():
     assert not cache.are_all(), "as many, by another name"
 
 
-@pytest.mark.parametrize("where", ["_open", "attentions", "ParameterCache"])
-def test_whatever_fails_before_the_stream_is_raised_after_it(where, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "where"),
+    [(receiver, "_open"), (engine_memory, "attentions"), (engine_memory, "ParameterCache")],
+)
+def test_whatever_fails_before_the_stream_is_raised_after_it(module, where, monkeypatch):
     run = told()
     worker = worker_of(run)
     worker.wire = wire_of(run)
-    monkeypatch.setattr(receiver, where, lambda *_: 1 / 0)
+    monkeypatch.setattr(module, where, lambda *_: 1 / 0)
     with pytest.raises(RefitError, match="division by zero"):
         worker.update_weights_via_ipc_zmq()
     assert worker.ended == 1 and "division by zero" in worker.fp8_nemo_problems[0]
@@ -481,6 +484,59 @@ def test_an_engine_that_holds_other_weights_in_fp8_is_refused_and_nothing_is_loa
     with pytest.raises(RefitError, match=rf"{name}: the engine holds float8_e4m3fn"):
         worker.update_weights_via_ipc_zmq()
     assert engine.loaded == [] and worker.ended == 1
+
+
+@pytest.mark.parametrize("precision", [E2E, BF16], ids=["fp8", "bf16"])
+def test_the_engines_layout_is_told_before_any_refit_and_no_memory_is_read(precision):
+    worker = worker_of(told(precision=precision))
+    assert worker.fp8_nemo_layout_problems() == []
+    engine = worker.model_runner.model
+    engine.to("meta")  # as good as asleep
+    for attention in engine.attention:
+        attention.to("meta")
+    assert worker.fp8_nemo_layout_problems() == []
+    engine.put(NORM, torch.zeros(128, dtype=torch.bfloat16))
+    fused = "model.layers.0.mlp.gate_up_proj.weight"
+    engine.put(fused, torch.zeros(512, 256))
+    problems = worker.fp8_nemo_layout_problems()
+    held = "float8_e4m3fn" if precision is E2E else "bfloat16"
+    assert problems == [
+        f"model.layers.0.mlp.{x}_proj.weight: the engine holds float32 [256, 256], a refit sends "
+        f"{held} [256, 256]"
+        for x in ("gate", "up")
+    ] + [f"{NORM}: the engine holds bfloat16 [128], a refit sends bfloat16 [256]"]
+
+
+def test_another_name_of_vllms_is_told_as_a_layout_and_verify_off_looks_at_none():
+    worker, blind = worker_of(told()), worker_of(told(Glue(verify="off")))
+    for each in (worker, blind):
+        layer = each.model_runner.model.get_submodule("model.layers.1.self_attn")
+        layer.attention = layer.attn
+        del layer.attn
+    [problem] = worker.fp8_nemo_layout_problems()
+    assert problem.startswith("AttributeError") and "attn" in problem
+    assert blind.fp8_nemo_layout_problems() == []
+
+
+def test_which_experts_are_here_is_not_asked_of_an_engine_asleep():
+    module = nn.Module()
+    module.w13_weight = nn.Parameter(torch.zeros(2, 4, 4))
+    module.expert_map = torch.tensor([-1, -1, 0, 1])
+    assert engine_memory._mapped(module, module.expert_map) == {2: 0, 3: 1}
+    assert engine_memory._as_many(module, module.expert_map.to("meta")) == {0: 0, 1: 1}
+
+
+def test_nemo_rl_3651s_argument_is_handed_on():
+    class Later(Worker):
+        def update_weights_from_collective(self, refit_with_reload_api=False):
+            self.reloads = refit_with_reload_api
+            return super().update_weights_via_ipc_zmq()
+
+    run = told()
+    worker = receiver.receiver(Later, run)(run.precision)
+    worker.wire = wire_of(run)
+    assert worker.update_weights_from_collective(refit_with_reload_api=False) is True
+    assert worker.reloads is False and worker.fp8_nemo_proof.verified_weights == 14
 
 
 def test_an_error_of_nemo_rls_own_is_told_with_what_was_lost():

@@ -213,7 +213,7 @@ def three_neighbours(raw):
     at = next(
         n
         for n in range(2, len(some) - 3)
-        if some[n] < 250 and 5 < some[n + 1] and some[n + 2] < 250
+        if some[n] < 250 and some[n + 1] > 5 and some[n + 2] < 250
     )
     some[at] += 1
     some[at + 1] -= 2

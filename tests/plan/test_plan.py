@@ -188,7 +188,9 @@ def test_runs_of_before_are_found_again():
         assert plan_recipe(compose(words)[0]).run_name == saved.run_name
 
 
-@pytest.mark.parametrize(("before", "now"), [("ledger", "bytes"), ("full", "bytes"), ("off", "off")])
+@pytest.mark.parametrize(
+    ("before", "now"), [("ledger", "bytes"), ("full", "bytes"), ("off", "off")]
+)
 def test_a_proof_frozen_by_its_name_of_before_goes_on_as_the_present_default(before, now):
     content = plan().to_json()
     content["recipe"]["glue"]["verify"] = before
