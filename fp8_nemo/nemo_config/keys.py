@@ -125,6 +125,7 @@ ABSENT = {
     "policy.router_replay.enabled": (False, "not supported yet"),
     f"{GENERATION}.refit_transport": (None, "not supported yet"),
     f"{VLLM}.is_mx": (False, "blockwise FP8 is what is driven here"),
+    f"{VLLM}.refit_with_reload_api": (False, "not supported yet: it goes around our receiver"),
 }
 """The same, for keys that not every base file has."""
 

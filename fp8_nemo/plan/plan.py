@@ -191,7 +191,7 @@ def _nemo_plan(recipe: Recipe, host: Host) -> Plan:
         _cell(recipe),
         "nemo",
         settled.recipe,
-        notes=tuple(nemo_notes(settled, memory, nemo.loss_corrects)),
+        notes=(*host.notes, *nemo_notes(settled, memory, nemo.loss_corrects)),
         nemo=NemoPlan(host.name, base, nemo.keys, nemo.environment),
     )
 

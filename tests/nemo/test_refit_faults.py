@@ -34,8 +34,8 @@ DENSE = Shape(
 MOE = dataclasses.replace(DENSE, ffn=0, experts=4, experts_per_token=2, expert_ffn=256)
 FP8_KV = Precision(rollout_linear="fp8", rollout_kv="fp8")
 KV = [name for layer in range(2) for name in kv_scale_names(layer)]
-SECOND_OF_TWO = Rank(1, 2)
-SECOND_EXPERTS = Rank(1, 2, dict.fromkeys(range(2), {2: 0, 3: 1}))
+WHOLE, SECOND_OF_TWO = Rank(), Rank(1, 2)
+SECOND_EXPERTS = Rank(1, 2, {layer: {2: 0, 3: 1} for layer in range(2)})
 
 
 def named_weights(moe, refit):
@@ -141,7 +141,7 @@ class Fault:
     load: object = None
     after: object = None
     moe: bool = False
-    rank: Rank = Rank()
+    rank: Rank = WHOLE
 
 
 L0, L1 = "model.layers.0", "model.layers.1"
