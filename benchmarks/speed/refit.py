@@ -6,10 +6,10 @@ python -m benchmarks.speed.refit --out benchmarks/results/refit-h200.json [--mod
 Weights of the model's shape lie on one device, random. `stream`: what the trainer makes of them for
 one refit, thrown away; in BF16, in FP8, in FP8 with digests, and in FP8 into a copy of the engine's
 tensors with each `glue.verify`: off, names, bytes; all by turns. `seconds` is by the host's clock
-up to the last byte, `of_loaded` the median over rounds of its ratio to the unproven one's, `more_ms`
-that of its difference, `device` the sum of the device's own work in one more run, `allocations` how
-often memory was asked of the device: each starts with an empty cache, as NeMo RL's refits do
-(`offload_before_refit`).
+up to the last byte, `of_loaded` the median over rounds of its ratio to that of verify=off, and
+`more_ms` of its difference, `device` the sum of the device's own work in one more run,
+`allocations` how often memory was asked of the device: each starts with an empty cache, as NeMo
+RL's refits do (`offload_before_refit`).
 `watch`: one layer's Q, K and V in a micro-batch of so many rows: microseconds of the host and of
 the device. What glue.py measures in a real set-up has these parts. Runs on a CPU too, to be tested.
 """

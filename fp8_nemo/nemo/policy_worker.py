@@ -34,6 +34,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     """Names, shapes and types of the stream, from NeMo RL's handshake; None before it."""
     fp8_nemo_refused: RefitError | None = None
     fp8_nemo_refits = 0
+    """Since the handshake; the engine's receiver counts them too."""
     fp8_nemo_observer: AmaxObserver | None = None
     fp8_nemo_is_reference = False
 
@@ -45,7 +46,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         them: 1.45 s of 2.4 in stock's refit of 8B's shape (benchmarks/results/glue-8b-h200.json).
         None looks at them from here on, as in vLLM's own workers.
         """
-        self.fp8_nemo_wire = None
+        self.fp8_nemo_wire, self.fp8_nemo_refits = None, 0
         wire: dict[str, Any] = super().prepare_refit_info()
         self.fp8_nemo_wire = wire
         if _settings().glue.has_receiver:

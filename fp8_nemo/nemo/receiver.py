@@ -68,6 +68,10 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
         fp8_nemo_problems: Sequence[str] = ()
         fp8_nemo_refits = 0
 
+        def prepare_refit_info(self, *arguments: Any, **options: Any) -> None:
+            self.fp8_nemo_refits = 0  # both sides count from their handshake
+            super().prepare_refit_info(*arguments, **options)
+
         def update_weights_via_ipc_zmq(self) -> bool:
             return self.fp8_nemo_proven(super().update_weights_via_ipc_zmq)
 

@@ -158,6 +158,9 @@ class Worker:
 
     update_weights_from_collective = update_weights_via_ipc_zmq
 
+    def prepare_refit_info(self, state_dict_info):
+        self.state_dict_info = state_dict_info
+
     def _load_weights(self, weights):
         """NeMo RL's own: quantizes what its engine holds in FP8, by a rule of its own."""
         found = []
@@ -524,6 +527,18 @@ def test_which_experts_are_here_is_not_asked_of_an_engine_asleep():
     module.expert_map = torch.tensor([-1, -1, 0, 1])
     assert engine_memory._mapped(module, module.expert_map) == {2: 0, 3: 1}
     assert engine_memory._as_many(module, module.expert_map.to("meta")) == {0: 0, 1: 1}
+
+
+def test_a_whole_refit_of_before_is_refused_and_a_handshake_begins_the_count_anew():
+    worker = worker_of(told())
+    refit(worker, weights_of(1))
+    before = list(worker.wire)
+    refit(worker, weights_of(2))
+    worker.wire = before
+    with pytest.raises(RefitError, match=f"{MANIFEST}: is of refit 1, this engine expects refit 3"):
+        worker.update_weights_via_ipc_zmq()
+    worker.prepare_refit_info({"a": 1})
+    assert worker.state_dict_info == {"a": 1} and worker.update_weights_via_ipc_zmq() is True
 
 
 def test_nemo_rl_3651s_argument_is_handed_on():
