@@ -13,8 +13,9 @@ the rest of it is offloading the policy and waking the engine, each with its sec
 NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of a refit is
 transfer and load, and what `names` or `bytes` adds to `fp8` is the proof. As many rounds again,
 with clocks inside the workers, say where each side's host was (`where`), Python's collections
-included: refits vary by more than a proof costs. What its opening takes may be what the receiver would have waited
-`for the first tensors`; `for the device` is waited apart before settling, with and without a book.
+included: refits vary by more than a proof costs. What its opening takes may be what the receiver
+would have waited `for the first tensors`; `for the device` is waited apart before settling, with
+and without a book.
 `--buffers 0.3,0.03` does it again with other buffers than NeMo RL's own share of the free memory,
 by NRL_REFIT_BUFFER_MEMORY_RATIO.
 `mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and

@@ -53,7 +53,7 @@ class UnstableError(RuntimeError):
     """A step after which a run was not to go on; one line."""
 
 
-STALE = "a refit may have brought stale weights or scales: set glue.verify=bytes"
+STALE = "without glue.verify=bytes a refit may have brought stale weights or scales"
 SIGNALS = (
     Signal(KL, 0.02, 0.1, STALE),
     Signal(
