@@ -49,6 +49,8 @@ class Destination:
     def __init__(self, engine: Mapping[str, Tensor | Part], held: Mapping[str, WireSpec]) -> None:
         self.parts = {name: x if isinstance(x, Part) else Part(x) for name, x in engine.items()}
         self.held = held
+        self.here = {name: spec_of(part.tensor) for name, part in self.parts.items()}
+        """Type and shape of what is here of each."""
         self._compare()
         self.addresses = {name: part.tensor.data_ptr() for name, part in self.parts.items()}
         self.scales: dict[str, Tensor] = {}
@@ -114,7 +116,7 @@ class Destination:
             for name in self.parts.keys() - self.held.keys()
         ]
         for name, part in self.parts.items():
-            spec, found = self.held.get(name), spec_of(part.tensor)
+            spec, found = self.held.get(name), self.here[name]
             if spec and found != (wanted := _spec_of_part(spec, part.of_wire)):
                 problems.append(
                     f"{name}: the engine holds {found.dtype} {list(found.shape)}, a refit sends "

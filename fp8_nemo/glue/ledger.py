@@ -93,11 +93,16 @@ class Ledger:
         """Known when the book is settled."""
         self.sentinel = False
         self.arrived_sums, self.loaded_sums = _Sums(), _Sums()
+        self.otherwise: Collection[str] = ()
+        """What the engine does not hold as it comes: a part of it, or another form."""
         self.poisoned: Collection[str] = ()
-        if destination is not None:
-            parts, held = destination.parts, destination.held
-            made_here = [name for name in parts if expected.get(name) != held[name]]
-            self.poisoned = made_here if self.is_digested else parts.keys()
+        if destination is None:
+            self.otherwise = expected.keys()
+        else:
+            here, held = destination.here, destination.held
+            self.otherwise = {name for name in here if expected.get(name) != here[name]}
+            made_here = [name for name in self.otherwise if expected.get(name) != held[name]]
+            self.poisoned = made_here if self.is_digested else here.keys()
             destination.poison(self.poisoned)
 
     def receive(self, name: str, tensor: Tensor) -> bool:
@@ -122,18 +127,18 @@ class Ledger:
         Args:
             tensors: for which `receive` was true.
         """
-        some = [(name, x) for name, x in tensors if self._is_digested_on_arrival(name)]
+        some = self._otherwise(tensors)
         self.arrived_sums.book([name for name, _ in some], [placed(x, x.shape) for _, x in some])
         if held := self.destination and self.destination.held:
-            self.loading([(name, x) for name, x in some if held.get(name) == self.expected[name]])
+            self.loading([(name, x) for name, x in some if held[name] == self.expected[name]])
 
     def loading(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Digest what an engine is about to load under each name, the part of it that is here.
 
         `arrived` calls it; whoever quantizes what arrived calls it with the result.
         """
-        if self.is_digested and (to := self.destination):
-            some = [(n, x) for n, x in tensors if n in to.parts and n not in to.kv_scales]
+        if to := self.destination:
+            some = self._otherwise(tensors)
             parts = [to.placed(n, x[to.parts[n].of_wire or ...]) for n, x in some]
             self.loaded_sums.book([name for name, _ in some], parts)
 
@@ -183,13 +188,14 @@ class Ledger:
             return f"wrong shape {list(found.shape)}, expected {list(spec.shape)}"
         return ""
 
-    def _is_digested_on_arrival(self, name: str) -> bool:
-        if not self.is_digested or name.endswith(KV_SUFFIXES):
-            return False
-        if self.destination is None:
-            return True
-        part = self.destination.parts.get(name)  # none: another rank's expert
-        return part is not None and spec_of(part.tensor) != self.expected[name]
+    def _otherwise(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        if not self.is_digested:
+            return []
+        return [
+            (name, x)
+            for name, x in tensors
+            if name in self.otherwise and not name.endswith(KV_SUFFIXES)
+        ]
 
     def _known_problems(self) -> list[str]:
         """What needs no tensor to be read."""
@@ -234,7 +240,7 @@ class Ledger:
         """What the engine's memory must give, of what is digested in it."""
         if not self.is_digested:
             return {}
-        sent = {n: x for n, x in self._sent().items() if not self._is_digested_on_arrival(n)}
+        sent = {name: x for name, x in self._sent().items() if name not in self.otherwise}
         return sent | found.loaded
 
     def _wire_problems(self, found: _Found) -> list[str]:
@@ -251,7 +257,7 @@ class Ledger:
         if len(sent.sums) + len(sent.kv_scales) != len(self.received):
             return [f"{MANIFEST}: lacks digests, which verify=bytes needs"]
         was = self._sent()
-        missing = [n for n in was if self._is_digested_on_arrival(n) and n not in found.arrived]
+        missing = [n for n in was if n in self.otherwise and n not in found.arrived]
         return [
             *(f"{name}: was not digested on arrival" for name in missing),
             *(

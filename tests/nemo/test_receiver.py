@@ -421,6 +421,22 @@ def test_a_fault_on_the_wire_stops_the_refit_by_name_after_the_stream_has_ended(
     assert worker.ended == 1, "the sender is answered to the end"
 
 
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("quantize", ["fused", "stock"])
+def test_a_bit_that_changes_on_the_way_is_named_also_where_the_engine_quantizes(quantize, name):
+    def flipped(tensor):
+        changed = tensor.clone()
+        changed.view(torch.uint8).view(-1)[7] ^= 1
+        return changed
+
+    worker = worker_of(run := told(Glue(transfer="bf16", quantize=quantize)))
+    worker.wire = changed(name, flipped)(wire_of(run))
+    with pytest.raises(RefitError) as error:
+        worker.update_weights_via_ipc_zmq()
+    [problem] = error.value.problems
+    assert problem.startswith(f"{name}: ")
+
+
 def test_a_loader_that_skips_a_weight_or_breaks_is_named_after_the_stream_has_ended():
     run = told()
     worker = worker_of(run)
