@@ -9,21 +9,26 @@ looked up one by one only after something failed.
 # torch._foreach_* is documented and public, its underscore notwithstanding.
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.digest import Digests, Placed, placed
 from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.quantize import FP8
-from fp8_nemo.glue.wire import RefitError, WireSpec
+from fp8_nemo.glue.wire import SCALE_SUFFIX, RefitError, WireSpec
 from fp8_nemo.recipe.options import FORMATS
 
 FP8_NAN = FORMATS["fp8"].nan
+ARE_FINE: dict[str, Callable[[Tensor], Tensor]] = {
+    "scale": lambda x: torch.isfinite(x) & (x > 0),
+    "fp8": lambda x: (x & 0x7F) != FP8_NAN,
+    "plain": torch.isfinite,
+}
+"""Of each kind, the values that loading may leave."""
 
 
 class Part(NamedTuple):
@@ -53,58 +58,52 @@ class Destination:
         """Type and shape of what is here of each."""
         self._compare()
         self.addresses = {name: part.tensor.data_ptr() for name, part in self.parts.items()}
-        self.scales: dict[str, Tensor] = {}
-        """Block scales, whole."""
-        self.bytes: dict[str, Tensor] = {}
-        """The first and the last byte of FP8 weights."""
-        self.others: dict[str, Tensor] = {}
-        """The first and the last element of the rest."""
-        for name, part in self.parts.items():
-            tensor = part.tensor
-            if not tensor.numel():  # the last rank of a vocabulary may hold padding alone
-                continue
-            if name.endswith(weights.SCALE_SUFFIX):
-                # As a view, once: 224 of 8B's take a host 0.2 ms, and flattening a row is free.
-                self.scales[name] = tensor.flatten() if tensor.is_contiguous() else tensor
-            elif tensor.dtype == FP8:
-                self.bytes[name] = _ends(tensor.view(torch.uint8))
-            else:
-                self.others[name] = _ends(tensor)
-        self.kv_scales = [name for name in self.others if name.endswith(KV_SUFFIXES)]
-        filled = {**self.scales, **self.bytes, **self.others}
-        self.digested = [name for name in filled if name not in self.kv_scales]
+        # The last rank of a vocabulary may hold padding alone, of which nothing is watched.
+        self.watched = {n: _watched(n, x.tensor) for n, x in self.parts.items() if x.tensor.numel()}
+        self.kv_scales = [name for name in self.watched if name.endswith(KV_SUFFIXES)]
+        self.digested = [name for name in self.watched if not name.endswith(KV_SUFFIXES)]
 
     @cached_property
     def digests(self) -> Digests:
-        """What reads all of `digested` in one launch."""
+        """What reads all of `digested` in one launch.
+
+        Raises:
+            RefitError: a part ends within a word of the wire's.
+        """
         return Digests([self.placed(name, self.parts[name].tensor) for name in self.digested])
 
     def placed(self, name: str, part: Tensor) -> Placed:
         """A tensor, standing where the engine's part of that name stands in the whole."""
-        return placed(part, self.held[name].shape, self.parts[name].of_wire)
+        try:
+            return placed(part, self.held[name].shape, self.parts[name].of_wire)
+        except ValueError as error:
+            raise RefitError([f"{name}: {error}"]) from error
 
-    def poison(self, names: Collection[str]) -> None:
+    def poison(self, names: Iterable[str]) -> None:
         """NaN, which no trainer sends, into all of a block scale and both ends of the rest."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}  # of one dtype, all go in a few launches
-        for tensor in (*_of(names, self.scales).values(), *_of(names, self.others).values()):
+        for _, tensor in self._of(names).values():
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for some in by_dtype.values():
-            torch._foreach_mul_(some, torch.nan)
-        if ends := [*_of(names, self.bytes).values()]:
-            nan_2 = torch.full((2,), FP8_NAN, dtype=torch.uint8, device=ends[0].device)
-            torch._foreach_copy_(ends, [nan_2[: len(each)] for each in ends])
+        for dtype, some in by_dtype.items():
+            if dtype == torch.uint8:
+                nan_2 = torch.full((2,), FP8_NAN, dtype=dtype, device=some[0].device)
+                torch._foreach_copy_(some, [nan_2[: len(each)] for each in some])
+            else:
+                torch._foreach_mul_(some, torch.nan)
 
-    def poisoned(self, names: Collection[str]) -> list[str]:
+    def poisoned(self, names: Iterable[str]) -> list[str]:
         """Those in which loading left the poison, or put a scale that is none.
 
         KV scales are compared by value instead.
         """
-        others = {n: x for n, x in _of(names, self.others).items() if n not in self.kv_scales}
-        return [
-            *_not_all(_of(names, self.scales), lambda x: torch.isfinite(x) & (x > 0)),
-            *_not_all(_of(names, self.bytes), lambda x: (x & 0x7F) != FP8_NAN),
-            *_not_all(others, torch.isfinite),
-        ]
+        by_kind: dict[str, dict[str, Tensor]] = {}
+        for name, (kind, tensor) in self._of(names).items():
+            by_kind.setdefault(kind, {})[name] = tensor
+        by_kind.pop("kv_scale", None)
+        return [name for kind, some in by_kind.items() for name in _not_all(some, ARE_FINE[kind])]
+
+    def _of(self, names: Iterable[str]) -> dict[str, tuple[str, Tensor]]:
+        return {name: self.watched[name] for name in names if name in self.watched}
 
     def _compare(self) -> None:
         problems = [
@@ -143,8 +142,14 @@ def _spec_of_part(spec: WireSpec, of_wire: tuple[slice, ...]) -> WireSpec:
     return WireSpec(spec.dtype, tuple(len(range(*part.indices(side))) for part, side in sides))
 
 
-def _of(names: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensors[name] for name in names if name in tensors}
+def _watched(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """What is poisoned and looked at, a view: block scales whole, of others both ends."""
+    if name.endswith(SCALE_SUFFIX):
+        # Flat, once: 224 of 8B's take a host 0.2 ms, and flattening a row is free.
+        return "scale", tensor.flatten() if tensor.is_contiguous() else tensor
+    if tensor.dtype == FP8:
+        return "fp8", _ends(tensor.view(torch.uint8))
+    return "kv_scale" if name.endswith(KV_SUFFIXES) else "plain", _ends(tensor)
 
 
 def _ends(tensor: Tensor) -> Tensor:

@@ -81,7 +81,9 @@ class EngineMemory:
         Raises:
             RefitError: as `destination`.
         """
-        self.lying(rank_of(self.model, _as_many))
+        found = self.lying(rank_of(self.model, _as_many))
+        for name in found.digested:
+            found.placed(name, found.parts[name].tensor)
 
     def last_seen(self) -> Destination:
         """Return `destination` as the last refit left it, without the 2.4 ms that 8B takes to look.

@@ -33,9 +33,11 @@ CASES = [
     ("_quantize_listed", "bf16", {"POW2": False, "EVEN": True, "SUMS": True}),
     ("_quantize_listed", "bf16", {"POW2": True, "EVEN": False, "SUMS": True}),
     ("_quantize_listed", "bf16", {"POW2": False, "EVEN": True, "SUMS": False}),
+    ("_quantize_listed", "bf16", {"POW2": False, "EVEN": True, "SUMS": True, "N": 1}),
     ("_quantize_groups", "bf16", {"ROWS": kernels.GROUPS_AT_ONCE, "POW2": False}),
     ("_quantize_groups", "fp32", {"ROWS": kernels.GROUPS_AT_ONCE, "POW2": True}),
     ("_digest", "bf16", {"EVEN": True}),
+    ("_digest", "bf16", {"EVEN": True, "N": 1}),
     ("_digest", "bf16", {"EVEN": False}),
     ("_amax_rows", "bf16", {"ROWS": kernels.ROWS_AT_ONCE}),
 ]
