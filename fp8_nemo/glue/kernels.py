@@ -283,9 +283,10 @@ def _quantize_block(
         words = (inner % Q) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
         index = (rows * tl.cdiv(I, 4)).to(tl.int32) + words.to(tl.int32)
         held = _mixed_sum(word, index, EVEN | ((rows < O) & (words * 4 < I)))
-        tl.atomic_add(sums + 2 * expert, held)
+        tl.atomic_add(sums + 2 * expert, held, sem="relaxed")
         scale_word = inverse.to(tl.int32, bitcast=True)
-        tl.atomic_add(sums + 2 * expert + 1, _mixed(scale_word, inner).to(tl.int64))
+        held = _mixed(scale_word, inner).to(tl.int64)
+        tl.atomic_add(sums + 2 * expert + 1, held, sem="relaxed")
 
 
 @triton.jit
@@ -373,7 +374,8 @@ def _digest(table, sums, N, EVEN: tl.constexpr):
             held = tl.load(source + at, mask=inside & (n < length), other=0)
             word |= held.to(tl.int32) << (8 * byte)
     index = (tl.load(run + 8) + rows * tl.load(run + 7)).to(tl.int32) + columns.to(tl.int32)
-    tl.atomic_add(sums + tl.load(run + 9), _mixed_sum(word, index, inside))
+    found = _mixed_sum(word, index, inside)
+    tl.atomic_add(sums + tl.load(run + 9), found, sem="relaxed")
 
 
 @triton.jit
