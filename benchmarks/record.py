@@ -1,7 +1,7 @@
 """What every benchmark does at its end: one table in the terminal, one results file.
 
 A results file has the command, the commit, versions and hardware, and each row's repetitions beside
-its median; docs/results.md and the notebooks are made of these files and of nothing else.
+its median; `benchmarks.render_results` and the notebooks read nothing else.
 """
 
 from __future__ import annotations

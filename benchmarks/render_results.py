@@ -1,8 +1,8 @@
-"""docs/results.md from benchmarks/results: every number with its command, machine and versions.
+"""Render benchmarks/results as one page: every number with its command, machine and versions.
 
 python -m benchmarks.render_results > docs/results.md
 
-A test holds the page against the files. Repetitions stay in the files; so do rows beyond `MOST`.
+The page is not kept. Repetitions stay in the files; so do rows beyond `MOST`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ RAW = (
 """Keys whose numbers a table of medians stands for."""
 HEAD = """# Measured
 
-Made by `python -m benchmarks.render_results > docs/results.md` from `benchmarks/results/`; a test
-says if it is stale. Each section names the command, the machine and the versions; repetitions are
-in the file. What the numbers mean is said in [nemo.md](nemo.md), [correction.md](correction.md) and
-[numerics.md](numerics.md)."""
+Made by `python -m benchmarks.render_results > docs/results.md` from `benchmarks/results/`. Each
+section names the command, the machine and the versions; repetitions are in the file. What the
+numbers mean is said in [measured.md](research/measured.md)."""
 
 
 def page(folder: Path) -> str:

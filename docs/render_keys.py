@@ -89,7 +89,7 @@ def page() -> str:
         if not dataclasses.is_dataclass(kind):
             continue
         usual = f" Default: `{group}={chosen[group]}`." if group in chosen else ""
-        lines += ["", f"## {group}", "", " ".join((kind.__doc__ or "").split()) + usual, ""]
+        lines += ["", f"## {group}", " ".join((kind.__doc__ or "").split()) + usual, ""]
         if group in chosen:
             lines += ["| option | is |", "|---|---|", *option_rows(group), ""]
         lines += ["| key | takes | what it does |", "|---|---|---|", *rows(kind, f"{group}.")]

@@ -1,1 +1,1 @@
-"""Verbs: one file, one command. Nouns live in `fp8_nemo/`."""
+"""Offer the verbs: one file, one command. Nouns live in `fp8_nemo/`."""

@@ -1,4 +1,4 @@
-"""What every verb's command line has in common: help, version, a mistake in one line."""
+"""Share what every verb's line has: help, version, a mistake in one line."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.process import INTERRUPTED, start
+from fp8_nemo.runs.run_dir import layout_of
 from fp8_nemo.runs.slurm import SubmitError
 from fp8_nemo.runs.terminal import tell
 
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     _, words = read_cells(cells_parser("grpo", __doc__), words)
     try:
-        plans = compose_plans(words, host_of)
+        plans = compose_plans(words, host_of, layout_of)
         if lines := [line for plan in plans for line in problems_with(plan)]:
             raise ComposeError(lines)
         return start(plans)

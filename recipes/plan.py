@@ -15,7 +15,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import change_lines, differences, plan_table, stock_command
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.metrics import RunDirError
-from fp8_nemo.runs.run_dir import run_path
+from fp8_nemo.runs.run_dir import layout_of, run_path
 from fp8_nemo.runs.slurm import container_notes, sbatch_command
 from fp8_nemo.runs.terminal import command, console, tell
 
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--keys", action="store_true", help=text)
     options, words = read_cells(parser, words)
     try:
-        plans = compose_plans(words, host_of)
+        plans = compose_plans(words, host_of, layout_of)
         calls = [sbatch_command(p) if p.recipe.cluster.kind == "slurm" else [] for p in plans]
     except (ComposeError, RunDirError) as error:
         tell(error, sys.stderr)

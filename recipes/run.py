@@ -24,7 +24,7 @@ DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.launch.driver"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 when the last step is done, 2 if the directory cannot be run, 1 if a proof failed."""
+    """Return 0 once the last step is done, 2 if the directory cannot run, 1 if a proof failed."""
     words = sys.argv[1:] if arguments is None else arguments
     path = run_dir_of("run", __doc__, words)
     try:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def problems_with(plan: Plan) -> list[str]:
-    """One line for each thing that would stop this plan after it has started."""
+    """Return one line for each thing that would stop this plan after it has started."""
     return import_module(PREFLIGHT[plan.backend]).problems_with(plan)
 
 

@@ -1,6 +1,8 @@
 """The pages that people read: links, lengths, numbers, and commands that print what is shown."""
 
 import json
+import math
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +12,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.speed.draw_steps import CELLS, PANELS, TARGET, label, rows_of
+from fp8_nemo.correction.health import GROWTH, SIGNALS
+from fp8_nemo.plan.memory import count
+from fp8_nemo.recipe.compose import compose
+from fp8_nemo.recipe.options import Precision
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -77,11 +83,104 @@ def points(study, cell, model="tiny-llama"):
     return said[0]
 
 
+def lost(study, cell):
+    """Points lost against BF16, as correction.md writes them: `5.1 +- 4.0`."""
+    return points(study, cell).removeprefix("-").replace("±", "+- ").replace("  ", " ")
+
+
+def losses():
+    """The smallest and the largest loss of an FP8 cache that a stress test shows for certain."""
+    found = [points(study, f"{KV}-{cell}") for study in (TINY, WORKING) for cell in ("none", "tis")]
+    pairs = [[abs(float(number)) for number in each.split(" ±")] for each in found]
+    certain = [loss for loss, half in pairs if loss > half]
+    return f"{min(certain):.0f} to {max(certain):.0f} points"
+
+
+def disk(option):
+    """Gigabytes of three checkpoints, up to the next 50: weights, FP32 masters, two moments."""
+    shape = compose([f"model={option}"])[0].model.shape
+    return 50 * math.ceil(3 * (2 + 3 * 4) * count(shape, Precision()).parameters / 50e9)
+
+
+def late_kl(cell):
+    rows = of(STUDY, lambda it: it["rows"])
+    return next(row["kl"]["mean"] for row in rows if row["cell"] == f"small-llama/{cell}")
+
+
+def ranges():
+    """Share of the logprob pass that watching and reading the ranges of Q, K and V takes."""
+    found = of("glue-8b-ranges-h200", lambda it: it["ranges"])
+    return found["overhead"] / found["median"]["plain"]
+
+
+def served(precision):
+    pairs = of("served-checkpoint-h200", lambda it: it["pairs"])
+    return pairs[precision]["vLLM, local of the same precision"]["mismatch/kl"]
+
+
+def planned():
+    """How many times as fast as BF16 the plan estimates README's line for a node of H100 to be."""
+    text = (ROOT / "README.md").read_text()
+    [words] = re.findall(r"^python -m recipes\.grpo (model=llama31-8b .+)$", text, re.M)
+    command = [sys.executable, "-m", "recipes.plan", *words.split()]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return re.findall(r"([\d.]+) times as fast as BF16", " ".join(ran.stdout.split()))[0]
+
+
+def gain(file, precision):
+    return f"{100 * (times(file, precision) - 1):.0f}"
+
+
+def rollout_share(file):
+    row = rows_of(f"{file}.json")["bf16"]
+    return f"{row['rollout'] / row['step']:.0%}"
+
+
+def layers_at_tensor_2(row):
+    return (row["variant"], row["part"], row["microbatch"], row["recompute"]) == (
+        "fp8", "stack", "cached", False)  # fmt: skip
+
+
+def slower_at_tensor_2():
+    rows = of("bench-train-8b-tp2-h200", lambda it: it["rows"])
+    return f"{1 / next(row['speedup'] for row in rows if layers_at_tensor_2(row)):.2f}"
+
+
+def studied(precision, correction):
+    """A row of correction.md's study: accuracy at both learning rates."""
+    cell = f"tiny-llama/{precision}-{correction}"
+    found = [row["accuracy"] for row in of("correction-study-cpu", lambda it: it["rows"])
+             if row["cell"] == cell]  # fmt: skip
+    texts = [f"{100 * each['mean']:.1f} +- {100 * each['half']:.1f}" for each in found]
+    return f"| `{precision}` `{correction}` | {' | '.join(texts)} |"
+
+
+def predicted(mask):
+    """A row of correction.md's predictions beside what was rejected later."""
+    rows = [
+        row for row in of("predicted-rejects-cpu", lambda it: it["rows"]) if row["mask"] == mask
+    ]
+    texts = [
+        f"{100 * row['predicted']:.1f}% | {100 * row['real']:.1f} +- {100 * row['interval']:.1f}%"
+        for row in rows
+    ]
+    return f"| `{mask}` | {' | '.join(texts)} |"
+
+
+def bounds(signal):
+    """A row of correction.md's health."""
+    word = "above" if signal.unstable > signal.watch else "below"
+    last = f"{word} {signal.unstable:g} " if signal.unstable <= 1 or signal.watch > 1 else ""
+    return f"| `{signal.key}` | {word} {signal.watch:g} | {last}|"
+
+
 SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
 LINEAR, E2E, KV, BOTH = "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn"
 MOE_DECODE = partial(decode, "rollout-30b-h200", "fp8-linear-deepgemm")
 TINY, WORKING, STUDY = "stress-tiny", "stress-working-more", "experiment-h200"
 MOE = "small-qwen3-moe"
+STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"), (KV, "none"),
+           (KV, "tis"), (E2E, "none"))  # fmt: skip
 SAID = {
     "README.md": [
         lambda: f"**{times(LONG, E2E):.2f} times** as fast as in BF16",
@@ -90,8 +189,50 @@ SAID = {
         lambda: f"decode alone {decode('rollout-8b-h200', KV, 'limited')}x |",
         lambda: f"decode alone {MOE_DECODE().replace(' to', 'x to')}x |",
         lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama')} points",
+        lambda: (
+            f"8 H100 80 GB | the default; the plan chooses a layout that fits | step {planned()}x"
+        ),
+        lambda: f"lost {losses()} in stress tests",
+        lambda: f"about {rows_of(f'{SHORT}.json')[E2E]['step'] / 60:.0f} min a step with 2,000",
+        lambda: f"{disk('llama31-8b')} GB",
+        lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
+    ],
+    "docs/recipes.md": [
+        lambda: f"{of('checkpoint-memory-cpu', lambda it: it['peak resident bytes']) / 1e9:.1f} GB",
+        lambda: f"KL of {served('fp8-linear'):.1e}".replace("e-0", "e-"),
+    ],
+    "docs/correction.md": [
+        *(partial(studied, *cell) for cell in STUDIED),
+        *(partial(predicted, mask) for mask in ("token", "geometric", "mean-k3", "max-k3")),
+        *(partial(bounds, signal) for signal in SIGNALS),
+        lambda: f"above {GROWTH.watch:g} | above {GROWTH.unstable:g} |",
+        lambda: f"{lost(TINY, 'fp8-kv-attn-none')} points without correction",
+        lambda: f"{lost(TINY, 'fp8-kv-attn-tis')} with\n`tis`",
+        lambda: f"{lost(TINY, 'fp8-kv-attn-mis')} with `mis`",
+        lambda: (
+            f"{lost(WORKING, 'fp8-kv-attn-none')}, {lost(WORKING, 'fp8-kv-attn-tis')} and "
+            f"{lost(WORKING, 'fp8-kv-attn-mis')}, with `seq-tis` "
+            f"{lost(WORKING, 'fp8-kv-attn-seq-tis')}"
+        ),
+        lambda: f"with FP8 on both sides {lost(WORKING, 'fp8-e2e-none')}",
+    ],
+    "notebooks/01-precision.ipynb": [
+        lambda: f"{times(SHORT, E2E):.2f} times as fast as BF16 at answers of 2,000",
+        lambda: f"and {times(LONG, E2E):.2f} times at 7,168",
+        lambda: f"it is {times(SHORT, BOTH):.2f} and {times(LONG, BOTH):.2f}",
+        lambda: f"| {gain(AGAIN, E2E)} to {gain(SHORT, E2E)}% of a step |",
+    ],
+    "notebooks/03-end-to-end.ipynb": [
+        lambda: f"ends {points(STUDY, 'fp8-e2e-tis', 'small-llama')} points from BF16",
     ],
     "docs/precision.md": [
+        lambda: f"a gain of {gain(AGAIN, E2E)} to {gain(SHORT, E2E)}%",
+        lambda: f"its KL is {late_kl('fp8-e2e-tis') / late_kl('fp8-linear-tis'):.1f} times that",
+        lambda: (
+            f"{rollout_share(SHORT)} of a step at 2,000 tokens and {rollout_share(LONG)} at 7,168"
+        ),
+        lambda: f"the layers trained {slower_at_tensor_2()} times as long",
+        lambda: f"for {ranges():.2%} of that pass",
         lambda: (
             f"| {times(SHORT, LINEAR):.2f} | {times(LONG, LINEAR):.2f} | "
             f"{decode('rollout-8b-h200', 'fp8-linear-deepgemm')} |"
@@ -166,3 +307,23 @@ def test_the_commands_of_the_user_pages_plan():
             command = [sys.executable, "-m", "recipes.plan", *words]
             ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             assert ran.returncode == 0, f"{page.name}: {line}: {ran.stderr}"
+
+
+def test_readme_makes_the_model_that_its_next_line_asks_for(tmp_path):
+    """Without the model, the line says how to make it: as README does."""
+    text = (ROOT / "README.md").read_text()
+    [line] = re.findall(r"^python -m (recipes\.grpo model=small-llama .+)$", text, re.M)
+    ran = subprocess.run(
+        [sys.executable, "-m", *line.split()], cwd=tmp_path, env=os.environ | {"PYTHONPATH": ROOT},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    [advice] = re.findall(r"(python -m recipes\.make_model .+) makes it", ran.stderr)
+    assert f"{advice} " in text
+
+
+def test_the_example_of_nemos_readme_runs():
+    """That of glue's is in tests/glue, which runs with torch alone."""
+    text = (ROOT / "fp8_nemo" / "nemo" / "README.md").read_text()
+    [example] = re.findall(r"^```python\n(.+?)^```", text, re.M | re.S)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -734,7 +734,8 @@ def main() -> None:
     cell = ["backend=nemo", "glue=ours", f"outputs={options.outputs}", *options.arguments]
     [plan] = compose_plans(cell, host_of)
     model, trained = plan.recipe.model, plan.recipe.precision.train_linear
-    whole = model.parallel.tensor == model.parallel.pipeline == 1 and not model.shape.experts
+    layout = plan.settled.layout
+    whole = layout.tensor == layout.pipeline == 1 and not model.shape.experts
     if "bytes" in options.parts.split(",") and not (whole and trained == "fp8"):
         parser.error("--parts bytes: a dense model in FP8 training, tensor and pipeline of 1")
     [frozen] = run_dir.freeze([plan])

@@ -298,12 +298,12 @@ def row(cell: Cell) -> dict[str, Any]:
 
 
 def judged(comparison: Comparison) -> dict[str, Any]:
-    """Everything that the results file says: rows, verdicts, twins, notes, and which runs."""
+    """Everything that the results file says: rows, verdicts, baselines, notes, and which runs."""
     return {
         "rule": "docs/research/experiment.md",
         "rows": [row(cell) for cell in comparison.cells],
         "verdicts": [each._asdict() for each in verdicts(cells_of(comparison))],
-        "against_twins": [asdict(each) for each in against_baselines(comparison)],
+        "against_baselines": [asdict(each) for each in against_baselines(comparison)],
         "notes": [JUDGED_HERE, *comparison.notes],
         "runs": [str(run.path) for run in comparison.runs],
     }

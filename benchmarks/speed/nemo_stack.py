@@ -54,7 +54,7 @@ def plan_of(model: str, layers: int, case: Case, folder: Path, arguments: Sequen
     parallel = ("tensor", "pipeline", "context", "expert", "rollout_tensor", "rollout_expert")
     cell = [
         *("backend=nemo", "cluster.interpreter=system", "cluster.nodes=1"),
-        *(f"model={model}", f"model.path={folder}", *VARIANTS[case.variant]),
+        *(f"model={model}", f"model.path={folder}", "model.layout=null", *VARIANTS[case.variant]),
         *(f"model.parallel.{each}=1" for each in parallel),
         f"cluster.gpus_per_node={os.environ.get('WORLD_SIZE', 1)}",
         f"model.shape.layers={1 if case.ends else layers}",

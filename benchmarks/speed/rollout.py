@@ -316,7 +316,7 @@ def plan_of(options: argparse.Namespace, folder: Path) -> Plan:
         f"precision={VARIANTS[options.precision].precision}", f"model.path={folder}",
         "cluster.interpreter=system", f"cluster.gpu={options.gpu}", "cluster.nodes=1",
         "cluster.gpus_per_node=1", "model.parallel.tensor=1", "model.parallel.expert=1",
-        "model.parallel.rollout_tensor=1",
+        "model.parallel.rollout_tensor=1", "model.layout=null",
     ]  # fmt: skip
     if not options.nemo:
         return compose_plans(words)[0]

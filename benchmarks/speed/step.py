@@ -38,7 +38,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Recipe
-from fp8_nemo.recipe.settled import LOCAL_BASE, Settled, settle
+from fp8_nemo.recipe.settled import Settled
 from fp8_nemo.report.runs import find_runs, read_run
 
 ROLLOUT = {"bf16": "bf16", "fp8-linear": "fp8-linear-deepgemm", "fp8-kv-attn": "fp8-kv-attn",
@@ -94,15 +94,11 @@ def load_of(plan: Plan, prompt: float, response: float | None) -> Load:
     return Load(prompt, mean, tokens, int(together) if mean > EVEN * longest else together)
 
 
-def settled(recipe: Recipe) -> Settled:
-    """Return a plan's recipe with its numbers; it leaves none to a base."""
-    return settle(recipe, LOCAL_BASE)
-
-
-def rollout(recipe: Recipe, load: Load, files: Files) -> Found:
+def rollout(settled: Settled, load: Load, files: Files) -> Found:
     """All engines at work, each with its share of the sequences at once."""
-    engines = settled(recipe).gpus // recipe.model.parallel.rollout_tensor
-    batch, context = settled(recipe).sequences_per_step / engines, load.prompt + load.response / 2
+    recipe, tensor = settled.recipe, settled.layout.rollout_tensor
+    batch = settled.sequences_per_step / (settled.gpus // tensor)
+    context = load.prompt + load.response / 2
     name = ROLLOUT[recipe.precision.name]
     near = [
         (distance, row, file)
@@ -111,7 +107,7 @@ def rollout(recipe: Recipe, load: Load, files: Files) -> Found:
         and row["prompt_tokens_per_second"]
         and row.get("layers", whole(recipe)) == recipe.model.shape.layers
         and (row["model"], row["precision"]) == (recipe.model.name, name)
-        and row.get("rollout_tensor", 1) == recipe.model.parallel.rollout_tensor
+        and row.get("rollout_tensor", 1) == tensor
         and (distance := _apart(row, batch, context)) is not None
     ]
     if not near:
@@ -137,54 +133,52 @@ def _apart(row: dict[str, Any], batch: float, context: float) -> float | None:
     return sum(factors) if max(factors) <= math.log(NEAR) else None
 
 
-def micro_batches(recipe: Recipe, load: Load) -> int:
+def micro_batches(settled: Settled, load: Load) -> int:
     """Micro-batches that one data-parallel rank works through in a step."""
-    return math.ceil(
-        settled(recipe).sequences_per_step / load.together / settled(recipe).data_parallel
-    )
+    return math.ceil(settled.sequences_per_step / load.together / settled.data_parallel)
 
 
-def train(recipe: Recipe, load: Load, files: Files) -> Found:
+def train(settled: Settled, load: Load, files: Files) -> Found:
     """Every micro-batch forward and backward; a `first` one per optimizer step."""
-    both, rc = ("forward", "backward"), recipe.model.memory.recompute
-    updates = recipe.grpo.updates_per_step or 1
-    first, file = _micro_batch(recipe, load, files, both, "first", rc)
-    cached, _ = _micro_batch(recipe, load, files, both, "cached", rc)
-    count = micro_batches(recipe, load)
+    both, rc = ("forward", "backward"), settled.layout.recompute
+    updates = settled.updates_per_step
+    first, file = _micro_batch(settled, load, files, both, "first", rc)
+    cached, _ = _micro_batch(settled, load, files, both, "cached", rc)
+    count = micro_batches(settled, load)
     return Found(min(updates, count) * first + max(0, count - updates) * cached, file)
 
 
-def logprob(recipe: Recipe, load: Load, files: Files) -> Found:
+def logprob(settled: Settled, load: Load, files: Files) -> Found:
     """A forward of every micro-batch, and one of the reference policy if there is a KL penalty."""
-    passes = 2 if recipe.grpo.kl_penalty else 1
-    first, file = _micro_batch(recipe, load, files, ("scored",), "first", False)
-    cached, _ = _micro_batch(recipe, load, files, ("scored",), "cached", False)
-    return Found(passes * (first + (micro_batches(recipe, load) - 1) * cached), file)
+    passes = 2 if settled.kl_penalty else 1
+    first, file = _micro_batch(settled, load, files, ("scored",), "first", False)
+    cached, _ = _micro_batch(settled, load, files, ("scored",), "cached", False)
+    return Found(passes * (first + (micro_batches(settled, load) - 1) * cached), file)
 
 
 def _micro_batch(
-    recipe: Recipe, load: Load, files: Files, passes: Sequence[str], which: str, recompute: bool
+    settled: Settled, load: Load, files: Files, passes: Sequence[str], which: str, recompute: bool
 ) -> Found:
     """Seconds of the whole model: its ends, measured round one layer, and its layers."""
-    one = _layer(recipe, load, files, passes, which, False)
-    layer = _layer(recipe, load, files, passes, which, recompute)
-    ends, file = _train_row(recipe, load, files, which, "ends", False)
+    one = _layer(settled, load, files, passes, which, False)
+    layer = _layer(settled, load, files, passes, which, recompute)
+    ends, file = _train_row(settled, load, files, which, "ends", False)
     around = sum(middle(ends[each]) for each in passes) / 1e3 - one
-    return Found(around + recipe.model.shape.layers * layer, file)
+    return Found(around + settled.recipe.model.shape.layers * layer, file)
 
 
 def _layer(
-    recipe: Recipe, load: Load, files: Files, passes: Sequence[str], which: str, recompute: bool
+    settled: Settled, load: Load, files: Files, passes: Sequence[str], which: str, recompute: bool
 ) -> float:
-    row, _ = _train_row(recipe, load, files, which, "stack", recompute)
+    row, _ = _train_row(settled, load, files, which, "stack", recompute)
     return sum(middle(row[each]) for each in passes) / 1e3 / row["layers"]
 
 
 def _train_row(
-    recipe: Recipe, load: Load, files: Files, which: str, part: str, recompute: bool
+    settled: Settled, load: Load, files: Files, which: str, part: str, recompute: bool
 ) -> tuple[dict[str, Any], str]:
-    model, variant = recipe.model, recipe.precision.train_linear
-    parallel, held = model.parallel, model.shape.experts // model.parallel.expert
+    model, variant = settled.recipe.model, settled.recipe.precision.train_linear
+    parallel, held = settled.layout, model.shape.experts // settled.layout.expert
     wanted = {
         "model": model.name, "variant": variant, "part": part, "recompute": recompute,
         "microbatch": which if variant == "fp8" else "cached", "tokens": load.micro_batch,
@@ -204,13 +198,13 @@ def _train_row(
     )
 
 
-def refit(recipe: Recipe, _: Load, files: Files) -> Found:
+def refit(settled: Settled, _: Load, files: Files) -> Found:
     """As NeMo RL's loop waits for it, with our glue.
 
     The same weights travel in every FP8 precision. Where BF16's own was not measured, `fused` of an
     FP8 engine stands for it: as many bytes from our worker, which that engine quantizes too.
     """
-    fp8 = [name for name in ROLLOUT if name != "bf16"]
+    recipe, fp8 = settled.recipe, [name for name in ROLLOUT if name != "bf16"]
     quantized = recipe.precision.rollout_linear == "fp8"
     content, file = _glue(recipe, files, "refit", fp8 if quantized else ["bf16", *fp8])
     kinds = ("bytes", "ledger") if quantized else ("fused",)  # of before: `ledger`
@@ -222,16 +216,17 @@ def refit(recipe: Recipe, _: Load, files: Files) -> Found:
     return Found(content[kind]["median"]["refit"], file)
 
 
-def recalibrate(recipe: Recipe, load: Load, files: Files) -> Found:
+def recalibrate(settled: Settled, load: Load, files: Files) -> Found:
     """What it adds to the logprob forward to watch the ranges, in BF16 training as in FP8.
 
     Nothing without FP8 KV.
     """
+    recipe = settled.recipe
     if recipe.precision.rollout_kv != "fp8":
         return Found(0.0, "none: BF16 cache")
     content, file = _glue(recipe, files, "ranges", [recipe.precision.name, "fp8-kv-attn"])
     measured = content["tokens"] / int(_word(files[file], "cluster.gpus_per_node") or 1)
-    ours = settled(recipe).sequences_per_step * (load.prompt + load.response) / settled(recipe).gpus
+    ours = settled.sequences_per_step * (load.prompt + load.response) / settled.gpus
     return Found(max(0.0, content["overhead"]) * ours / measured, file)
 
 
@@ -276,7 +271,7 @@ PHASES = {"rollout": rollout, "logprob": logprob, "train": train, "refit": refit
           "recalibrate": recalibrate}  # fmt: skip
 
 
-def step(recipe: Recipe, load: Load, files: Files) -> dict[str, Found]:
+def step(settled: Settled, load: Load, files: Files) -> dict[str, Found]:
     """Seconds of every phase, and of the step.
 
     Raises:
@@ -285,7 +280,7 @@ def step(recipe: Recipe, load: Load, files: Files) -> dict[str, Found]:
     found, missing = {}, []
     for phase, seconds in PHASES.items():
         try:
-            found[phase] = seconds(recipe, load, files)
+            found[phase] = seconds(settled, load, files)
         except Missing as error:
             missing.append(str(error))
     if missing:
@@ -329,7 +324,7 @@ def main() -> int:
     for plan in plans:
         load = load_of(plan, options.prompt, options.tokens or real.get("rollout/mean_length"))
         try:
-            found = step(plan.recipe, load, files)
+            found = step(plan.settled, load, files)
         except Missing as error:
             missing.append(str(error))
             continue

@@ -228,7 +228,7 @@ def rows_of(
     """Build a case; a row of each of its micro-batches."""
     import torch
 
-    shape, parallel = plan.recipe.model.shape, plan.recipe.model.parallel
+    shape, parallel = plan.recipe.model.shape, plan.settled.layout
     precision = plan.recipe.precision.train_linear
     torch.manual_seed(int(os.environ["RANK"]) // parallel.tensor)  # tensor ranks see one input
     config, provider = nemo_stack.provider_of(policy, folder)
@@ -273,7 +273,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         todo = []
         one = nemo_stack.plan_of(options.model, 1, CASES[0], Path(scratch), options.arguments)
-        if one.recipe.model.shape.experts and one.recipe.model.parallel.tensor > 1:
+        if one.recipe.model.shape.experts and one.settled.layout.tensor > 1:
             parser.error("model.parallel.tensor: of experts only model.parallel.expert is measured")
         for number, case in enumerate(
             cases(options.cases.split(","), one.recipe.model.shape.experts)

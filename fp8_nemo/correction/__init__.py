@@ -1,1 +1,1 @@
-"""Mismatch of rollout and train -> multiplier of a token's loss; health."""
+"""Turn the mismatch of rollout and train into a multiplier of a token's loss; judge health."""

@@ -1,4 +1,4 @@
-"""What multiplies a token's loss so that off-policy rollouts train the policy that they should.
+"""Compute what multiplies a token's loss, so that off-policy rollouts train the right policy.
 
 A correction is two rows of one table and a few numbers. `level` says which row the multiplier is,
 `mask` which row decides whether a token is kept. x is a token's `log_ratio`; but for `token`, a row
@@ -33,7 +33,7 @@ from fp8_nemo.recipe import options as schema
 
 @dataclass(frozen=True)
 class Multiplier:
-    """What a batch's losses are multiplied by.
+    """Hold what a batch's losses are multiplied by.
 
     Example: `Multiplier(value_BT=tensor([[1.0, 2.0], [0.9, 0.0]]), kept_BT=tensor([[True, True],
     [True, False]]), clipped_BT=...)`.
@@ -87,14 +87,14 @@ def _clamped(x: Tensor) -> Tensor:
 
 
 class Statistic(NamedTuple):
-    """One row: `Statistic(_k3, _mean)` is a sequence's mean k3."""
+    """Describe one row: `Statistic(_k3, _mean)` is a sequence's mean k3."""
 
     of_token: Callable[[Tensor], Tensor]
     aggregate: Aggregate
     finish: Callable[[Tensor], Tensor] = _itself
 
     def __call__(self, pair: LogprobPair) -> Tensor:
-        """`[B, T]`, of any value at padding."""
+        """Return `[B, T]`, of any value at padding."""
         mask_BT = pair.mask_BT.bool()
         return self.finish(self.aggregate(self.of_token(pair.log_ratio_BT), mask_BT))
 
@@ -117,7 +117,7 @@ STATISTICS: dict[str, Statistic] = {
 
 @torch.no_grad()
 def correct(pair: LogprobPair, correction: schema.Correction) -> Multiplier:
-    """The multiplier of every token of a step's rollout batch.
+    """Return the multiplier of every token of a step's rollout batch.
 
     `normalize` divides by a mean over the whole batch, so call this once a step, not per
     micro-batch.
@@ -149,7 +149,7 @@ def correct(pair: LogprobPair, correction: schema.Correction) -> Multiplier:
 def correction_metrics(
     multiplier: Multiplier, pair: LogprobPair, correction: schema.Correction
 ) -> dict[str, float]:
-    """The `correction/` keys of docs/metrics.md; empty if the batch holds no real token.
+    """Return the `correction/` keys of docs/metrics.md; none if the batch holds no real token.
 
     `ess` counts all real tokens, or at sequence level all sequences that have one.
     """
@@ -169,7 +169,7 @@ def correction_metrics(
 
 
 def _batch_mean(value_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """Mean over real tokens, or over sequences that have one; 1 if there is none."""
+    """Return the mean over real tokens, or over sequences that have one; 1 if there is none."""
     samples_N = value_BT[mask_BT]
     if _by_sequence(level):
         samples_N = value_BT[mask_BT.any(dim=1), 0]

@@ -1,4 +1,4 @@
-"""Whether a run is healthy, by its own metrics: a verdict per step, with reason and action.
+"""Judge a run's health by its own metrics: a verdict per step, with reason and action.
 
 The same rows give the same verdict in the terminal, in the report and when a run asks whether
 to go on. A step is `unstable` if one signal is, else `watch` if one asks for it.
@@ -28,7 +28,7 @@ Row = Mapping[str, float]
 
 
 class Signal(NamedTuple):
-    """A number, the bounds of its states, what to do: `Signal("mismatch/kl", 0.02, 0.1, "...")`."""
+    """Give a metric's bounds and what to do: `Signal("mismatch/kl", 0.02, 0.1, "...")`."""
 
     key: str
     watch: float
@@ -43,14 +43,14 @@ class Signal(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A step's state and why: `Verdict("watch", ["mismatch/kl 0.03 > 0.02: ..."])`."""
+    """Hold a step's state and why: `Verdict("watch", ["mismatch/kl 0.03 > 0.02: ..."])`."""
 
     state: str
     reasons: list[str]
 
 
 class UnstableError(RuntimeError):
-    """A step after which a run was not to go on; one line."""
+    """Name the step after which a run was not to go on; one line."""
 
 
 STALE = "without glue.verify=bytes a refit may have brought stale weights or scales"
@@ -74,7 +74,7 @@ GROWTH = Signal(f"growth of {KL}", 3.0, 10.0, "lower the learning rate, or corre
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """The verdict on the last of a run's rows so far.
+    """Return the verdict on the last of a run's rows so far.
 
     Args:
         rows: of `metrics.jsonl`; those without a mismatch count for nothing.
@@ -92,7 +92,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
 
 
 def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:
-    """The first step of the worst state that a run went through, and why; None if always healthy.
+    """Return the first step of a run's worst state, and why; None if always healthy.
 
     Args:
         rows: as `append_judged` wrote them.
@@ -120,7 +120,7 @@ def summary(rows: Sequence[Row]) -> str | None:
 
 
 def _growth(rows: Sequence[Row]) -> float | None:
-    """Mean KL of the last window over that of the first; None before two windows have passed."""
+    """Return the last window's mean KL over the first's; None before two windows have passed."""
     kl = [row[KL] for row in rows if KL in row]
     if len(kl) < 2 * WINDOW:
         return None

@@ -1,4 +1,4 @@
-"""Measuring a run's mismatch: what it kept of its steps, and what each correction would do to it.
+"""Measure a run's mismatch: read what it kept, and say what each correction would do to it.
 
 A run keeps some of its batches (`save_pair`); NeMo RL keeps all of its own
 (`train_data_step*.jsonl`), of which some are read. Both become `LogprobPair`s here.
@@ -31,7 +31,7 @@ NEMO_FILES = "log/nemo/**/train_data_step*.jsonl"
 
 
 class Effect(NamedTuple):
-    """What a correction would do: shares of tokens, effective sample share, mean multiplier."""
+    """Hold what a correction would do: shares of tokens, effective samples, mean multiplier."""
 
     clipped: float
     rejected: float
@@ -54,7 +54,7 @@ def save_pair(run_dir: Path, step: int, pair: LogprobPair) -> None:
 
 
 def read_pairs(path: Path) -> dict[str, LogprobPair]:
-    """A run directory's kept steps, or a file of NeMo RL's, by where it stands.
+    """Read a run directory's kept steps, or a file of NeMo RL's, by where it stands.
 
     Of NeMo RL's steps at most `NEMO_STEPS`, from the first to the last, and of each the last
     attempt's; of each whole sequences up to `KEPT_TOKENS`.
@@ -87,7 +87,7 @@ def _nemo_files(run_dir: Path) -> list[Path]:
 
 
 def measure(pairs: dict[str, LogprobPair]) -> Measurement:
-    """The distribution of every statistic over the tokens of all batches.
+    """Measure the distribution of every statistic over the tokens of all batches.
 
     Args:
         pairs: by where each came from.
@@ -109,7 +109,7 @@ def measure(pairs: dict[str, LogprobPair]) -> Measurement:
 
 
 def effect(pairs: Iterable[LogprobPair], correction: Correction) -> Effect:
-    """Means over batches, weighted by their tokens: `normalize` is of one batch, as in a step."""
+    """Average a correction's effect over batches, by their tokens; `normalize` is of one batch."""
     rows, weights = [], []
     for pair in pairs:
         found = correction_metrics(correct(pair, correction), pair, correction)
@@ -131,7 +131,7 @@ EFFECT_KEYS = ("clipped_fraction", "masked_fraction", "ess", "multiplier_mean")
 def by_position(
     pairs: Iterable[LogprobPair], parts: int = 10
 ) -> Iterator[tuple[str, float, float]]:
-    """KL and 99th percentile of `|log_ratio|` by where in its sequence a token stands.
+    """Yield KL and 99th percentile of `|log_ratio|` by where in its sequence a token stands.
 
     Yields:
         `("0-10%", kl, p99)`, the first of `parts` equal parts of every sequence first.
@@ -151,7 +151,7 @@ def by_position(
 
 
 def by_length(pairs: Iterable[LogprobPair], parts: int = 4) -> Iterator[tuple[str, float, float]]:
-    """KL and 99th percentile of `|log_ratio|` by the length of a token's sequence.
+    """Yield KL and 99th percentile of `|log_ratio|` by the length of a token's sequence.
 
     Yields:
         `("1-7", kl, p99)`: lengths in tokens, at most `parts` groups of about as many sequences,
@@ -182,13 +182,13 @@ def _spread(x_N: Tensor) -> tuple[float, float]:
 
 
 def _least_ratio(pair: LogprobPair) -> Tensor:
-    """Every token's sequence's smallest token ratio, `[B, T]`."""
+    """Return the smallest token ratio of every token's sequence, `[B, T]`."""
     ratio_BT = STATISTICS["token"](pair).masked_fill(~pair.mask_BT.bool(), torch.inf)
     return ratio_BT.amin(dim=1, keepdim=True).expand_as(ratio_BT)
 
 
 def _quantiles(value_N: Tensor, share: Tensor) -> list[float]:
-    """By linear interpolation between order statistics; `torch.quantile` takes 2**24 values."""
+    """Interpolate between order statistics; `torch.quantile` takes 2**24 values at most."""
     ordered = value_N.sort().values
     at = share * (len(ordered) - 1)
     left = at.long().clamp(max=max(0, len(ordered) - 2))
@@ -211,7 +211,7 @@ def _read(file: Path) -> LogprobPair:
 
 
 def _read_nemo(file: Path) -> LogprobPair:
-    """One step as NeMo RL logs it, a sequence a line (seam logged-step); prompts are left out."""
+    """Read a step as NeMo RL logs it, a sequence a line (seam logged-step), without prompts."""
     sequences, tokens = [], 0
     with file.open() as lines:
         for row in map(json.loads, lines):
@@ -227,7 +227,7 @@ def _read_nemo(file: Path) -> LogprobPair:
 
 
 def _flat(value: list) -> list:
-    """NeMo RL writes a batch of one: `[[...]]`."""
+    """Take the one row out of NeMo RL's batch of one: `[[...]]`."""
     return value[0] if value and isinstance(value[0], list) else value
 
 

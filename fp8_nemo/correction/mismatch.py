@@ -1,4 +1,4 @@
-"""How far the sampled policy is from the trained one, on the very tokens that were sampled.
+"""Measure how far the sampled policy is from the trained one, on the tokens that were sampled.
 
 Everything starts from `log_ratio = train_logprob - rollout_logprob` over real tokens, in FP64,
 under the mask before any correction. The KL estimate is k3 (http://joschu.net/blog/kl-approx.html):
@@ -18,12 +18,12 @@ MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 squares and sums in FP64 without overflo
 
 
 class LogprobError(ValueError):
-    """Logprobs that no mean can be taken of: the policy, or the engine, has diverged."""
+    """Report logprobs that have no mean: the policy, or the engine, has diverged."""
 
 
 @dataclass(frozen=True)
 class LogprobPair:
-    """One batch, scored twice.
+    """Hold one batch, scored twice.
 
     Example: two sequences, the second one token shorter:
     `LogprobPair(train_BT=tensor([[-0.1, -2.0], [-0.7, 0.0]]), rollout_BT=tensor([[-0.1, -2.1],
@@ -53,23 +53,23 @@ class LogprobPair:
 
     @property
     def log_ratio_BT(self) -> Tensor:
-        """`train - rollout` in FP64, zero at padding."""
+        """Return `train - rollout` in FP64, zero at padding."""
         log_ratio_BT = self.train_BT.double() - self.rollout_BT.double()
         return log_ratio_BT.masked_fill(~self.mask_BT.bool(), 0.0)
 
     @property
     def log_ratio_N(self) -> Tensor:
-        """`train - rollout` of the real tokens alone, flat, in FP64."""
+        """Return `train - rollout` of the real tokens alone, flat, in FP64."""
         return self.log_ratio_BT[self.mask_BT.bool()]
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """`exp(log_ratio)`, the exponent clamped to +-20."""
+    """Return `exp(log_ratio)`, the exponent clamped to +-20."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def effective_sample_share(multiplier_N: Tensor) -> float:
-    """`(sum m)^2 / (n sum m^2)`: 1 if all are equal, 1/n if one has all; 0 if all are zero."""
+    """Return `(sum m)^2 / (n sum m^2)`: 1 if all are equal, 1/n if one has all, 0 if all are 0."""
     squares = multiplier_N.square().sum()
     if not squares > 0:
         return 0.0
@@ -77,7 +77,7 @@ def effective_sample_share(multiplier_N: Tensor) -> float:
 
 
 def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
-    """The `mismatch/` keys of docs/metrics.md; empty if the batch holds no real token.
+    """Return the `mismatch/` keys of docs/metrics.md; none if the batch holds no real token.
 
     - `kl`: k3 estimate of KL(rollout || train), `mean(expm1(x) - x)`; nats per token, no clamp
     - `token_mult_prob_error`: `mean(exp(|x|))`, NeMo RL's; 1 is perfect
@@ -98,5 +98,5 @@ def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
 
 
 def _sample(value_N: Tensor, most: int = 2**24) -> Tensor:
-    """Every k-th value, as `torch.quantile` takes 2**24 at the most."""
+    """Return every k-th value, as `torch.quantile` takes 2**24 at the most."""
     return value_N[:: -(-value_N.numel() // most)]

@@ -1,4 +1,4 @@
-"""A measured mismatch, as far as bounds need it: what a correction would reject.
+"""Hold a measured mismatch as far as bounds need it: what a correction would reject.
 
 `recipes.measure_mismatch` writes it, a plan whose correction names it (`correction.measurement`) is
 held against it, on a login node without torch. For every statistic of `correction.py` it holds
@@ -24,15 +24,15 @@ VETO = "min-token"
 
 
 class MeasureError(ValueError):
-    """Nothing to measure; one line."""
+    """Report that there is nothing to measure; one line."""
 
 
 class MeasurementError(ValueError):
-    """A file that is no measurement; one line."""
+    """Report a file that is no measurement; one line."""
 
 
 def token_share(text: str) -> float:
-    """A share of tokens as it is written on a command line.
+    """Read a share of tokens as it is written on a command line.
 
     Raises:
         ArgumentTypeError: it is not above 0 and below 1.
@@ -44,7 +44,7 @@ def token_share(text: str) -> float:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured, and on what: `Measurement(["outputs/..."], 20480, 2048, 8e-4, {...})`."""
+    """Hold what was measured: `Measurement(["outputs/..."], 20480, 2048, 8e-4, {...})`."""
 
     source: list[str]
     """Run directories or files, with the steps that were read."""
@@ -56,17 +56,17 @@ class Measurement:
     """Statistic to its `POINTS + 1` quantiles over tokens."""
 
     def share_above(self, statistic: str, bound: float) -> float:
-        """Share of tokens whose statistic is above a bound."""
+        """Return the share of tokens whose statistic is above a bound."""
         points = self.quantiles[statistic]
         return 1 - _share(points, bisect.bisect_right(points, bound), bound)
 
     def share_below(self, statistic: str, bound: float) -> float:
-        """Share of tokens whose statistic is below a bound."""
+        """Return the share of tokens whose statistic is below a bound."""
         points = self.quantiles[statistic]
         return _share(points, bisect.bisect_left(points, bound), bound)
 
     def rejected(self, correction: Correction) -> float:
-        """Share of tokens that a correction would take out of the loss, mask and veto together.
+        """Return the share of tokens that a correction takes out of the loss, by mask and veto.
 
         Where both are set it is at most their sum, which is what is given.
         """
@@ -80,7 +80,7 @@ class Measurement:
         return min(1.0, share)
 
     def bounds(self, statistic: str, reject: float) -> tuple[float | None, float]:
-        """`(low, high)` that reject a share of tokens: half below and half above, for a ratio.
+        """Return `(low, high)` that reject a share of tokens: for a ratio half below, half above.
 
         Args:
             statistic: a row of `correction.STATISTICS`.
@@ -92,7 +92,7 @@ class Measurement:
         return _quantile(points, reject / 2), _quantile(points, 1 - reject / 2)
 
     def write(self, file: Path) -> None:
-        """As JSON."""
+        """Write the measurement as JSON."""
         file.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
@@ -154,7 +154,7 @@ def verdict_of(correction: Correction) -> Verdict:
 
 
 def _share(points: list[float], below: int, bound: float) -> float:
-    """Share of values under a bound that stands behind the first `below` quantiles."""
+    """Return the share of values under a bound that stands behind the first `below` quantiles."""
     if below in (0, len(points)):
         return float(below > 0)
     left, right = points[below - 1], points[below]

@@ -1,1 +1,1 @@
-"""Checkpoints in and out."""
+"""Bring checkpoints in and out."""

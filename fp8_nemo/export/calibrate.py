@@ -1,4 +1,4 @@
-"""The ranges of Q, K and V over texts, as the scales of an FP8 cache.
+"""Measure the ranges of Q, K and V over texts, as the scales of an FP8 cache.
 
 An FP8 cache needs a scale each for Q, K and V per layer; served from a checkpoint, they come from
 texts that the whole model reads in BF16.
@@ -29,7 +29,7 @@ LONGEST = 4096
 def calibration_of(
     recipe: Recipe, source: Path, texts: list[str], progress: Progress
 ) -> Calibration:
-    """How the scales of the recipe's FP8 cache are found, once they are needed.
+    """Return how the scales of the recipe's FP8 cache are found, once they are needed.
 
     Args:
         recipe: of the conversion.
@@ -53,7 +53,7 @@ def scales_of_texts(
     margin: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
-    """KV scales by vLLM's names, with the whole model in memory in BF16.
+    """Measure KV scales by vLLM's names, with the whole model in memory in BF16.
 
     Args:
         source: checkpoint in Hugging Face format.

@@ -62,7 +62,7 @@ def _recipe_of_run(run_dir: Path, plan: Plan, settings: list[str]) -> Recipe:
 
 
 def _rolled_out(plan: Plan) -> list[str]:
-    """The overrides that name the precision of a run's rollout; none where that was BF16."""
+    """Return the overrides that name the precision of a run's rollout; none for BF16."""
     precision = plan.recipe.precision
     if not precision.rollout.is_quantized:
         return []
@@ -70,7 +70,7 @@ def _rolled_out(plan: Plan) -> list[str]:
 
 
 def conversion_recipe(count: int, settings: list[str]) -> Recipe:
-    """The recipe whose precision a checkpoint of `count` layers is to have.
+    """Return the recipe whose precision a checkpoint of `count` layers is to have.
 
     Raises:
         ConversionError: the settings ask for no FP8 weights, or for more than precision.
@@ -87,7 +87,7 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
 
 
 def calibration_texts(recipe: Recipe, file: Path | None) -> list[str]:
-    """The texts that an FP8 cache is calibrated with; none for a cache in BF16.
+    """Return the texts that an FP8 cache is calibrated with; none for a cache in BF16.
 
     Args:
         recipe: of the conversion.

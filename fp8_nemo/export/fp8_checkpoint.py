@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint as a blockwise FP8 one, in the format that vLLM loads as it is.
+"""Convert a Hugging Face checkpoint to blockwise FP8, in the format that vLLM loads as it is.
 
 What it guarantees
     The bytes and scales are those of a refit: the same `encode`, so that a policy which was trained
@@ -57,11 +57,11 @@ Progress = Callable[[str, int, int], None]
 
 
 class ConversionError(ValueError):
-    """A checkpoint that cannot be converted, or a folder that cannot take the result."""
+    """Report a checkpoint that cannot be converted, or a folder that cannot take the result."""
 
 
 class WeightError(NamedTuple):
-    """What FP8 cost a weight or a slab: `WeightError("...q_proj.weight", 0.026, 0.0003)`."""
+    """Hold what FP8 cost a weight or a slab: `WeightError("...q_proj.weight", 0.026, 0.0003)`."""
 
     name: str
     relative: float
@@ -71,7 +71,7 @@ class WeightError(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """How the scales of an FP8 cache are found, once a conversion needs them."""
+    """Say how the scales of an FP8 cache are found, once a conversion needs them."""
 
     settings: dict[str, Any]
     """What they follow from; a conversion goes on only with the same."""
@@ -129,7 +129,7 @@ def quantize_checkpoint(
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """The configuration of a checkpoint that can be converted.
+    """Read the configuration of a checkpoint that can be converted.
 
     Raises:
         ConversionError: there is none, it is quantized already, or of an unknown family.
@@ -149,7 +149,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def error_table(errors: list[WeightError]) -> Table:
-    """One row a layer: mean and largest relative error, and which weight has it."""
+    """Return one row a layer: mean and largest relative error, and which weight has it."""
     heads = ("layer", "weights", "mean", "largest", "in", "became 0")
     rows = [
         (
@@ -164,7 +164,7 @@ def error_table(errors: list[WeightError]) -> Table:
 
 
 def serve_line(target: Path, *, fp8_cache: bool) -> str:
-    """The command that serves a converted checkpoint with the bytes that it has.
+    """Return the command that serves a converted checkpoint with the bytes that it has.
 
     Without the variable vLLM 0.25.1 quantizes the weights again as it loads them on a GPU with
     DeepGEMM, to scales that are powers of two (`deepgemm_post_process_fp8_weight_block`).
@@ -174,7 +174,7 @@ def serve_line(target: Path, *, fp8_cache: bool) -> str:
 
 
 def by_layer(errors: list[WeightError]) -> dict[int, list[WeightError]]:
-    """Errors of each layer, the largest first."""
+    """Group errors by layer, the largest first."""
     found: dict[int, list[WeightError]] = {}
     for error in errors:
         found.setdefault(int(error.name.split(".")[2]), []).append(error)
@@ -218,7 +218,7 @@ def _shards(source: Path) -> list[Path]:
 
 
 def _tensors_of(file: Path) -> list[str]:
-    """What a shard holds; whether it is whole, and of numbers that can be quantized."""
+    """Name what a shard holds; check that it is whole, and of numbers that can be quantized."""
     if not file.is_file():
         raise ConversionError(f"{file.parent}: lacks {file.name}; its weights must be safetensors")
     with file.open("rb") as stream:
@@ -242,7 +242,7 @@ def _tensors_of(file: Path) -> list[str]:
 
 
 def _check_blocks(file: Path, precision: Precision, layers: int) -> None:
-    """Whether vLLM will take every weight's blocks (`validate_fp8_block_shape`)."""
+    """Check that vLLM will take every weight's blocks (`validate_fp8_block_shape`)."""
     with safe_open(file, framework="pt") as opened:
         shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
     for name, shape in shapes.items():
@@ -259,7 +259,7 @@ def _check_blocks(file: Path, precision: Precision, layers: int) -> None:
 def _opened_book(
     source: Path, target: Path, shards: list[Path], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a conversion into this folder has done so far; written at once, so that it goes on.
+    """Open the record of what a conversion into this folder has done; written at once.
 
     A source is its configuration, and size and time of each shard: the KV scales are of all of it,
     so that a shard that is another now makes it another source.
@@ -313,7 +313,7 @@ def _convert(
     extra: dict[str, Tensor],
     progress: Progress,
 ) -> dict[str, Any]:
-    """One shard; what the book keeps of it."""
+    """Convert one shard; return what the book keeps of it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors, errors = dict(extra), []  # in FP8 half a shard
     with safe_open(source, framework="pt") as file:
@@ -359,7 +359,7 @@ def _error(name: str, weight: Tensor, made: Mapping[str, Tensor]) -> WeightError
 
 
 def _quantization(tensors: Mapping[str, str]) -> dict[str, Any]:
-    """The block of `config.json` by which vLLM knows the format."""
+    """Return the block of `config.json` by which vLLM knows the format."""
     plain = (name for name in tensors if f"{name}{weights.SCALE_SUFFIX}" not in tensors)
     modules = [name.removesuffix(".weight") for name in plain if name.endswith("proj.weight")]
     routers = [name.removesuffix(".weight") for name in tensors if name.endswith(".gate.weight")]
@@ -379,7 +379,7 @@ def _copy_rest(source: Path, target: Path) -> None:
 
 
 def _rest(source: Path) -> Iterator[Path]:
-    """Tokenizer, templates, generation settings: everything but weights and what names them."""
+    """Yield all files but weights and what names them: tokenizer, templates, settings."""
     for file in sorted(source.iterdir()):
         written = file.name in (BOOK, "config.json") or file.name.endswith(".index.json")
         if file.is_file() and not written and file.suffix not in LEFT_OUT:

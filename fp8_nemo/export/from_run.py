@@ -1,4 +1,4 @@
-"""The model of a local run as a folder in Hugging Face format, which the world around can load."""
+"""Write a local run's model as a Hugging Face folder, which the world around can load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8_nemo.runs.run_dir import checkpoint_step, checkpoints
 
 
 def last_checkpoint(run_dir: Path, plan: Plan) -> Path:
-    """The checkpoint that `exported` would take.
+    """Return the checkpoint that `exported` would take.
 
     Raises:
         ConversionError: NeMo RL's run, or no checkpoint yet.
@@ -36,7 +36,7 @@ def last_checkpoint(run_dir: Path, plan: Plan) -> Path:
 
 
 def exported(run_dir: Path, plan: Plan) -> Path:
-    """`RUN_DIR/model-STEP`, from the run's last checkpoint: BF16, as the trainer computed with it.
+    """Write `RUN_DIR/model-STEP` from the last checkpoint: BF16, as the trainer computed with it.
 
     Made once; a run that has gone on since gets another, and a checkpoint saved again replaces it.
 

@@ -1,4 +1,4 @@
-"""A small starting checkpoint in Hugging Face format: model, tokenizer and chat template.
+"""Make a small starting checkpoint in Hugging Face format: model, tokenizer, chat template.
 
 Characters are tokens. The model learns answers by cross-entropy; in the last fifth of its training
 half of the answers are wrong on purpose. It ends up like a base model that knows the task and
@@ -60,7 +60,7 @@ IGNORED = -100  # a label that does not count
 
 
 class Teaching(NamedTuple):
-    """How a model is trained: `Teaching(2500, 256, 1.0e-3, 20)`."""
+    """Say how a model is trained: `Teaching(2500, 256, 1.0e-3, 20)`."""
 
     steps: int
     batch: int
@@ -108,7 +108,7 @@ def make(folder: Path, recipe: Recipe, problems: Split) -> None:
 
 
 def make_chat() -> Chat:
-    """A tokenizer of printable ASCII characters and the roles of a chat."""
+    """Make a tokenizer of printable ASCII characters and the roles of a chat."""
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     vocabulary = {token: index for index, token in enumerate((*SPECIALS, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -127,7 +127,7 @@ def make_chat() -> Chat:
 
 
 def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
-    """The transformers configuration of a shape: Qwen3-MoE, Qwen3 or Llama."""
+    """Make the transformers configuration of a shape: Qwen3-MoE, Qwen3 or Llama."""
     if shape.experts:
         family = Qwen3MoeConfig
     elif shape.qk_norm:
@@ -159,7 +159,7 @@ def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
 
 @torch.no_grad()
 def sampled_right(model: PreTrainedModel, chat: Chat, problems: list[Problem], seed: int) -> float:
-    """Share of the problems that one sampled answer each gets right: where reward will start."""
+    """Return the share of problems that one sampled answer each gets right: the first reward."""
     prompts = [chat.prompt(each.input) for each in problems]
     tokens_BT, mask_BT = pad_left(prompts, chat.pad, model.device)
     torch.manual_seed(seed)
@@ -180,7 +180,7 @@ def sampled_right(model: PreTrainedModel, chat: Chat, problems: list[Problem], s
 
 
 def teaching_for(problems: list[Problem], shape: Shape) -> Teaching:
-    """`WORKING` for problems whose answers have working, faster if `NARROW`, else `ANSWERS`."""
+    """Choose `WORKING` for answers that have working, faster if `NARROW`, else `ANSWERS`."""
     if not problems[0].working:
         return ANSWERS
     return WORKING._replace(learning_rate=1.0e-3) if shape.hidden < NARROW else WORKING
@@ -195,7 +195,7 @@ def train_model(
     seed: int,
     report: Callable[[int, float], None],
 ) -> None:
-    """Cross-entropy on answers, some of the last ones wrong; AdamW in FP32, cosine schedule.
+    """Train on answers, some of the last ones wrong: cross-entropy, AdamW in FP32, cosine.
 
     Args:
         model: FP32 weights, trained in place.
@@ -237,7 +237,7 @@ def train_model(
 
 
 def careless(problem: Problem, draw: random.Random) -> Problem:
-    """The problem, or, some of the time, with digits of its answer, or of its lines, replaced.
+    """Return the problem, sometimes with digits of its answer, or of its lines, replaced.
 
     `CARELESS` of the outputs without working have one wrong digit. Of working, each line's result
     has one with the same probability, such that `CARELESS_WORKING` of the answers end up wrong.
@@ -260,7 +260,7 @@ def _careless_working(problem: Problem, draw: random.Random) -> str:
 
 
 def _one_wrong(number: str, draw: random.Random, least: int = 0) -> str:
-    """A number with one digit replaced; the first one stays at `least` or above."""
+    """Replace one digit of a number; the first one stays at `least` or above."""
     digits = list(number)
     place = draw.randrange(len(digits))
     allowed = "0123456789"[least if place == 0 else 0 :]
@@ -273,13 +273,13 @@ def _answer(problem: Problem) -> str:
 
 
 def _schedule(step: int, steps: int, warm_up: int) -> float:
-    """Share of the peak learning rate: linear warm-up, then cosine down to a tenth."""
+    """Return the share of the peak learning rate: linear warm-up, then cosine down to a tenth."""
     cosine = 0.55 + 0.45 * math.cos(math.pi * step / steps)
     return min(step / warm_up, cosine)
 
 
 def new_model(shape: Shape, chat: Chat, seed: int) -> PreTrainedModel:
-    """A model with random weights in FP32."""
+    """Make a model with random weights in FP32."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(make_config(shape, chat), dtype=torch.float32)
 
@@ -296,7 +296,7 @@ def save_model(model: PreTrainedModel, chat: Chat, folder: Path) -> None:
 
 
 def _supervised(chat: Chat, problems: list[Problem]) -> tuple[Tensor, Tensor]:
-    """Right-padded tokens `[B, T]` and labels: `IGNORED` but at the answer and its end."""
+    """Return right-padded tokens `[B, T]`, and labels that are `IGNORED` but at the answer."""
     pairs = [(chat.prompt(each.input), chat.answer(_answer(each))) for each in problems]
     width = max(len(prompt) + len(answer) for prompt, answer in pairs)
     tokens, labels = [], []

@@ -1,4 +1,4 @@
-"""The embedded backend: GRPO with small transformers models, on one machine, to be read.
+"""Run GRPO with small transformers models on one machine: the embedded backend, to be read.
 
 It calls the same `weights`, `quantize`, `recalibrate`, `refit`, `mismatch` and `correction` as the
 NeMo RL backend, so it is the executable specification of what happens inside NeMo RL's workers. It

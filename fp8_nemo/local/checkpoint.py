@@ -1,4 +1,4 @@
-"""What a killed run needs to go on as if nothing had happened: masters, optimizer, RNG, KV ranges.
+"""Save what a killed run needs to go on unharmed: masters, optimizer, RNG, KV ranges.
 
 Two files: tensors in safetensors, and `state.json` with the step and the scales in force. They
 appear by one rename (`run_dir.new_checkpoint`).
@@ -25,12 +25,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, or resumed from; names it and what to do."""
+    """Report a checkpoint that cannot be written, or resumed from, and what to do."""
 
 
 @dataclass
 class Progress:
-    """What changes from step to step beside the policy."""
+    """Hold what changes from step to step beside the policy."""
 
     step: int
     sampler: torch.Generator

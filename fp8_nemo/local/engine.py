@@ -1,4 +1,4 @@
-"""The engine: a second model in rollout precision, filled by refits, that samples with a KV cache.
+"""Sample with a KV cache from a second model, in rollout precision, that refits fill.
 
 Prompts are left-padded, responses right-padded, so a batch of prompts and responses is one
 rectangle `[B, T]` that the trainer scores as it stands. Rollout logprobs are those of the sampled
@@ -33,7 +33,7 @@ WIDTH = 256
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts and responses of one rollout, as one rectangle."""
+    """Hold prompts and responses of one rollout as one rectangle."""
 
     tokens_BT: Tensor
     mask_BT: Tensor
@@ -45,16 +45,16 @@ class Batch:
 
     @property
     def responses_BR(self) -> Tensor:
-        """The response part of the rectangle."""
+        """Return the response part of the rectangle."""
         return self.tokens_BT[:, -self.response_mask_BR.shape[1] :]
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Some of the sequences."""
+        """Return some of the sequences."""
         return Batch(*(tensor[start:stop] for tensor in vars(self).values()))
 
 
 class Engine:
-    """A model in rollout precision.
+    """Run a model in rollout precision.
 
     Args:
         config: of the model.
@@ -130,7 +130,7 @@ class Engine:
         )  # fmt: skip
 
     def wire_tensors(self) -> dict[str, Tensor]:
-        """The engine's own tensors by wire name; experts are views into their slabs."""
+        """Return the engine's own tensors by wire name; experts are views into their slabs."""
         held = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         found: dict[str, Tensor] = {}
         for name, tensor in held.items():
@@ -146,7 +146,7 @@ class Engine:
 
 
 class Decoder:
-    """A batch on its way through a model, token by token, with its cache.
+    """Lead a batch through a model, token by token, with its cache.
 
     On a CPU a step reads as many places as are written. On a GPU it reads a multiple of `WIDTH`, is
     captured once for each, and replayed: launching the 1,400 kernels of a token of a model with 12
@@ -173,11 +173,11 @@ class Decoder:
         self.pool = torch.cuda.graph_pool_handle() if tokens_BT.is_cuda else None
 
     def first(self) -> Tensor:
-        """Logprobs `[B, V]` of what follows the prompts."""
+        """Return logprobs `[B, V]` of what follows the prompts."""
         return self._forward(self.tokens_BT)
 
     def next(self, token_B1: Tensor, real_B1: Tensor) -> Tensor:
-        """Logprobs `[B, V]` of what follows one more token; overwritten by the next call.
+        """Return logprobs `[B, V]` of what follows one more token; the next call overwrites them.
 
         Args:
             token_B1: of each sequence.
@@ -191,7 +191,7 @@ class Decoder:
         return self._replayed() if token_B1.is_cuda else self._forward(self.token_B1)
 
     def _forward(self, tokens_BN: Tensor) -> Tensor:
-        """Logprobs after tokens that go into the cache."""
+        """Return logprobs after tokens that go into the cache."""
         new, mask_BS = tokens_BN.shape[1], self.mask_BS[:, : self.room.width]
         output = self.model(
             input_ids=tokens_BN,
@@ -227,7 +227,7 @@ def _load_unproven(stream: Iterable[tuple[str, Tensor]], tensors: dict[str, Tens
 
 
 def pad_left(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens `[B, T]` and mask of rows of unequal length, aligned at their ends."""
+    """Return tokens `[B, T]` and mask of rows of unequal length, aligned at their ends."""
     width = max(map(len, rows))
     tokens = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
@@ -235,12 +235,12 @@ def pad_left(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Ten
 
 
 def positions(mask_BT: Tensor) -> Tensor:
-    """Position of each token, counted from the first real one."""
+    """Return the position of each token, counted from the first real one."""
     return (mask_BT.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def causal_mask(mask_BT: Tensor, queries: int | None = None) -> Tensor:
-    """`[B, 1, Q, T]`: true where one of the last Q tokens, or of all, may see a key."""
+    """Return `[B, 1, Q, T]`: true where one of the last Q tokens, or of all, may see a key."""
     T = mask_BT.shape[1]
     Q = T if queries is None else queries
     causal_QT = torch.ones(Q, T, dtype=torch.bool, device=mask_BT.device).tril(T - Q)

@@ -1,4 +1,4 @@
-"""GRPO as NeMo RL does it, on one machine.
+"""Run GRPO as NeMo RL does it, on one machine.
 
 A step: sample, reward, score (which also observes Q/K/V ranges), correct, update, recalibrate,
 refit, perhaps validate and save. Leave-one-out baseline and normalized advantages (NeMo RL
@@ -47,7 +47,7 @@ Stop = Callable[[], bool]
 
 
 class GrpoLoop:
-    """One run of GRPO in its directory.
+    """Run one recipe's GRPO in its directory.
 
     Args:
         plan: frozen.
@@ -80,7 +80,7 @@ class GrpoLoop:
         self.refits = 0
 
     def train(self, report: Report, stop: Stop = lambda: False) -> int:
-        """From where the directory stands to the plan's last step; one metrics row per step.
+        """Train from where the directory stands to the plan's last step; one metrics row per step.
 
         Args:
             report: is given every row.
@@ -167,7 +167,7 @@ class GrpoLoop:
         return step % grpo.validate_every == 0 or step == grpo.steps
 
     def _problems_of(self, step: int) -> list[Problem]:
-        """The step's problems, each `generations_per_prompt` times, group by group."""
+        """Return the step's problems, each `generations_per_prompt` times, group by group."""
         prompts, train = self.settled.prompts_per_step, self.problems.train
         first = (step - 1) * prompts
         chosen = [train[index % len(train)] for index in range(first, first + prompts)]
@@ -193,7 +193,7 @@ class GrpoLoop:
         reference_BR: Tensor | None,
         multiplier: Multiplier,
     ) -> float:
-        """`updates_per_step` optimizer steps over the batch; the largest gradient norm."""
+        """Do `updates_per_step` optimizer steps on the batch; return the largest gradient norm."""
         size = len(batch.tokens_BT) // self.settled.updates_per_step
         advantages_B1 = advantages_B.to(self.policy.device)[:, None]
         counted_BR = batch.response_mask_BR
@@ -203,7 +203,7 @@ class GrpoLoop:
         for start in range(0, len(batch.tokens_BT), size):
 
             def loss_of(current_BR: Tensor, part: slice, start: int = start) -> Tensor:
-                """Of the rows `part` of this update, divided by all of its tokens."""
+                """Return the loss of some rows of this update, divided by all of its tokens."""
                 rows = slice(start + part.start, start + part.stop)
                 loss_BR = multiplier.value_BT[rows] * clipped_loss(
                     current_BR, train_BR[rows], advantages_B1[rows]
@@ -218,7 +218,7 @@ class GrpoLoop:
         return max(norms)
 
     def _scales_of_prompts(self) -> dict[str, float]:
-        """The first scales, before any response exists: ranges of prompts, with more room."""
+        """Set the first scales, before any response: ranges of prompts, with more room."""
         prompts = [self.chat.prompt(each.input) for each in self._problems_of(1)]
         self._observe_prompts(prompts)
         settings = self.recipe.glue.recalibrate
@@ -231,7 +231,7 @@ class GrpoLoop:
         self.policy.logprobs(batch, self.progress.observer)
 
     def _recalibrate(self, batch: Batch) -> dict[str, float]:
-        """New scales from this step's ranges; how the scales in force did."""
+        """Set new scales from this step's ranges; return how the scales in force did."""
         settings, observer = self.recipe.glue.recalibrate, self.progress.observer
         if settings.source == "forward":
             self.policy.logprobs(batch, observer)
@@ -257,14 +257,14 @@ class GrpoLoop:
         return {"refit/bytes": proof.bytes, "refit/verified_weights": proof.verified_weights}
 
     def _validate(self) -> float:
-        """Share of right answers on held-out problems, sampled with the same numbers every time."""
+        """Return the share of right answers on held-out problems; the sampling repeats itself."""
         problems = self.problems.validation[:VALIDATION_PROBLEMS]
         generator = torch.Generator(self.policy.device).manual_seed(self.recipe.seed)
         return self._rewards(self._sample(problems, generator), problems).mean().item()
 
 
 def group_advantages(rewards_PG: Tensor) -> Tensor:
-    """Leave-one-out advantages `[P G]`, normalized where the others differ.
+    """Return leave-one-out advantages `[P G]`, normalized where the others differ.
 
     NeMo RL's `calculate_baseline_and_std_per_prompt` and `GRPOAdvantageEstimator` (main 7ea279a).
     """
@@ -278,14 +278,14 @@ def group_advantages(rewards_PG: Tensor) -> Tensor:
 
 
 def clipped_loss(current_BR: Tensor, train_BR: Tensor, advantages_B1: Tensor) -> Tensor:
-    """PPO's clipped surrogate per token, `max(-A r, -A clip(r, 0.8, 1.2))`."""
+    """Return PPO's clipped surrogate per token, `max(-A r, -A clip(r, 0.8, 1.2))`."""
     ratio_BR = (current_BR - train_BR).exp()
     clipped_BR = ratio_BR.clamp(1 - CLIP, 1 + CLIP)
     return torch.maximum(-advantages_B1 * ratio_BR, -advantages_B1 * clipped_BR)
 
 
 def k3(current_BR: Tensor, reference_BR: Tensor) -> Tensor:
-    """k3 estimate per token of KL(current || reference), NeMo RL's value and gradient.
+    """Return the k3 estimate per token of KL(current || reference), value and gradient NeMo RL's.
 
     `exp(x - x.detach())` is 1 and carries the gradient of sampling from the policy; where the input
     is clamped to +-20 neither gradient passes (`calculate_kl`, main 7ea279a).
@@ -298,7 +298,7 @@ def k3(current_BR: Tensor, reference_BR: Tensor) -> Tensor:
 
 
 def rollout_metrics(batch: Batch, rewards_B: Tensor) -> dict[str, float]:
-    """What was sampled: mean reward, response tokens in all, mean response length."""
+    """Describe what was sampled: mean reward, response tokens in all, mean response length."""
     tokens = int(batch.response_mask_BR.sum())
     return {
         "reward/mean": rewards_B.mean().item(),
@@ -308,7 +308,7 @@ def rollout_metrics(batch: Batch, rewards_B: Tensor) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds by phase, for the `time/` keys."""
+    """Measure seconds by phase, for the `time/` keys."""
 
     def __init__(self) -> None:
         self.times: dict[str, float] = {}

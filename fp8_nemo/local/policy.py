@@ -1,4 +1,4 @@
-"""The trained policy: a BF16 model, FP32 masters behind it, scored and updated as Megatron does.
+"""Score and update the trained policy as Megatron does: a BF16 model, FP32 masters behind it.
 
 The optimizer steps FP32 masters; the model computes with their BF16 rounding, and that rounding is
 what a refit exports, so that trainer and engine quantize the same numbers.
@@ -29,7 +29,7 @@ TOKENS_PER_MICRO_BATCH = 2**14
 
 
 def load_model(path: Path, device: torch.device) -> PreTrainedModel:
-    """A checkpoint in BF16 with our attention."""
+    """Load a checkpoint in BF16 with our attention."""
     with device:
         return AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.bfloat16, attn_implementation=attention.NAME, local_files_only=True
@@ -37,7 +37,7 @@ def load_model(path: Path, device: torch.device) -> PreTrainedModel:
 
 
 class Policy:
-    """A trainable model with its optimizer.
+    """Hold a trainable model with its optimizer.
 
     Args:
         path: checkpoint to start from.
@@ -66,21 +66,21 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Where the policy lives."""
+        """Return where the policy lives."""
         return self.model.device
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights for a refit, in a fixed order, as the model computes with them."""
+        """Yield the weights for a refit, in a fixed order, as the model computes with them."""
         for name, weight in self.parameters.items():
             yield name, weight.detach()
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, observer: AmaxObserver | None = None) -> Tensor:
-        """Logprob `[B, R]` of every response token; an observer is shown all Q, K and V."""
+        """Return logprobs `[B, R]` of all response tokens; an observer is shown all Q, K and V."""
         return torch.cat([self._score(part, observer) for part in micro_batches(batch)])
 
     def update(self, batch: Batch, loss_of: Callable[[Tensor, slice], Tensor]) -> float:
-        """One optimizer step; returns the gradient's norm before clipping.
+        """Do one optimizer step; return the gradient's norm before clipping.
 
         Args:
             batch: the sequences of this update.
@@ -132,7 +132,7 @@ class Policy:
 
 
 def micro_batches(batch: Batch) -> Iterator[Batch]:
-    """Rows of at most `TOKENS_PER_MICRO_BATCH` tokens, padding counted."""
+    """Yield rows of at most `TOKENS_PER_MICRO_BATCH` tokens, padding counted."""
     size = max(1, TOKENS_PER_MICRO_BATCH // batch.tokens_BT.shape[1])
     for start in range(0, len(batch.tokens_BT), size):
         yield batch.rows(start, start + size)

@@ -1,4 +1,4 @@
-"""What the local backend needs, checked without torch before a directory is made."""
+"""Check without torch, before a directory is made, what the local backend needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDED_PACKAGES = ("torch", "transformers", "safetensors", "jinja2")
 
 
 def problems_with(plan: Plan) -> list[str]:
-    """One line for each thing that would stop this plan after it has started."""
+    """Return one line for each thing that would stop this plan after it has started."""
     here = plan.recipe.cluster.kind == "here" or "RAY_ADDRESS" in os.environ  # no login node
     lines = _not_installed(NEEDED_PACKAGES) if here else []
     lines += map(str, model_mistakes(plan.recipe, pads=True))
@@ -47,7 +47,7 @@ def _not_installed(packages: Iterable[str]) -> list[str]:
 
 
 def _checkpoint_mistakes(path: Path) -> Iterator[str]:
-    """The checkpoint that a run would go on from, if it is not whole."""
+    """Yield what is wrong with the checkpoint that a run would go on from."""
     for saved in checkpoints(path)[-1:]:
         for file in saved.glob("*.safetensors"):
             if found := damage(file):

@@ -1,4 +1,4 @@
-"""One attempt at a frozen plan: environment, log, progress bar, and one line if it stops itself."""
+"""Attempt a frozen plan once: environment, log, progress bar, one line if it stops itself."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _stop_on_signals(path: Path) -> threading.Event:
 
 
 def _learned_nothing(rows: list[dict[str, Any]]) -> bool:
-    """Whether no step had a gradient, though a correction left tokens to learn from."""
+    """Return whether no step had a gradient, though a correction left tokens to learn from."""
     rejected = any(row.get("correction/masked_fraction") == 1 for row in rows)
     return bool(rows) and not rejected and all(row.get("train/grad_norm") == 0 for row in rows)
 

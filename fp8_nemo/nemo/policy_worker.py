@@ -24,6 +24,7 @@ from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.kv_scales import watched
+from fp8_nemo.nemo.optimizer_state import HostState
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 
@@ -37,6 +38,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     """Since the handshake; the engine's receiver counts them too."""
     fp8_nemo_observer: AmaxObserver | None = None
     fp8_nemo_is_reference = False
+    fp8_nemo_host_state: HostState | None = None
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """The handshake: the stream as it will be, before any KV scale exists.
@@ -53,6 +55,15 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             gc.collect()
             gc.freeze()
         return wire
+
+    def move_optimizer(self, device: str) -> None:
+        """Move Adam's state as NeMo RL does, through page-locked memory (`optimizer_state.py`)."""
+        self.fp8_nemo_host_state = self.fp8_nemo_host_state or HostState()
+        states = [state for _, state in self.optimizer.state.items()]
+        if device == "cpu":
+            self.fp8_nemo_host_state.to_host(states)
+        else:
+            self.fp8_nemo_host_state.to_device(states, device)
 
     def stream_weights_via_ipc_zmq(self, *arguments: Any, **options: Any) -> None:
         """Send to the engine on this GPU.

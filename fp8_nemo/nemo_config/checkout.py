@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fp8_nemo.nemo_config.host import MAIN, ROOT_VARIABLE, Host, HostError, root_of
-from fp8_nemo.nemo_config.keys import may_be_added
+from fp8_nemo.nemo_config.keys import ADDED, may_be_added
 from fp8_nemo.nemo_config.seams import GRPO
+from fp8_nemo.nemo_config.typed_keys import declared_keys
 from fp8_nemo.nemo_config.versions import CONFIG, ENTRY, POLICY, Source
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
@@ -47,7 +48,7 @@ def read_host(root: Path) -> Host:
         raise HostError(
             f"NeMo RL in {root}: {missing[0]}; main 7ea279a and v0.7.0 are known to work"
         )
-    return Host(source.name, str(root), Bases(root), source.defects(), source.vllm)
+    return Host(source.name, str(root), Bases(root), source.defects(), source.vllm, _declared(root))
 
 
 class Bases(dict[str, Mapping[str, Any]]):
@@ -93,24 +94,29 @@ def load_base(root: Path, path: str) -> dict[str, Any]:
 def config_of(root: Path, base_config: str, written: Mapping[str, Any]) -> dict[str, Any]:
     """A base YAML with a plan's overrides, as NeMo RL's `MasterConfig` takes it.
 
-    Struct mode is on: a key that neither the base nor the allow-list has is an error.
+    Struct mode is on: a key that neither the base nor NeMo RL's classes have is an error.
 
     Raises:
         HostError: a key that the base does not have, or a base that cannot be read.
     """
-    loader = _config_module(root)
+    loader, declared = _config_module(root), _declared(root)
     load_base(root, base_config)
     config = loader.load_config(str(root / base_config))
     OmegaConf.set_struct(config, True)
     for key, value in written.items():
         try:
             text = escape_interpolation(value)
-            OmegaConf.update(config, key, text, force_add=may_be_added(key))
+            OmegaConf.update(config, key, text, force_add=may_be_added(key, declared))
         except OmegaConfBaseException as error:
             raise HostError(f"{base_config}: {key}={value} does not fit: {error}") from error
     content = OmegaConf.to_container(config, resolve=True)
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
+
+
+@lru_cache
+def _declared(root: Path) -> Mapping[str, str]:
+    return ADDED | declared_keys(Source(root))
 
 
 @lru_cache

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fp8_nemo.nemo_config.keys import ADDED
 from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, SUPPORTED, TESTED
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.settled import Base
@@ -62,6 +63,8 @@ class Host:
     defects: frozenset[str] = frozenset()
     vllm: str | None = None
     """Version of vLLM that its lock file pins."""
+    declared: Mapping[str, str] = field(default_factory=lambda: ADDED)
+    """Key to the type that NeMo RL's classes declare, as `typed_keys.py` writes them."""
 
     @property
     def notes(self) -> tuple[str, ...]:

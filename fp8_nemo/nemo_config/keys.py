@@ -13,33 +13,39 @@ from typing import Any
 
 GENERATION = "policy.generation"
 VLLM = f"{GENERATION}.vllm_cfg"
+VLLM_KWARGS = f"{GENERATION}.vllm_kwargs"
 MEGATRON = "policy.megatron_cfg"
 
-ADDED = (
-    "data.train.data_path",
-    "data.train.input_key",
-    "data.train.output_key",
-    "data.validation.dataset_name",
-    "data.validation.data_path",
-    "data.validation.input_key",
-    "data.validation.output_key",
-    "grpo.skip_reference_policy_logprobs_calculation",
-    "policy.offload_optimizer_for_refit",
-    f"{MEGATRON}.scheduler.override_opt_param_scheduler",
-    f"{VLLM}.quantization_ignored_layer_kws",
-    f"{VLLM}.pow2_weight_scaling_factors",
-    f"{VLLM}.pow2_activation_scaling_factors",
-)
-"""Keys that NeMo RL reads and its base files may lack."""
+ADDED = {
+    "data.train.data_path": "str",
+    "data.train.input_key": "str",
+    "data.train.output_key": "str",
+    "data.validation.dataset_name": "str",
+    "data.validation.data_path": "str",
+    "data.validation.input_key": "str",
+    "data.validation.output_key": "str",
+    "grpo.skip_reference_policy_logprobs_calculation": "bool",
+    "policy.logprob_chunk_size": "int | None",
+    "policy.offload_optimizer_for_refit": "bool",
+    "policy.sequence_packing.fuse_loss": "bool",
+    f"{MEGATRON}.defer_fp32_logits": "bool",
+    f"{MEGATRON}.scheduler.override_opt_param_scheduler": "bool",
+    f"{VLLM}.enable_prefix_caching": "bool | None",
+    f"{VLLM}.quantization_ignored_layer_kws": "list",
+    f"{VLLM}.pow2_weight_scaling_factors": "bool",
+    f"{VLLM}.pow2_activation_scaling_factors": "bool",
+}
+"""Keys that NeMo RL reads, that its base files may lack, and its classes too; with their types."""
 OPEN_MAPS = (
-    f"{GENERATION}.vllm_kwargs",
+    "env",
+    VLLM_KWARGS,
     f"{VLLM}.env_vars",
     f"{MEGATRON}.env_vars",
     f"{MEGATRON}.model_overrides",
     "policy.hf_config_overrides",
     "policy.tokenizer.chat_template_kwargs",
 )
-"""Maps whose keys are vLLM's, Megatron's or the environment's."""
+"""Maps whose keys are an environment's, vLLM's, Megatron's or the model's."""
 ONLY_IF_KNOWN = (f"{VLLM}.logprobs_mode", f"{MEGATRON}.checkpoint.async_save")
 """Written where the host has them; v0.7.0 has processed logprobs and whole saves built in."""
 
@@ -55,7 +61,7 @@ OURS = {
     "policy.max_total_sequence_length": "grpo.max_new_tokens",
     f"{GENERATION}.max_new_tokens": "grpo.max_new_tokens",
     f"{VLLM}.max_model_len": "grpo.max_new_tokens",
-    f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes": "model.memory.kv_cache_gib",
+    f"{VLLM_KWARGS}.kv_cache_memory_bytes": "model.memory.kv_cache_gib",
     f"{MEGATRON}.activation_checkpointing": "model.memory.recompute",
     f"{VLLM}.precision": "precision.rollout_linear",
     f"{VLLM}.kv_cache_dtype": "precision.rollout_kv",
@@ -89,6 +95,7 @@ OURS = {
 """NeMo RL's keys that have a word of ours: said twice, they could disagree."""
 
 _SYNC = "metrics and correction are taken from the synchronous loop"
+_TEXT = "NeMo RL hands over a text, and TransformerEngine's FusedAdam wants a torch.dtype"
 _FILTER = "the trainer's logprob of a token that it would have filtered out is 0"
 PINNED: dict[str, tuple[Any, str]] = {
     "grpo.async_grpo.enabled": (
@@ -123,27 +130,70 @@ PINNED: dict[str, tuple[Any, str]] = {
 """Keys written by every plan whose other values are not driven, measured or corrected here."""
 ABSENT = {
     "policy.router_replay.enabled": (False, "not supported yet"),
+    "policy.quant_cfg": (None, "precision says what is quantized"),
+    f"{GENERATION}.quant_cfg": (None, "precision says what is quantized"),
     f"{GENERATION}.refit_transport": (None, "not supported yet"),
     f"{VLLM}.is_mx": (False, "blockwise FP8 is what is driven here"),
     f"{VLLM}.refit_with_reload_api": (False, "not supported yet: it goes around our receiver"),
+    f"{MEGATRON}.peft.enabled": (
+        False,
+        "not supported yet: memory and refit are counted of all weights",
+    ),
+    f"{MEGATRON}.model_overrides.tp_comm_overlap": (
+        False,
+        "NeMo RL initializes no user buffers for it",
+    ),
+    f"{MEGATRON}.optimizer.exp_avg_dtype": (None, _TEXT),
+    f"{MEGATRON}.optimizer.exp_avg_sq_dtype": (None, _TEXT),
 }
 """The same, for keys that not every base file has."""
 
+PASSED = {
+    **dict.fromkeys(("model", "served_model_name"), "model.path or model.hf_id"),
+    **dict.fromkeys(("dtype", "quantization"), "precision.rollout_linear"),
+    "kv_cache_dtype": "precision.rollout_kv",
+    "tensor_parallel_size": "model.parallel.rollout_tensor",
+    "enable_expert_parallel": "model.parallel.rollout_expert",
+    "gpu_memory_utilization": "model.memory.rollout_share",
+    "max_model_len": "grpo.max_new_tokens",
+    **{
+        name: f"+nemo.{VLLM}.{name}"
+        for name in ("load_format", "skip_tokenizer_init", "enable_prefix_caching", "enforce_eager")
+    },
+    **dict.fromkeys(
+        (
+            *("pipeline_parallel_size", "seed", "trust_remote_code", "worker_extension_cls"),
+            *("enable_sleep_mode", "disable_log_stats", "logprobs_mode"),
+            "distributed_executor_backend",
+        ),
+        "",
+    ),
+}
+"""Arguments of vLLM that NeMo RL writes, to the word that sets them: twice is a `TypeError`, or one
+of the two is lost."""
+DRAFTED = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 
-def may_be_added(key: str) -> bool:
-    """Whether a key may be new to a base file: it is on the allow-list, or in an open map."""
-    return key in ADDED or key.startswith(tuple(f"{each}." for each in OPEN_MAPS))
+
+def may_be_added(key: str, declared: Mapping[str, str] = ADDED) -> bool:
+    """Whether a key may be new to a base file: NeMo RL declares it, or it is in an open map."""
+    above = [key[: dot.start()] for dot in re.finditer(r"\.", key)]
+    return key in declared or any(
+        each in OPEN_MAPS or "dict" in declared.get(each, "").split(" | ") for each in above
+    )
 
 
-def command_line(base_config: str, written: Mapping[str, Any]) -> list[str]:
+def command_line(
+    base_config: str, written: Mapping[str, Any], declared: Mapping[str, str] = ADDED
+) -> list[str]:
     """The stock command that sets the same configuration, as an argument list.
 
     Args:
         base_config: relative to NeMo RL's checkout.
         written: all overrides, folders included. Keys that a base may lack get Hydra's `++`.
+        declared: keys of the host, with their types.
     """
     words = [
-        f"{'++' if may_be_added(key) else ''}{key}={hydra_value(value)}"
+        f"{'++' if may_be_added(key, declared) else ''}{key}={hydra_value(value)}"
         for key, value in written.items()
     ]
     return ["python", "examples/run_grpo.py", "--config", base_config, *words]

@@ -7,15 +7,25 @@ trip, so that it is one line before a GPU is asked for. What only some versions 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from fp8_nemo.glue.wire import is_cut_along_in, is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.host import Host
+from fp8_nemo.nemo_config.keys import DRAFTED, MEGATRON, PASSED, VLLM_KWARGS
+from fp8_nemo.nemo_config.overrides import configure
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
+from fp8_nemo.nemo_config.vllm_arguments import VLLM_ARGUMENTS
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import Parallel, Recipe
-from fp8_nemo.recipe.settled import Settled
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
+
+PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
+TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
+NAMES_ENVIRONMENT = re.compile(r"data\.(default|train|validation)\.env_name")
 
 
 def host_mistakes(settled: Settled, host: Host) -> Iterator[Mistake]:
@@ -36,13 +46,19 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from _of_shape(settled)
     yield from _of_precision(settled.recipe)
     yield from defect_limits(settled, host.defects)
+    recipe, base = settled.recipe, settled.recipe.model.base_config or ""
+    written = {**host.leaves(base), **configure(settled, host).keys}
+    yield from _of_batches(written)
+    yield from _of_training(recipe, written)
+    yield from _of_environments(written)
+    yield from _of_engine(settled, host.vllm)
 
 
 def _of_gpus(settled: Settled) -> Iterator[Limit]:
     """How the GPUs are shared out."""
     recipe, all_gpus = settled.recipe, settled.gpus
-    at, shape = recipe.model.parallel, recipe.model.shape
-    copy, stage = at.tensor * at.pipeline * at.context, all_gpus // at.pipeline  # in GPUs
+    at, shape = settled.layout, recipe.model.shape
+    copy, stage = at.copy, all_gpus // at.pipeline  # in GPUs
     yield Limit(
         "model.parallel.pipeline",
         at.pipeline,
@@ -81,8 +97,8 @@ def _of_gpus(settled: Settled) -> Iterator[Limit]:
 
 def _of_shape(settled: Settled) -> Iterator[Limit]:
     """How the model and an update's sequences are cut."""
-    recipe, uneven = settled.recipe, _uneven_shard(settled.recipe)
-    at, shape, block = recipe.model.parallel, recipe.model.shape, recipe.precision.rollout.block
+    recipe, uneven = settled.recipe, _uneven_shard(settled)
+    at, shape, block = settled.layout, recipe.model.shape, recipe.precision.rollout.block
     update, ranks = settled.sequences_per_update, settled.data_parallel
     yield _divides(at, "pipeline", shape.layers, "the layers", "megatron/core/transformer")
     yield _divides(at, "tensor", shape.kv_heads, "the K/V heads", "megatron/core/transformer")
@@ -147,15 +163,209 @@ def _of_precision(recipe: Recipe) -> Iterator[Limit]:
     )
 
 
-def _divides(parallel: Parallel, key: str, whole: int, what: str, mirrors: str) -> Limit:
+def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
+    """How sequences become batches, by every key that NeMo RL is given."""
+    tensor, stages = written[TENSOR], written[f"{MEGATRON}.pipeline_model_parallel_size"]
+    context = written[f"{MEGATRON}.context_parallel_size"]
+    packed, dynamic = written[PACKED], written[DYNAMIC]
+    logprobs, micro = written["policy.logprob_batch_size"], written[MICRO_BATCH]
+    yield Limit(
+        "nemo.policy.logprob_batch_size",
+        logprobs,
+        tensor >= 4 and logprobs != micro,
+        f"must be the micro-batch, {micro}, with model.parallel.tensor={tensor}",
+        SEAMS["equal-micro-batches"].path,
+        "leave it out, or set model.parallel.tensor=2",
+    )
+    yield Limit(
+        f"nemo.{DYNAMIC}",
+        dynamic,
+        dynamic and packed,
+        "excludes packed sequences, which a plan turns on",
+        SEAMS["dynamic-or-packed"].path,
+        f"leave it out, or add +nemo.{PACKED}=false",
+    )
+    yield Limit(
+        f"nemo.{DYNAMIC}",
+        dynamic,
+        dynamic and stages > 1,
+        f"wants one pipeline stage, got model.parallel.pipeline={stages}",
+        SEAMS["dynamic-stages"].path,
+        "leave it out, or set model.parallel.pipeline=1",
+    )
+    yield Limit(
+        f"nemo.{PACKED}",
+        packed,
+        context > 1 and not packed,
+        f"must be true with model.parallel.context={context}",
+        SEAMS["packed-context"].path,
+        "leave it out, or set model.parallel.context=1",
+    )
+    chunk, deferred = "policy.logprob_chunk_size", f"{MEGATRON}.defer_fp32_logits"
+    yield Limit(
+        f"nemo.{chunk}",
+        written.get(chunk),
+        _number(written.get(chunk)) > 0 and not written.get(deferred),
+        f"needs {deferred}",
+        SEAMS["chunked-logprobs"].path,
+        f"add +nemo.{deferred}=true",
+    )
+    fused = f"{MEGATRON}.use_fused_linear_logprobs"
+    yield Limit(
+        f"nemo.{fused}",
+        written.get(fused),
+        bool(written.get(fused)) and packed,
+        "excludes packed sequences, which a plan turns on",
+        SEAMS["fused-logprobs"].path,
+        f"leave it out, or add +nemo.{PACKED}=false",
+    )
+    more, dynamic_sampling = "grpo.batch_multiplier", "grpo.use_dynamic_sampling"
+    yield Limit(
+        f"nemo.{more}",
+        written.get(more),
+        written.get(more, 1) != 1 and not written.get(dynamic_sampling),
+        f"must be 1 without {dynamic_sampling}",
+        SEAMS["batch-multiplier"].path,
+        f"leave it out, or add +nemo.{dynamic_sampling}=true",
+    )
+
+
+def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
+    """What Megatron and TransformerEngine stop at, by every key that they are given."""
+    at, tensor, in_fp8 = f"nemo.{MEGATRON}", written[TENSOR], recipe.precision.train.is_quantized
+    graphs = written.get(f"{MEGATRON}.cuda_graph_impl", "none")
+    whole = written.get(f"{MEGATRON}.recompute_granularity", "full") == "full"
+    yield Limit(
+        f"{at}.cuda_graph_impl",
+        graphs,
+        graphs not in ("none", "full_iteration")
+        and whole
+        and written[f"{MEGATRON}.activation_checkpointing"],
+        "excludes recomputing whole layers",
+        SEAMS["graphs-of-recompute"].path,
+        f"set model.memory.recompute=false, or add +{at}.recompute_granularity=selective",
+    )
+    deepep, dispatcher = f"{MEGATRON}.moe_enable_deepep", f"{MEGATRON}.moe_token_dispatcher_type"
+    yield Limit(
+        f"nemo.{deepep}",
+        written.get(deepep),
+        bool(written.get(deepep)) and written.get(dispatcher) != "flex",
+        f"needs {dispatcher}=flex",
+        SEAMS["deepep-dispatcher"].path,
+        f"add +nemo.{dispatcher}=flex",
+    )
+    by_sequence = written[f"{MEGATRON}.sequence_parallel"]
+    yield Limit(
+        f"{at}.sequence_parallel",
+        by_sequence,
+        recipe.model.shape.experts > 0 and tensor > 1 and not by_sequence,
+        f"must be true for experts with model.parallel.tensor={tensor}",
+        SEAMS["experts-by-sequence"].path,
+        "leave it out, or set model.parallel.tensor=1",
+    )
+    scaling = written[f"{MEGATRON}.fp8_cfg.fp8_recipe"]
+    yield Limit(
+        f"{at}.fp8_cfg.fp8_recipe",
+        scaling,
+        in_fp8 and scaling != "blockwise",
+        "must be blockwise, the rollout's format; mxfp8 is Blackwell's",
+        "transformer_engine, check_mxfp8_support",
+        "leave it out",
+    )
+    multiple = written["policy.make_sequence_length_divisible_by"]
+    tokens = 8 * (tensor if by_sequence else 1)
+    yield Limit(
+        f"nemo.{PACKED}",
+        written[PACKED],
+        in_fp8 and not written[PACKED] and _number(multiple) % tokens != 0,
+        f"must be true with precision.train_linear=fp8, or sequences multiples of {tokens} tokens",
+        "transformer_engine, assert_dim_for_fp8_exec",
+        "leave it out, or add +nemo.policy.make_sequence_length_divisible_by=128",
+    )
+
+
+def _of_environments(written: Mapping[str, Any]) -> Iterator[Limit]:
+    """What a data set names must be there."""
+    there = sorted({key.split(".")[1] for key in written if key.startswith("env.")})
+    named = {key: name for key, name in written.items() if NAMES_ENVIRONMENT.fullmatch(key)}
+    key, name = next(
+        ((key, name) for key, name in named.items() if name not in there),
+        ("data.default.env_name", named.get("data.default.env_name")),
+    )
+    yield Limit(
+        f"nemo.{key}",
+        name,
+        isinstance(name, str) and name not in there,
+        f"no env.{name} is configured, only {', '.join(there)}",
+        SEAMS["environment"].path,
+        f"add its keys, as +nemo.env.{name}.num_workers=8",
+    )
+
+
+def _of_engine(settled: Settled, version: str | None) -> Iterator[Limit]:
+    """What vLLM is given beside NeMo RL's own arguments.
+
+    Args:
+        settled: with the user's own keys.
+        version: vLLM's, whose names are known for some; else any name is taken.
+    """
+    given = {
+        key.removeprefix(f"{VLLM_KWARGS}.").partition(".")[0]: value
+        for key, value in settled.own.items()
+        if key.startswith(f"{VLLM_KWARGS}.")
+    }
+    taken = VLLM_ARGUMENTS.get(version or "", given.keys())
+
+    def limit(bad: Iterable[str], allowed: str, mirrors: str, remedy: str = "") -> Limit:
+        name = next(iter(bad), "")
+        key = ".".join(filter(None, (f"nemo.{VLLM_KWARGS}", name)))
+        return Limit(key, given.get(name), bool(name), allowed, mirrors, remedy)
+
+    twice = [name for name in given if name in PASSED]
+    word = PASSED[twice[0]] if twice else ""
+    yield limit(
+        twice,
+        "is written by NeMo RL: two values stop the engine, or one is lost",
+        SEAMS["engine-arguments"].path,
+        f"set {word} instead" if word else "leave it out",
+    )
+    unknown = [name for name in given if name not in taken]
+    near = difflib.get_close_matches(unknown[0], taken, n=1) if unknown else []
+    yield limit(
+        unknown,
+        f"vLLM {version} has no such argument",
+        SEAMS["engine-names"].path,
+        f"did you mean {near[0]}?" if near else "leave it out",
+    )
+    yield limit(
+        [name for name in DRAFTED if given.get(name) is not None],
+        "not supported yet: logprobs of drafted tokens were not compared with the trainer's",
+        "vllm/v1/sample/rejection_sampler.py",
+        "leave it out",
+    )
+    measures = given.get("calculate_kv_scales")
+    yield limit(
+        ["calculate_kv_scales"] * bool(measures and settled.recipe.precision.cache.is_quantized),
+        "must be false: the engine's first forward would overwrite the scales of a refit",
+        SEAMS["first-forward-scales"].path,
+        "leave it out",
+    )
+
+
+def _number(value: Any) -> float:
+    """A user's own number, 0 for none; what is no number is refused by its type."""
+    return value if type(value) in (int, float) else 0
+
+
+def _divides(parallel: Layout, key: str, whole: int, what: str, mirrors: str) -> Limit:
     """`model.parallel.KEY` must divide a number of the recipe."""
     size, allowed = getattr(parallel, key), f"must divide {what}, {whole}"
     return Limit(f"model.parallel.{key}", size, whole % size != 0, allowed, mirrors)
 
 
-def _uneven_shard(recipe: Recipe) -> str | None:
+def _uneven_shard(settled: Settled) -> str | None:
     """The first weight that vLLM would hold in FP8 and cannot cut on block borders."""
-    parallel, shape = recipe.model.parallel, recipe.model.shape
+    recipe, parallel, shape = settled.recipe, settled.layout, settled.recipe.model.shape
     for name, sizes in named_shapes(shape).items():
         if not is_fp8_weight(name, sizes, recipe.precision, shape.layers):
             continue

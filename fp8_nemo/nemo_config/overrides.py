@@ -9,9 +9,6 @@ Folders are added last, when it is known where a run stands (`path_overrides`).
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +16,22 @@ from typing import Any
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import (
     ABSENT,
-    ADDED,
     GENERATION,
     MEGATRON,
     ONLY_IF_KNOWN,
-    OURS,
     PINNED,
     VLLM,
-    may_be_added,
 )
+from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Correction, Model, Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.settled import (
+    KEEPS_OPTIMIZER,
     KEPT_CHECKPOINTS,
+    LOGITS_CHUNK,
+    LOGPROB_BATCH,
     MICRO_BATCH,
     PROMPT,
     SHARE,
@@ -43,6 +41,7 @@ from fp8_nemo.recipe.settled import (
 
 GIB = 2**30
 ARCHITECTURES = {"h100": "9.0", "h200": "9.0", "b200": "10.0"}
+GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_FILE = "data.default.prompt_file"
 VALIDATION_BATCH = "grpo.val_batch_size"
 VLLM_PRECISION = {"bf16": "bfloat16", "fp8": "fp8"}
@@ -75,9 +74,9 @@ def configure(settled: Settled, host: Host) -> Configuration:
     ours = _keys_of(settled, host)
     return Configuration(
         ours | dict(settled.own),
-        _environment_variables(settled.recipe),
+        _environment_variables(settled),
         native_correction(settled.recipe.correction) is not None,
-        tuple(_own_key_mistakes(settled, ours, host)),
+        tuple(own_key_mistakes(settled, ours, host)),
     )
 
 
@@ -113,30 +112,36 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
     written = {
         **_grpo(settled),
         **_loss(settled),
-        **_rollout(recipe),
+        **_rollout(settled),
         **_train(settled),
-        **_parallel(recipe),
+        **_parallel(settled),
         **_lengths(settled),
+        **({KEEPS_OPTIMIZER: False} if settled.layout.keeps_optimizer else {}),
         **_data(recipe),
         **_records(recipe),
         **{key: value for key, (value, _) in PINNED.items()},
         **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
-        # One size for both passes: NeMo RL asserts it for TP >= 4 (seam equal-micro-batches).
-        "policy.logprob_batch_size": settled.micro_batch,
         VALIDATION_BATCH: settled.validation_problems,  # one batch of all
     }
     lacking = [key for key in ONLY_IF_KNOWN if not host.has(base, key)]
     return {key: value for key, value in written.items() if key not in lacking}
 
 
-def _environment_variables(recipe: Recipe) -> dict[str, str]:
+def _environment_variables(settled: Settled) -> dict[str, str]:
+    recipe = settled.recipe
     found = {
         "TORCH_CUDA_ARCH_LIST": ARCHITECTURES[recipe.cluster.gpu],  # seam architectures
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # as measured; it would be compiled at the first step
     }
+    if recipe.precision.rollout.is_quantized:
+        # Else vLLM takes FlashInfer below 32 rows and DeepGEMM above, which quantize differently;
+        # what was measured here is DeepGEMM alone.
+        found["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
+        found["VLLM_DEEP_GEMM_WARMUP"] = "skip"  # of every row count: graphs meet those that count
     if recipe.cluster.interpreter == "system":
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-    if recipe.model.parallel.rollout_tensor > 1:
+    if settled.layout.rollout_tensor > 1:
         # Runner V2 of 0.25.1, a dense model's own, read foreign memory in its second step on two
         # H200s, in two runs of four; why, by reading, docs/research/log.md.
         found["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -168,31 +173,6 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
         found["data.train.data_path"] = str(folder / "train.jsonl")
         found["data.validation.data_path"] = str(folder / "validation.jsonl")
     return found
-
-
-def _own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> Iterator[Mistake]:
-    base, refused = _base(settled.recipe), PINNED | ABSENT
-    there = {**ours, **host.leaves(base)}
-    known = {*ADDED, *OURS, *refused, *there}
-    for key, value in settled.own.items():
-        if key in OURS:
-            yield Mistake(f"nemo.{key}", value, f"is written by {OURS[key]}", "set that instead")
-        elif key in refused and value != refused[key][0]:
-            allowed, reason = refused[key]
-            yield Mistake(f"nemo.{key}", value, f"must be {json.dumps(allowed)}: {reason}")
-        elif key not in known and not may_be_added(key):
-            near = difflib.get_close_matches(key, known, n=1)
-            where = (
-                f"no such key in {base}"
-                if host.bases is not None
-                else "not one of the keys that are known without a checkout; set NEMO_RL_ROOT"
-            )
-            yield Mistake(
-                f"nemo.{key}", value, where, f"did you mean nemo.{near[0]}?" if near else ""
-            )
-        elif not _fits(value, there.get(key)):
-            kind = type(there[key]).__name__
-            yield Mistake(f"nemo.{key}", value, f"must be of type {kind}, as {there[key]!r} is")
 
 
 def _grpo(settled: Settled) -> dict[str, Any]:
@@ -234,8 +214,8 @@ def _loss(settled: Settled) -> dict[str, Any]:
     }
 
 
-def _rollout(recipe: Recipe) -> dict[str, Any]:
-    precision, memory = recipe.precision, recipe.model.memory
+def _rollout(settled: Settled) -> dict[str, Any]:
+    recipe, precision, layout = settled.recipe, settled.recipe.precision, settled.layout
     fp8 = precision.rollout.is_quantized
     found: dict[str, Any] = {
         f"{VLLM}.precision": VLLM_PRECISION[precision.rollout_linear],
@@ -243,8 +223,11 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
         f"{VLLM}.use_deep_gemm": fp8,
         f"{VLLM}.num_first_layers_in_bf16": precision.first_layers_bf16 if fp8 else 0,
         f"{VLLM}.num_last_layers_in_bf16": precision.last_layers_bf16 if fp8 else 0,
-        SHARE: memory.rollout_share,
+        SHARE: recipe.model.memory.rollout_share,
         f"{VLLM}.enforce_eager": False,
+        f"{GENERATION}.vllm_kwargs.compilation_config.cudagraph_capture_sizes": graph_sizes(
+            settled
+        ),
     }
     if fp8 and precision.scales == "pow2":
         found[f"{VLLM}.pow2_weight_scaling_factors"] = True
@@ -254,13 +237,23 @@ def _rollout(recipe: Recipe) -> dict[str, Any]:
         found[f"{VLLM}.quantization_ignored_layer_kws"] = ["mlp.gate"]
     if recipe.model.shape.experts:
         found[f"{GENERATION}.vllm_kwargs.moe_backend"] = "triton"  # others relayout at a refit
-    if memory.kv_cache_gib is not None:
-        kv_bytes = int(memory.kv_cache_gib * GIB)
+    if layout.kv_cache_gib is not None:
+        kv_bytes = int(layout.kv_cache_gib * GIB)
         found[f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"] = kv_bytes
-    if recipe.model.parallel.rollout_tensor > 1:
+    if layout.rollout_tensor > 1:
         # NeMo RL patches vLLM's workers through Ray executor V1 only (seam executor-v1).
         found[f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
     return found
+
+
+def graph_sizes(settled: Settled) -> list[int]:
+    """Give the batches that vLLM captures as CUDA graphs: those that an engine's sequences pass.
+
+    vLLM's own are 51, each of which DeepGEMM compiles kernels for: three minutes of a first start.
+    A batch between two of them runs as the larger one, and reads no more weights and cache for it.
+    """
+    sequences = settled.sequences_per_engine
+    return [size for before, size in zip((0, *GRAPHS), GRAPHS, strict=False) if before < sequences]
 
 
 def _train(settled: Settled) -> dict[str, Any]:
@@ -276,7 +269,7 @@ def _train(settled: Settled) -> dict[str, Any]:
         f"{MEGATRON}.scheduler.lr_warmup_init": settled.learning_rate / 10,
         # A run that goes on with more steps has another schedule than its checkpoint.
         f"{MEGATRON}.scheduler.override_opt_param_scheduler": True,
-        f"{MEGATRON}.activation_checkpointing": recipe.model.memory.recompute,
+        f"{MEGATRON}.activation_checkpointing": settled.layout.recompute,
         f"{MEGATRON}.checkpoint.async_save": False,
     }
     if recipe.model.shape.experts:
@@ -292,8 +285,8 @@ def _train(settled: Settled) -> dict[str, Any]:
     return found
 
 
-def _parallel(recipe: Recipe) -> dict[str, Any]:
-    parallel = recipe.model.parallel
+def _parallel(settled: Settled) -> dict[str, Any]:
+    recipe, parallel = settled.recipe, settled.layout
     # Megatron wants it for experts under tensor parallelism.
     by_sequence = bool(recipe.model.shape.experts) and parallel.tensor > 1
     # Of tensor ranks too, as in the base files: `sequence_parallel` may be the user's.
@@ -319,8 +312,14 @@ def _lengths(settled: Settled) -> dict[str, Any]:
         f"{GENERATION}.max_new_tokens": settled.response_tokens,
         f"{VLLM}.max_model_len": settled.sequence_tokens,
         PROMPT: settled.prompt_tokens,
-        MICRO_BATCH: settled.micro_batch,
+        MICRO_BATCH: settled.layout.micro_batch,
+        LOGPROB_BATCH: settled.layout.logprob_batch,
         "policy.sequence_packing.enabled": True,
+        # One loss for all sequences of a micro-batch, as upstream's 30B recipe has it: without it
+        # every sequence's backward fills a gradient of all logits.
+        "policy.sequence_packing.fuse_loss": True,
+        f"{MEGATRON}.defer_fp32_logits": True,  # the loss makes them FP32 itself, by chunks
+        LOGITS_CHUNK: settled.layout.logits_chunk or None,
         "policy.dynamic_batching.enabled": False,
     }
 
@@ -377,17 +376,6 @@ def _records(recipe: Recipe) -> dict[str, Any]:
 def _model_name(model: Model) -> str:
     """The folder if there is one, else the hub's name, else the model that ships here."""
     return model.hub_id or str(model_path(model).absolute())
-
-
-def _fits(value: Any, usual: Any) -> bool:
-    """Whether a value is of the type that NeMo RL's YAML has there; a number is a number."""
-    if usual is None or (isinstance(usual, str) and isinstance(value, str | None)):
-        return True
-    if isinstance(usual, bool) or isinstance(value, bool):
-        return isinstance(usual, bool) and isinstance(value, bool)
-    if isinstance(usual, int | float):
-        return isinstance(value, int | float)
-    return isinstance(value, type(usual)) or value is None
 
 
 def _base(recipe: Recipe) -> str:

@@ -147,4 +147,62 @@ SEAMS = {
         "shard_model_grad.float()",
         "gradients in FP32 beside the masters in an update",
     ),
+    "batch-multiplier": Seam(
+        MAIN, GRPO, (571,), "assert batch_multiplier == 1",
+        "more prompts than a step's need dynamic sampling",
+    ),
+    "fused-logprobs": Seam(
+        MAIN, GRPO, (672,), 'assert not policy_config["sequence_packing"]["enabled"]',
+        "fused logprobs would mix packed sequences",
+    ),
+    "dynamic-stages": Seam(
+        MAIN, f"{POLICY}/lm_policy.py", (313,), "assert pp_size == 1",
+        "dynamic batches have one pipeline stage",
+    ),
+    "dynamic-or-packed": Seam(
+        MAIN, f"{POLICY}/lm_policy.py", (325,), 'assert not config["sequence_packing"]["enabled"]',
+        "batches are dynamic or packed",
+    ),
+    "packed-context": Seam(
+        MAIN, "nemo_rl/models/megatron/setup.py", (880,),
+        'assert config["sequence_packing"]["enabled"]',
+        "context parallelism takes packed sequences alone",
+    ),
+    "chunked-logprobs": Seam(
+        MAIN, "nemo_rl/models/megatron/setup.py", (1245,),
+        'assert config["megatron_cfg"]["defer_fp32_logits"]',
+        "chunks of logprobs want logits in BF16",
+    ),
+    "environment": Seam(
+        MAIN, "nemo_rl/data/utils.py", (159,), "env_configs[env_name]",
+        "an environment that a data set names is configured",
+    ),
+    "engine-arguments": Seam(
+        MAIN, f"{ENGINE}/vllm_worker.py", (596,), "**vllm_kwargs,",
+        "what vLLM is given, once: a second value is a TypeError",
+    ),
+    "engine-names": Seam(
+        VLLM, "vllm/engine/arg_utils.py", (414,), "class EngineArgs",
+        "what vLLM takes",
+    ),
+    "first-forward-scales": Seam(
+        VLLM, "vllm/model_executor/layers/attention/attention.py", (505,),
+        "if self.calculate_kv_scales",
+        "the first forward overwrites the scales of a cache",
+    ),
+    "graphs-of-recompute": Seam(
+        MEGATRON, "megatron/core/transformer/transformer_config.py", (2590,),
+        "full recompute is only supported with full iteration CUDA graph",
+        "layers in CUDA graphs cannot be recomputed whole",
+    ),
+    "deepep-dispatcher": Seam(
+        MEGATRON, "megatron/core/transformer/transformer_config.py", (1649,),
+        "only supported with flex token dispatcher",
+        "DeepEP is the flex dispatcher's",
+    ),
+    "experts-by-sequence": Seam(
+        MEGATRON, "megatron/core/transformer/moe/moe_layer.py", (636,),
+        "not self.config.sequence_parallel",
+        "experts under tensor parallelism train with sequence parallelism",
+    ),
 }  # fmt: skip

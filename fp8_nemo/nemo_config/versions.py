@@ -239,8 +239,8 @@ def _always_moves_optimizer(source: Source) -> bool:
 def _without_kept_optimizer(settled: Settled, has: bool) -> Limit:
     return Limit(
         "nemo.policy.offload_optimizer_for_refit",
-        not settled.keeps_optimizer,
-        has and settled.keeps_optimizer,
+        not settled.layout.keeps_optimizer,
+        has and settled.layout.keeps_optimizer,
         "this NeMo RL always moves the optimizer to the host",
         "v0.7.0: nemo_rl/models/policy/workers/megatron_policy_worker.py, offload_before_refit",
         f"{LATER}leave it out",

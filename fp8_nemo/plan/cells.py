@@ -10,35 +10,45 @@ from fp8_nemo.nemo_config.host import MAIN, Host, HostError
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose_cells, refuse_cells
 from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.settled import Layout
 
 
 def compose_plans(
-    arguments: Iterable[str], host_of: Callable[[Recipe], Host] = lambda recipe: MAIN
+    arguments: Iterable[str],
+    host_of: Callable[[Recipe], Host] = lambda recipe: MAIN,
+    layout_of: Callable[[Plan], Layout | None] = lambda plan: None,
 ) -> list[Plan]:
     """Compose a command line and plan every cell.
 
     Args:
         arguments: as for `compose`.
         host_of: gives the NeMo RL that a recipe would run in, as `checkout.host_of` finds it.
+        layout_of: gives the layout with which a run was first submitted, which it keeps.
 
     Raises:
         ComposeError: with one line per distinct mistake in any cell, what a backend forbids
             included, or because two cells are one and the same run.
     """
     cells = compose_cells(arguments)
-    planned = [_plan(cell.recipe, host_of) for cell in cells]
+    planned = [_plan(cell.recipe, host_of, layout_of) for cell in cells]
     refuse_cells([cell.words for cell in cells], [lines for _, lines in planned])
     plans = [plan for plan, _ in planned if plan]
     _refuse_duplicates([cell.words for cell in cells], plans)
     return plans
 
 
-def _plan(recipe: Recipe, host_of: Callable[[Recipe], Host]) -> tuple[Plan | None, list[str]]:
+def _plan(
+    recipe: Recipe,
+    host_of: Callable[[Recipe], Host],
+    layout_of: Callable[[Plan], Layout | None],
+) -> tuple[Plan | None, list[str]]:
     """Plan one cell, or say why it cannot be; a measurement's notes come last."""
     measured = verdict_of(recipe.correction)
     lines = [str(each) for each in measured.mistakes]
     try:
         plan = plan_recipe(recipe, host_of(recipe))
+        if plan.layout and (first := layout_of(plan)) not in (None, plan.layout):
+            plan = plan_recipe(recipe, host_of(recipe), first)
     except (PlanError, HostError) as error:
         return None, lines + str(error).splitlines()
     return dataclasses.replace(plan, notes=(*plan.notes, *measured.notes)), lines

@@ -17,12 +17,22 @@ from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import command_line
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.nemo_config.versions import OPTIMIZER_ALWAYS_MOVED
-from fp8_nemo.plan.memory import GPU_GIB, HEADROOM, count, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.layout import Choice, choose
+from fp8_nemo.plan.memory import (
+    GPU_GIB,
+    HEADROOM,
+    checkpoint_gib,
+    count,
+    host_gib,
+    kv_cache_tokens,
+    memory_per_gpu,
+)
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.plan.speed import FITTED, Decode, decode_of_engine, refit_seconds
+from fp8_nemo.plan.speed import decode_of_engine, is_fitted
+from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.options import Precision
-from fp8_nemo.recipe.settled import KEEPS_OPTIMIZER, Settled
+from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")
 
@@ -40,7 +50,7 @@ def plan_table(plan: Plan, host: Host, run_dir: Path) -> Table:
     """Lay one plan out for people: the decision first, then what follows from it."""
     columns = Column(no_wrap=True), Column(overflow="fold")
     rows = Table(*columns, title=plan.cell, title_justify="left", show_header=False, box=None)
-    for row in [*decision(plan), ("run directory", str(run_dir)), *describe(plan, host)]:
+    for row in [*decision(plan, host), ("run directory", str(run_dir)), *describe(plan, host)]:
         rows.add_row(*row)
     return rows
 
@@ -52,7 +62,7 @@ def change_lines(found: list[Difference]) -> list[str]:
     ]
 
 
-def decision(plan: Plan) -> list[tuple[str, str]]:
+def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     """Say whether a run fits its GPUs, and how fast it is against BF16, as far as is known."""
     if not plan.nemo:
         return [("fits", "yes, on one device or a CPU: the local backend emulates FP8, slowly")]
@@ -62,13 +72,27 @@ def decision(plan: Plan) -> list[tuple[str, str]]:
     free = memory.headroom(phase)
     fits = "yes" if free >= HEADROOM else "hardly" if free >= 0 else "NO"
     needs = f"{phase} needs {memory.gpu_gib * (1 - free):.0f} of {memory.gpu_gib:.0f} GiB"
-    rows = [("fits", f"{fits}: {needs} on each of {settled.gpus} {gpu}, by estimate")]
-    found, plain = (_decode(settled, gpu, each) for each in (plan.recipe.precision, Precision()))
-    if not found or not plain:
-        return [*rows, ("speed", "not measured for this model and layout")]
-    ratio = found.tokens_per_second / plain.tokens_per_second
-    told = f"decode {ratio:.2f} times as fast as BF16" if ratio != 1 else "the baseline, BF16"
-    return [*rows, ("speed", f"{told}, by estimate; a whole step is not estimated yet")]
+    here, against = step_seconds(settled), _against_bf16(settled, host)
+    return [
+        ("fits", f"{fits}: {needs} on each of {settled.gpus} {gpu}, by estimate"),
+        ("step", f"{here.total:.0f} s by estimate: {_phases(here)}; {against}"),
+    ]
+
+
+def _phases(seconds: StepSeconds) -> str:
+    return ", ".join(f"{name} {each:.0f}" for name, each in seconds._asdict().items() if each >= 1)
+
+
+def _against_bf16(settled: Settled, host: Host) -> str:
+    """Compare a step with BF16's, in the layout that BF16 would get on the same GPUs."""
+    recipe = settled.recipe
+    if not (recipe.precision.rollout.is_quantized or recipe.precision.train.is_quantized):
+        return "the baseline, BF16"
+    plain = _with(settled, recipe.cluster.gpu, Precision())
+    if recipe.model.layout == "auto" and (choices := choose(plain, host)):
+        plain = replace(plain, layout=choices[0].layout)
+    ratio = step_seconds(plain).total / step_seconds(settled).total
+    return f"{ratio:.2f} times as fast as BF16"
 
 
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
@@ -113,7 +137,7 @@ def stock_command(plan: Plan, host: Host, run_dir: Path) -> list[str]:
     It differs from our run in what no key can say: a correction that NeMo RL has not, our metrics.
     """
     assert plan.nemo
-    return command_line(plan.nemo.base_config, _written(plan, host, run_dir))
+    return command_line(plan.nemo.base_config, _written(plan, host, run_dir), host.declared)
 
 
 def _written(plan: Plan, host: Host, run_dir: Path) -> dict[str, Any]:
@@ -124,20 +148,54 @@ def _written(plan: Plan, host: Host, run_dir: Path) -> dict[str, Any]:
 
 def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
     assert plan.nemo
-    settled, parallel = plan.settled, plan.recipe.model.parallel
+    settled = plan.settled
     environment = " ".join(f"{name}={value}" for name, value in plan.nemo.environment.items())
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     return {
         "NeMo RL": f"{plan.nemo.host}; {plan.nemo.base_config}",
-        "layout": f"{settled.gpus} GPUs. Train: TP {parallel.tensor}, PP {parallel.pipeline}, "
-        f"CP {parallel.context}, EP {parallel.expert}, DP {settled.data_parallel}. Rollout: "
-        f"{settled.gpus // parallel.rollout_tensor} engines, TP {parallel.rollout_tensor}, "
-        f"EP {parallel.rollout_expert}",
+        "layout": _layout_text(settled, settled.layout),
+        **_others(settled, host),
         "memory": "; ".join(_memory_texts(settled, host)) + "; an estimate",
         "decode": "; ".join(_speed_texts(settled)),
         "environment": f"{environment}; hub cache {home}",
         "checked": _checked(plan, host),
     }
+
+
+def _layout_text(settled: Settled, layout: Layout) -> str:
+    """Say how the GPUs are used, training first."""
+    data = max(1, settled.gpus // layout.copy)
+    kept = "optimizer kept" if layout.keeps_optimizer else "optimizer moved"
+    again = "recompute" if layout.recompute else "no recompute"
+    cache = "" if layout.kv_cache_gib is None else f", KV cache {layout.kv_cache_gib:.0f} GiB"
+    return (
+        f"{settled.gpus} GPUs. Train: TP {layout.tensor}, PP {layout.pipeline}, "
+        f"CP {layout.context}, EP {layout.expert}, DP {data}, micro-batches of "
+        f"{layout.micro_batch * settled.sequence_tokens:,} tokens, logprobs of "
+        f"{layout.logprob_batch * settled.sequence_tokens:,}, {again}, {kept}. Rollout: "
+        f"{settled.gpus // layout.rollout_tensor} engines, TP {layout.rollout_tensor}, "
+        f"EP {layout.rollout_expert}{cache}"
+    )
+
+
+def _others(settled: Settled, host: Host) -> dict[str, str]:
+    """Say which layouts come next where the plan chooses."""
+    if settled.recipe.model.layout != "auto":
+        return {}
+    others = [each for each in choose(settled, host) if each.layout != settled.layout]
+    return {
+        f"layout {n}": f"{each.seconds.total:.0f} s: {_layout_text(settled, each.layout)}"
+        for n, each in enumerate(_unlike(others)[:2], 2)
+    }
+
+
+def _unlike(choices: list[Choice]) -> list[Choice]:
+    """Keep the best of those that spread the model alike: batches alone make no other layout."""
+    found: dict[tuple[int, int, int, bool], Choice] = {}
+    for each in choices:
+        at = each.layout
+        found.setdefault((at.tensor, at.context, at.rollout_tensor, at.recompute), each)
+    return list(found.values())
 
 
 def _with(settled: Settled, gpu: str, precision: Precision) -> Settled:
@@ -157,10 +215,13 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
         yield f"{gpu} {GPU_GIB[gpu]:.0f} GiB, free in {free}{low}"
     memory = memory_per_gpu(settled)
     yield memory.text(memory.worst)
-    yield f"KV cache of an engine {kv_cache_tokens(recipe, memory):,} tokens"
-    if OPTIMIZER_ALWAYS_MOVED in host.defects or settled.keeps_optimizer:
+    yield f"KV cache of an engine {kv_cache_tokens(settled, memory):,} tokens"
+    yield f"host memory {host_gib(settled):,.0f} GiB a node, page-locked"
+    saved = checkpoint_gib(settled)
+    yield f"a checkpoint {saved:,.0f} GiB, {KEPT_CHECKPOINTS} kept and one written"
+    if OPTIMIZER_ALWAYS_MOVED in host.defects or settled.layout.keeps_optimizer:
         return
-    kept = memory_per_gpu(replace(settled, own={KEEPS_OPTIMIZER: False}))
+    kept = memory_per_gpu(replace(settled, layout=settled.layout._replace(keeps_optimizer=True)))
     if min(kept.headroom("refit"), kept.headroom("rollout")) >= HEADROOM:
         yield (
             "there is room for the optimizer, which NeMo RL moves to the host and back in every "
@@ -169,41 +230,26 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
 
 
 def _speed_texts(settled: Settled) -> Iterator[str]:
-    """Say how fast decode and refit are, where this model was measured, beside BF16."""
+    """Say how fast decode and refit are, beside BF16."""
     recipe = settled.recipe
-    found = _decode(settled, recipe.cluster.gpu, recipe.precision)
-    plain = _decode(settled, recipe.cluster.gpu, Precision())
-    if found is None or plain is None:
-        yield "not measured for this model and layout (docs/research/speed.md)"
-        return
+    lengths = usual_lengths(settled)
+    context = lengths.prompt + lengths.answer / 2
+    found = decode_of_engine(settled, context)
+    plain = decode_of_engine(_with(settled, recipe.cluster.gpu, Precision()), context)
     yield (
-        f"{found.running} of an engine's {_sequences(settled)} sequences of "
-        f"{settled.sequence_tokens // 2:,} tokens in its cache"
+        f"{found.running} of an engine's {settled.sequences_per_engine} sequences of "
+        f"{context:,.0f} tokens in its cache"
     )
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
-        if there := _decode(settled, gpu, recipe.precision):
-            yield f"{gpu} {there.tokens_per_second:,.0f} tokens/s"
+        there = decode_of_engine(_with(settled, gpu, recipe.precision), context)
+        yield f"{gpu} {there.tokens_per_second:,.0f} tokens/s"
     if recipe.precision.rollout.is_quantized:
         ratio = found.tokens_per_second / plain.tokens_per_second
         yield f"{ratio:.2f} times BF16 with {plain.running} in its cache"
-    shape = recipe.model.shape
-    wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
-    if (fixed := FITTED[recipe.model.name, shape.layers].refit) is not None:
-        took = refit_seconds(shape, wire, recipe.cluster.gpu, fixed)
-        yield f"refit {took:.1f} s of transfer"
-    yield "estimates, fitted on an H200"
-
-
-def _sequences(settled: Settled) -> int:
-    """Return how many of a step's sequences one engine gets."""
-    engines = settled.gpus // settled.recipe.model.parallel.rollout_tensor
-    return -(-settled.sequences_per_step // engines)
-
-
-def _decode(settled: Settled, gpu: str, precision: Precision) -> Decode | None:
-    """Estimate an engine of this run on a GPU and in a precision; None if nothing was measured."""
-    there, context = _with(settled, gpu, precision), settled.sequence_tokens // 2
-    return decode_of_engine(there.recipe, memory_per_gpu(there), _sequences(settled), context)
+    if is_fitted(settled):
+        yield "estimates, fitted on an H200"
+    else:
+        yield "estimates, of a model or layout that was not measured (docs/research/speed.md)"
 
 
 def _checked(plan: Plan, host: Host) -> str:

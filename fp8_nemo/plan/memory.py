@@ -10,11 +10,15 @@ rest has not been compared with a measurement.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from fp8_nemo.glue.wire import SCALE_SUFFIX, is_fp8_weight, named_shapes, wire_specs
-from fp8_nemo.recipe.options import DTYPE_BYTES, Precision, Recipe, Shape
+from fp8_nemo.recipe.options import DTYPE_BYTES, Precision, Shape
 from fp8_nemo.recipe.settled import Settled
 
 GIB = 2**30
@@ -23,6 +27,12 @@ GPU_GIB = {"h100": 79.6, "h200": 140.4, "b200": 179.1}
 ALLOWANCE_GIB = 6.0
 """CUDA and NCCL of two processes, a sleeping engine's graphs, fragmentation."""
 HEADROOM = 0.1
+WHOLE_LOGIT = 14
+"""Bytes of one logit while a loss or a logprob pass works on all of a micro-batch's: in BF16, and
+three times in FP32 (NeMo RL main 7ea279a, model_utils.py, DistributedLogprob)."""
+CHUNK_LOGIT = 24
+"""Bytes of one logit of the chunk under way, beside BF16 ones of all: FP32 three times, and the
+chosen tokens as integers of 8 bytes (the same file, ChunkedDistributedLogprob)."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,12 @@ class Counts:
 
 def count(shape: Shape, precision: Precision) -> Counts:
     """Count parameters, weights and bytes from `model.shape` and the precision."""
+    return _count(dataclasses.astuple(shape), dataclasses.astuple(precision))
+
+
+@lru_cache
+def _count(numbers: tuple[Any, ...], fields: tuple[Any, ...]) -> Counts:
+    shape, precision = Shape(*numbers), Precision(*fields)
     shapes = named_shapes(shape)
     specs = wire_specs(shapes, precision, shape.layers)
     scales = [name for name in specs if name.endswith(SCALE_SUFFIX)]
@@ -58,6 +74,39 @@ def count(shape: Shape, precision: Precision) -> Counts:
 
 def _kv_bytes_per_token(shape: Shape, precision: Precision) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * precision.cache.bytes
+
+
+class Group(NamedTuple):
+    """Count weights of one kind: `Group("experts", quantized=True, matrix=True, 4.7e9)`."""
+
+    part: str
+    """`embedding`, `head`, `experts`, `layers` (the rest of a layer) or `norm`, the last one."""
+    quantized: bool
+    matrix: bool
+    """Whether a product is made with them; norms and biases are vectors."""
+    elements: int
+
+
+def census(shape: Shape, precision: Precision) -> tuple[Group, ...]:
+    """Count a model's weights by kind, each that the engine quantizes apart."""
+    return _census(dataclasses.astuple(shape), dataclasses.astuple(precision))
+
+
+@lru_cache
+def _census(numbers: tuple[Any, ...], fields: tuple[Any, ...]) -> tuple[Group, ...]:
+    shape, precision = Shape(*numbers), Precision(*fields)
+    found: Counter[tuple[str, bool, bool]] = Counter()
+    for name, size in named_shapes(shape).items():
+        quantized = is_fp8_weight(name, size, precision, shape.layers)
+        found[_part(name), quantized, len(size) > 1] += math.prod(size)
+    return tuple(Group(*kind, elements) for kind, elements in found.items())
+
+
+def _part(name: str) -> str:
+    if name.startswith("model.layers."):
+        return "experts" if ".experts." in name else "layers"
+    ends = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}
+    return ends.get(name, "norm")
 
 
 @dataclass(frozen=True)
@@ -83,104 +132,150 @@ class MemoryByPhase:
         return f"{phase} in GiB: " + ", ".join(parts)
 
 
-def memory_per_gpu(settled: Settled, tokens: int | None = None) -> MemoryByPhase:
+def memory_per_gpu(settled: Settled) -> MemoryByPhase:
     """Add up what each phase of a step needs on one GPU, colocated as NeMo RL does it.
 
     Training: BF16 weights and gradients, the distributed optimizer's FP32 master and two moments
     (with the precision-aware optimizer the master is BF16 and 16 bits of remainder), FP8 copies of
     the linear weights in both directions; and the larger of what a backward pass needs, activations
-    of one micro-batch, logits in BF16 and FP32 with their gradient, and of what an update does,
-    without that optimizer the gradients in FP32 (seam gradients-of-masters). Refit: the trainer's
-    and the engine's weights. Rollout: the engine's weights and KV cache. Of the trainer only what
-    NeMo RL moves waits in host memory: weights and moments. In FP8 the masters, their last
-    gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5
+    and logits of one micro-batch, and of what an update does, without that optimizer the gradients
+    in FP32 (seam gradients-of-masters). Logprob: weights, and the logits of one micro-batch. Refit:
+    the trainer's and the engine's weights. Rollout: the engine's weights and KV cache. Of the
+    trainer only what NeMo RL moves waits in host memory: weights and moments. In FP8 the masters,
+    their last gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5
     (docs/research/speed.md); and the moments, if the optimizer is kept.
-
-    Args:
-        settled: of the run.
-        tokens: of one micro-batch; the run's own by default.
     """
-    recipe, tokens = settled.recipe, settled.micro_batch_tokens if tokens is None else tokens
-    parallel, memory = recipe.model.parallel, recipe.model.memory
-    dense, expert, quantized = _parameters(recipe)
-    stages, ranks = parallel.pipeline, parallel.tensor * parallel.pipeline
-    held_dense, held_expert = dense / ranks, expert / (parallel.expert * stages)
-    held = held_dense + held_expert
-    spread_dense = max(1, settled.gpus // ranks)
-    spread_expert = max(1, settled.gpus // (parallel.expert * stages))
-    held_spread = held_dense / spread_dense + held_expert / spread_expert
+    recipe, layout = settled.recipe, settled.layout
+    held, spread, fraction = _held(settled)
     fp8 = recipe.precision.train.is_quantized
-    state, moved = (12, 8) if fp8 else (10, 10)
-    fraction = quantized / (dense + expert)
+    state = 12 if fp8 else 10
     allowance = ALLOWANCE_GIB * GIB
+    copies = 2 * held * fraction if fp8 else 0.0
     trainer = {
         "weights": 2 * held,
         "gradients": 2 * held,
-        "optimizer": state * held_spread,
-        "FP8 copies": 2 * held * fraction if fp8 else 0.0,
+        "optimizer": state * spread,
+        "FP8 copies": copies,
         "allowance": allowance,
     }
     backward = trainer | {
-        "activations": _activations(recipe, tokens),
-        "logits": 10 * tokens * recipe.model.shape.vocab / (parallel.tensor * parallel.context),
+        "activations": _activations(settled),
+        "logits": _logits(settled, layout.micro_batch, 4),
     }
-    update = trainer | {"gradients of masters": 4 * held_spread if fp8 else 0.0}
+    update = trainer | {"gradients of masters": 4 * spread if fp8 else 0.0}
     train = max(backward, update, key=lambda parts: sum(parts.values()))
-    engine = _engine_weights(recipe, dense, expert, quantized)
-    cache = GPU_GIB[recipe.cluster.gpu] * GIB * memory.rollout_share - engine
-    if memory.kv_cache_gib is not None:
-        cache = memory.kv_cache_gib * GIB
     kept = {
-        "masters": 4 * held_spread if fp8 else 0.0,
-        "their gradients": 4 * held_spread if fp8 else 0.0,
-        "FP8 copies": trainer["FP8 copies"],
-        "moments": moved * held_spread if settled.keeps_optimizer else 0.0,
+        "masters": 4 * spread if fp8 else 0.0,
+        "their gradients": 4 * spread if fp8 else 0.0,
+        "FP8 copies": copies,
+        "moments": _moments(settled) * spread if layout.keeps_optimizer else 0.0,
     }
+    logits = _logits(settled, layout.logprob_batch, 2)
+    logprob = {"weights": 2 * held, "logits": logits, **kept, "allowance": allowance}
+    engine = _engine_weights(settled)
+    cache = GPU_GIB[recipe.cluster.gpu] * GIB * recipe.model.memory.rollout_share - engine
+    if layout.kv_cache_gib is not None:
+        cache = layout.kv_cache_gib * GIB
     refit = {"trainer": 2 * held, "engine": engine, **kept, "allowance": allowance}
     rollout = {"engine": engine, "KV cache": max(0.0, cache), **kept, "allowance": allowance}
-    phases = {"train": train, "refit": refit, "rollout": rollout}
+    phases = {"train": train, "logprob": logprob, "refit": refit, "rollout": rollout}
     return MemoryByPhase(phases, GPU_GIB[recipe.cluster.gpu])
 
 
-def kv_cache_tokens(recipe: Recipe, memory: MemoryByPhase) -> int:
+def host_gib(settled: Settled) -> float:
+    """Host memory of one node that a step page-locks: weights and moments of every GPU's trainer.
+
+    And the engine's weights, which vLLM keeps there while it sleeps.
+    """
+    held, _, _ = _held(settled)
+    each = 2 * held + moved_bytes(settled) + _engine_weights(settled)
+    return settled.recipe.cluster.gpus_per_node * each / GIB
+
+
+def moved_bytes(settled: Settled) -> float:
+    """Bytes of optimizer state that one GPU moves to the host before a refit, and back."""
+    _, spread, _ = _held(settled)
+    return 0.0 if settled.layout.keeps_optimizer else _moments(settled) * spread
+
+
+def checkpoint_gib(settled: Settled) -> float:
+    """One checkpoint of the whole run: BF16 weights, FP32 masters and two moments."""
+    dense, expert, _ = _parameters(settled.recipe.model.shape)
+    return (2 + 12) * (dense + expert) / GIB
+
+
+def kv_cache_tokens(settled: Settled, memory: MemoryByPhase) -> int:
     """Count the tokens that one engine's KV cache holds, over its `rollout_tensor` GPUs."""
-    per_token = _kv_bytes_per_token(recipe.model.shape, recipe.precision)
-    shards = min(recipe.model.parallel.rollout_tensor, recipe.model.shape.kv_heads)
+    shape = settled.recipe.model.shape
+    per_token = _kv_bytes_per_token(shape, settled.recipe.precision)
+    shards = min(settled.layout.rollout_tensor, shape.kv_heads)
     return int(memory.phases["rollout"]["KV cache"] * shards / per_token)
 
 
-def _parameters(recipe: Recipe) -> tuple[int, int, int]:
+def _held(settled: Settled) -> tuple[float, float, float]:
+    """Parameters that a GPU trains, that its optimizer updates, and the share that FP8 multiplies.
+
+    The distributed optimizer spreads a weight's state over the GPUs that hold the weight.
+    """
+    layout, gpus = settled.layout, settled.gpus
+    dense, expert, quantized = _parameters(settled.recipe.model.shape)
+    ranks = layout.tensor * layout.pipeline
+    held_dense, held_expert = dense / ranks, expert / (layout.expert * layout.pipeline)
+    spread_dense = held_dense / max(1, gpus // ranks)
+    spread_expert = held_expert / max(1, gpus // (layout.expert * layout.pipeline))
+    return held_dense + held_expert, spread_dense + spread_expert, quantized / (dense + expert)
+
+
+def _moments(settled: Settled) -> int:
+    """Bytes of a parameter that NeMo RL moves; the precision-aware optimizer's with its master."""
+    return 8 if settled.recipe.precision.train.is_quantized else 10
+
+
+def _parameters(shape: Shape) -> tuple[int, int, int]:
     """Parameters outside experts, in experts, and how many of them are linear weights of blocks."""
-    shape = recipe.model.shape
-    all_fp8 = Precision(rollout_linear="fp8")  # the same linears in every quantized format
-    dense = expert = quantized = 0
-    for name, size in named_shapes(shape).items():
-        count = math.prod(size)
-        dense, expert = (dense, expert + count) if ".experts." in name else (dense + count, expert)
-        quantized += count if is_fp8_weight(name, size, all_fp8, shape.layers) else 0
-    return dense, expert, quantized
+    groups = census(shape, Precision(rollout_linear="fp8"))  # the same linears in every format
+    expert = sum(each.elements for each in groups if each.part == "experts")
+    dense = sum(each.elements for each in groups) - expert
+    return dense, expert, sum(each.elements for each in groups if each.quantized)
 
 
-def _engine_weights(recipe: Recipe, dense: int, expert: int, quantized: int) -> float:
-    parallel = recipe.model.parallel
-    held = dense / parallel.rollout_tensor
-    held += expert / max(parallel.rollout_tensor, parallel.rollout_expert)
-    share = quantized / (dense + expert) if recipe.precision.rollout.is_quantized else 0.0
+def _engine_weights(settled: Settled) -> float:
+    layout, precision = settled.layout, settled.recipe.precision
+    dense, expert, quantized = _parameters(settled.recipe.model.shape)
+    held = dense / layout.rollout_tensor
+    held += expert / max(layout.rollout_tensor, layout.rollout_expert)
+    share = quantized / (dense + expert) if precision.rollout.is_quantized else 0.0
     return held * (2 - share)
 
 
-def _activations(recipe: Recipe, tokens: int) -> float:
+def _logits(settled: Settled, sequences: int, kept: int) -> float:
+    """Bytes of one micro-batch's logits on one GPU.
+
+    Args:
+        settled: of the run.
+        sequences: of full length, of the micro-batch.
+        kept: bytes of one logit that lie there while a chunk is under way.
+    """
+    layout, tokens = settled.layout, settled.sequence_tokens * sequences
+    words = settled.recipe.model.shape.vocab / (layout.tensor * layout.context)
+    if layout.logits_chunk:
+        return (kept * tokens + CHUNK_LOGIT * min(tokens, layout.logits_chunk)) * words
+    return WHOLE_LOGIT * tokens * words
+
+
+def _activations(settled: Settled) -> float:
     """Bytes that the backward pass of one micro-batch keeps: inputs of every product, in BF16.
 
-    With `recompute` a layer keeps its input alone, and one layer at a time keeps the rest.
+    With `recompute` a layer keeps its input alone, and one layer at a time keeps the rest. Of an
+    expert's inputs there are two copies, sent and received.
     """
-    shape, parallel = recipe.model.shape, recipe.model.parallel
-    heads = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / parallel.tensor
+    shape, layout, tokens = settled.recipe.model.shape, settled.layout, settled.micro_batch_tokens
+    heads = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / layout.tensor
     if shape.experts:
-        routed = shape.experts_per_token * (shape.hidden + 3 * shape.expert_ffn)
+        routed = shape.experts_per_token * (3 * shape.hidden + 3 * shape.expert_ffn)
     else:
-        routed = 3 * shape.ffn / parallel.tensor
-    layer = 2 * tokens * (4 * shape.hidden + heads + routed) / parallel.context
-    kept = 2 * tokens * shape.hidden / parallel.context
-    layers = shape.layers / parallel.pipeline
-    return layers * kept + layer if recipe.model.memory.recompute else layers * layer
+        routed = 3 * shape.ffn / layout.tensor
+    layer = 2 * tokens * (4 * shape.hidden + heads + routed) / layout.context
+    kept = 2 * tokens * shape.hidden / layout.context
+    layers = shape.layers / layout.pipeline
+    return layers * kept + layer if layout.recompute else layers * layer

@@ -6,6 +6,7 @@ A key without effect is a note and no mistake, or no sweep would compose.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fp8_nemo.nemo_config.seams import SEAMS
@@ -27,7 +28,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
         memory: `memory_per_gpu` of the run.
         loss_corrects: NeMo RL's own loss applies the correction.
     """
-    yield from _recalibrate_notes(settled.recipe)
+    yield from _recalibrate_notes(settled)
     recipe = settled.recipe
     if not recipe.data.is_made and recipe.grpo.max_new_tokens:
         yield (
@@ -35,7 +36,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
             f"4, learns nothing of them and marks them wrong; +nemo.{PROMPT}=N makes room for "
             "longer ones"
         )
-    if SHARE in settled.own and recipe.model.memory.kv_cache_gib is not None:
+    if SHARE in settled.own and settled.layout.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
     if recipe.correction.name != "none" and not loss_corrects:
         yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
@@ -66,7 +67,8 @@ def local_notes(settled: Settled) -> Iterator[str]:
     yield from _without_effect(recipe)
 
 
-def _recalibrate_notes(recipe: Recipe) -> Iterator[str]:
+def _recalibrate_notes(settled: Settled) -> Iterator[str]:
+    recipe = settled.recipe
     precision, recalibrate = recipe.precision, recipe.glue.recalibrate
     fp8_kv, watches = precision.cache.is_quantized, recalibrate.source == "logprob"
     if fp8_kv and not watches and recipe.grpo.validate_first:
@@ -81,7 +83,7 @@ def _recalibrate_notes(recipe: Recipe) -> Iterator[str]:
             "glue.recalibrate.history, first_margin: no effect with source=forward, NeMo RL "
             "measures with the weights that will sample"
         )
-    runner_v1 = recipe.model.shape.experts or recipe.model.parallel.rollout_tensor > 1
+    runner_v1 = recipe.model.shape.experts or settled.layout.rollout_tensor > 1
     if fp8_kv and runner_v1 and not (recipe.glue.has_receiver or watches):
         yield (
             "glue=stock: vLLM 0.25.1 puts K and V scales of a mixture of experts, and of an engine "
@@ -135,13 +137,12 @@ def _tight_memory(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
 
 def _room(settled: Settled, phase: str) -> str:
     """Say what would make room in a phase: shorter sequences only where they do."""
-    recipe = settled.recipe
     if phase == "rollout":
-        bounded = recipe.model.memory.kv_cache_gib is not None
+        bounded = settled.layout.kv_cache_gib is not None
         lower = f"model.memory.{'kv_cache_gib' if bounded else 'rollout_share'}"
         return f"lower {lower}, or raise model.parallel.rollout_tensor"
-    if memory_per_gpu(settled, tokens=1).headroom(phase) < HEADROOM:
+    if memory_per_gpu(replace(settled, sequence_tokens=1)).headroom(phase) < HEADROOM:
         return "use more GPUs: sequences of one token would not fit either"
-    if recipe.model.memory.recompute:
+    if settled.layout.recompute:
         return "use more GPUs, or lower grpo.max_new_tokens"
     return "use more GPUs, or model.memory.recompute=true"

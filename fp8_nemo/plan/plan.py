@@ -23,12 +23,13 @@ from fp8_nemo.nemo_config.host import MAIN, Host, base_of
 from fp8_nemo.nemo_config.limits import host_mistakes
 from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, configure
 from fp8_nemo.nemo_config.seams import SEAMS
+from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import TASKS, Cluster, Recipe
 from fp8_nemo.recipe.plain import from_plain
-from fp8_nemo.recipe.settled import LOCAL_BASE, PROMPT, VALIDATED, Settled, settle
+from fp8_nemo.recipe.settled import LOCAL_BASE, PROMPT, VALIDATED, Layout, Settled, settle
 
 NOT_IN_HASH = ("cluster", "logging", "outputs")
 ONLY_CHECKED = ("measurement", "max_reject")
@@ -60,6 +61,8 @@ class NemoPlan:
     overrides: dict[str, Any]
     """Dotted keys and their values, but those that hold folders."""
     environment: dict[str, str]
+    layout: dict[str, Any] | None = None
+    """What `model.layout=auto` chose, as `Layout` has it; None: the recipe gives it."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,12 @@ class Plan:
     def settled(self) -> Settled:
         """The recipe with its numbers as plain, typed fields."""
         base = LOCAL_BASE if self.nemo is None else base_of(self.nemo.overrides)
-        return settle(self.recipe, base)
+        return settle(self.recipe, base, self.layout)
+
+    @property
+    def layout(self) -> Layout | None:
+        """What the plan chose for `model.layout=auto`; None where the recipe gives it."""
+        return Layout(**self.nemo.layout) if self.nemo and self.nemo.layout else None
 
     @property
     def hash6(self) -> str:
@@ -152,18 +160,21 @@ def plan_from_json(content: dict[str, Any]) -> Plan:
     )
 
 
-def plan_recipe(recipe: Recipe, host: Host = MAIN) -> Plan:
+def plan_recipe(recipe: Recipe, host: Host = MAIN, layout: Layout | None = None) -> Plan:
     """Decide everything that a run of this recipe does.
 
     Args:
         recipe: valid by itself (`checks.mistakes`).
         host: the NeMo RL that it would run in; the local backend does not look at it.
+        layout: of an earlier submission of the run, which it keeps.
 
     Raises:
         PlanError: the backend or the host forbids it.
         HostError: the host has no such base YAML.
     """
-    return _local_plan(recipe) if recipe.chosen_backend == "local" else _nemo_plan(recipe, host)
+    if recipe.chosen_backend == "local":
+        return _local_plan(recipe)
+    return _nemo_plan(recipe, host, layout)
 
 
 def _local_plan(recipe: Recipe) -> Plan:
@@ -172,12 +183,15 @@ def _local_plan(recipe: Recipe) -> Plan:
     return Plan(_cell(recipe), "local", settled.recipe, notes=tuple(local_notes(settled)))
 
 
-def _nemo_plan(recipe: Recipe, host: Host) -> Plan:
+def _nemo_plan(recipe: Recipe, host: Host, layout: Layout | None) -> Plan:
     base = recipe.model.base_config
     if not base:
         text = "backend=nemo starts from a YAML of NeMo RL's"
         raise PlanError([Mistake("model.base_config", None, text)])
-    settled = settle(recipe, host.base(base))
+    settled = settle(recipe, host.base(base), layout)
+    chooses = recipe.model.layout == "auto"
+    if chooses and layout is None and (choices := choose(settled, host)):
+        settled = dataclasses.replace(settled, layout=choices[0].layout)
     nemo = configure(settled, host)
     _refuse([
         *_batch_mistakes(settled),
@@ -192,7 +206,13 @@ def _nemo_plan(recipe: Recipe, host: Host) -> Plan:
         "nemo",
         settled.recipe,
         notes=(*host.notes, *nemo_notes(settled, memory, nemo.loss_corrects)),
-        nemo=NemoPlan(host.name, base, nemo.keys, nemo.environment),
+        nemo=NemoPlan(
+            host.name,
+            base,
+            nemo.keys,
+            nemo.environment,
+            settled.layout._asdict() if chooses else None,
+        ),
     )
 
 
@@ -226,8 +246,8 @@ def _container_mistakes(cluster: Cluster) -> Iterator[Mistake]:
 
 def _small_cache(settled: Settled, memory: MemoryByPhase) -> Iterator[Mistake]:
     """Refuse a cache that holds less than one sequence: vLLM does not start (`max_model_len`)."""
-    gib, longest = settled.recipe.model.memory.kv_cache_gib, settled.sequence_tokens
-    tokens = kv_cache_tokens(settled.recipe, memory)
+    gib, longest = settled.layout.kv_cache_gib, settled.sequence_tokens
+    tokens = kv_cache_tokens(settled, memory)
     if gib is not None and tokens < longest:
         yield Mistake(
             "model.memory.kv_cache_gib",

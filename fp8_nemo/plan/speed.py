@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fp8_nemo.glue.wire import is_fp8_weight, named_shapes
-from fp8_nemo.plan.memory import MemoryByPhase, count, kv_cache_tokens
-from fp8_nemo.recipe.options import FORMATS, Precision, Recipe, Shape
+from fp8_nemo.plan.memory import census, count, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.recipe.options import FORMATS, Model, Precision, Shape
+from fp8_nemo.recipe.settled import Settled
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,12 @@ FITTED = {
 something; a refit's transfer within 13%. No other model was measured."""
 
 
+MOST_ALIKE = {False: ("llama31-8b", 32), True: ("qwen3-30b-a3b", 48)}
+"""Whose fixed costs stand for a model that was not measured; by whether it has experts."""
+EXCHANGE = 20e-6
+"""Assumed seconds of one all-reduce of a decode step's activations over NVLink."""
+
+
 @dataclass(frozen=True)
 class DecodeWork:
     """What one decode step of the whole batch reads and multiplies, over all GPUs of the engine."""
@@ -106,14 +112,13 @@ def decode_work(shape: Shape, precision: Precision, batch: int, context: float) 
     """
     read = flops = fp8_flops = 0.0
     even = shape.experts_per_token / shape.experts if shape.experts else 0.0
-    for name, size in named_shapes(shape).items():
-        if name == "model.embed_tokens.weight" and not shape.tied:
+    for part, fp8, matrix, elements in census(shape, precision):
+        if part == "embedding" and not shape.tied:
             continue
-        size_of, expert = math.prod(size), ".experts." in name
-        fp8 = is_fp8_weight(name, size, precision, shape.layers)
         each = (precision.rollout if fp8 else FORMATS["bf16"]).bytes_per_weight
-        read += size_of * each * (1 - (1 - even) ** batch if expert else 1)
-        operations = 2 * size_of * batch * (even if expert else 1) if len(size) > 1 else 0
+        is_expert = part == "experts"
+        read += elements * each * (1 - (1 - even) ** batch if is_expert else 1)
+        operations = 2 * elements * batch * (even if is_expert else 1) if matrix else 0
         flops, fp8_flops = flops + operations, fp8_flops + operations * fp8
     heads = shape.layers * shape.heads * shape.head_dim
     cached = batch * context
@@ -151,24 +156,38 @@ class Decode(NamedTuple):
     tokens_per_second: float
 
 
-def decode_of_engine(
-    recipe: Recipe, memory: MemoryByPhase, sequences: int, context: int
-) -> Decode | None:
-    """An engine's speed while all its sequences are under way; None where nothing was measured.
+def decode_of_engine(settled: Settled, context: float) -> Decode:
+    """Estimate an engine's speed while all its sequences are under way.
 
     Args:
-        recipe: its engines on one GPU each, as what was fitted.
-        memory: `memory_per_gpu` of it.
-        sequences: of one engine.
-        context: tokens of each, on average.
+        settled: of the run. A model that was not measured gets the fixed cost of one that was, by
+            layers; engines of several GPUs share the work evenly, and exchange it in every layer.
+        context: tokens of each sequence, on average.
     """
-    model, gpu = recipe.model, recipe.cluster.gpu
-    fitted = FITTED.get((model.name, model.shape.layers))
-    if fitted is None or model.parallel.rollout_tensor > 1:
-        return None
-    running = max(1, min(sequences, kv_cache_tokens(recipe, memory) // context))
-    step = decode_seconds(model.shape, recipe.precision, running, context, gpu, fitted.decode)
-    return Decode(running, running / step)
+    shape, layout = settled.recipe.model.shape, settled.layout
+    cached = kv_cache_tokens(settled, memory_per_gpu(settled))
+    running = int(max(1, min(settled.sequences_per_engine, cached // context)))
+    fixed = fitted_for(settled.recipe.model).decode
+    step = decode_seconds(
+        shape, settled.recipe.precision, running, context, settled.recipe.cluster.gpu, fixed=0.0
+    )
+    exchange = 2 * shape.layers * EXCHANGE if layout.rollout_tensor > 1 else 0.0
+    return Decode(running, running / (step / layout.rollout_tensor + fixed + exchange))
+
+
+def fitted_for(model: Model) -> Fitted:
+    """Return what was fitted for a model, else for one of its kind, by layers."""
+    if found := FITTED.get((model.name, model.shape.layers)):
+        return found
+    name, layers = MOST_ALIKE[model.shape.experts > 0]
+    alike = FITTED[name, layers]
+    return Fitted(alike.decode / layers * model.shape.layers, alike.refit)
+
+
+def is_fitted(settled: Settled) -> bool:
+    """Say whether an engine like this was measured."""
+    model = settled.recipe.model
+    return (model.name, model.shape.layers) in FITTED and settled.layout.rollout_tensor == 1
 
 
 def refit_seconds(shape: Shape, precision: Precision, gpu: str, fixed: float) -> float:

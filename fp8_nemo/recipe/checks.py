@@ -28,7 +28,7 @@ WEEK = 7 * 86400
 
 
 class Mistake(NamedTuple):
-    """One thing that is wrong: `Mistake("grpo.steps", 0, "1 or more", "give a whole number")`."""
+    """Name one thing that is wrong: `Mistake("grpo.steps", 0, "1 or more", "give a number")`."""
 
     key: str
     got: Any
@@ -36,12 +36,12 @@ class Mistake(NamedTuple):
     remedy: str = ""
 
     def __str__(self) -> str:
-        """One line: key, value, what is allowed, what to do."""
+        """Return one line: key, value, what is allowed, what to do."""
         return f"{self.key}={as_typed(self.got)}: " + "; ".join(filter(None, self[2:]))
 
 
 def as_typed(value: Any) -> str:
-    """A value as a user types it: `null`, `true`, `fp8`."""
+    """Return a value as a user types it: `null`, `true`, `fp8`."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -74,7 +74,7 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
 
 
 def seconds(time: str) -> int | None:
-    """A limit as Slurm reads it: `30`, `30:00`, `4:00:00`, `1-12`, `1-12:30:00`; else None."""
+    """Read a limit as Slurm does: `30`, `30:00`, `4:00:00`, `1-12`, `1-12:30:00`; else None."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if not found:
         return None
@@ -230,7 +230,7 @@ OURS_IN_SHORT = ("-J", "-o")
 
 
 def _is_ours(option: str) -> bool:
-    """Whether sbatch reads one of `OURS_OF_SBATCH` in it, `--out=x` too (getopt_long)."""
+    """Return whether sbatch reads one of `OURS_OF_SBATCH` in it, `--out=x` too (getopt_long)."""
     name = option.partition("=")[0]
     return option.startswith(OURS_IN_SHORT) or any(each.startswith(name) for each in OURS_OF_SBATCH)
 

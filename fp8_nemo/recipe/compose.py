@@ -1,4 +1,4 @@
-"""Command line -> valid Recipes, all of them or none. The only file that knows Hydra.
+"""Turn a command line into valid Recipes, all or none. The only file that knows Hydra.
 
 Hydra collects: groups, overrides, sweeps. It writes nothing and starts nothing; its files would
 hold secrets, and would exist before a mistake could be refused. Every cell is composed and
@@ -55,7 +55,7 @@ WORDS = {
 
 
 class ComposeError(ValueError):
-    """A command line that no run may start from; one line per distinct mistake."""
+    """Report a command line that no run may start from; one line per distinct mistake."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self.lines = list(dict.fromkeys(lines))
@@ -70,7 +70,7 @@ class Cell(NamedTuple):
 
 
 def compose(arguments: Iterable[str]) -> list[Recipe]:
-    """Every recipe that a command line asks for: one, or with `-m` one per cell of the sweep.
+    """Return every recipe that a command line asks for: one, or with `-m` one per cell.
 
     Args:
         arguments: Hydra overrides (`precision=fp8-linear`, `grpo.steps=50`, `+nemo.grpo.x=1`) and
@@ -104,12 +104,12 @@ def choices(groups: Collection[str] = ()) -> str:
 
 
 def option_folder(group: str) -> Path:
-    """Where the options of a group stand: `conf/GROUP` of the clone, or as it was installed."""
+    """Return where a group's options stand: `conf/GROUP` of the clone, or as it was installed."""
     return Path(str(resources.files("fp8_nemo.conf"))) / group
 
 
 def option_names(group: str) -> list[str]:
-    """The options of a group, a site's own included."""
+    """Return the options of a group, a site's own included."""
     return sorted(path.stem for path in option_folder(group).glob("*.yaml"))
 
 
@@ -153,13 +153,13 @@ def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
 
 
 def _chooses_nothing(override: Override) -> bool:
-    """`experiment=null`, which is what it is without the word; Hydra takes no null for a group."""
+    """Return whether a word is `experiment=null`, the default; Hydra takes no null for a group."""
     chosen = override.key_or_group in ("experiment", "sweep") and not override.is_sweep_override()
     return chosen and override.value() is None
 
 
 def _refuse_repeated(overrides: list[Override]) -> None:
-    """In a sweep, two precisions are meant as an axis, of which Hydra would take the last alone."""
+    """Refuse two precisions in a sweep: an axis is meant, and Hydra would take the last alone."""
     by_key: dict[str, list[str]] = {}
     for each in (each for each in overrides if each.key_or_group in NAMES_A_CELL):
         by_key.setdefault(each.key_or_group, []).append(each.get_value_string())
@@ -173,7 +173,7 @@ def _refuse_repeated(overrides: list[Override]) -> None:
 
 
 def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
-    """What Hydra would say less clearly, or only of the first mistake, or not at all."""
+    """Yield what Hydra says less clearly, or only of the first mistake, or not at all."""
     key = override.key_or_group
     typed = override.get_key_element()
     groups = loader.list_groups("")
@@ -216,7 +216,7 @@ def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mista
 
 
 def _sweep_of(overrides: list[Override], loader: ConfigLoader) -> list[Override]:
-    """The axes of the chosen sweep file, less those that the command line sets itself."""
+    """Return the axes of the chosen sweep file, less those that the command line sets itself."""
     chosen = [str(each.input_line) for each in overrides if each.key_or_group == "sweep"]
     if not chosen:
         return []
@@ -281,7 +281,7 @@ def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
 
 
 def _unquoted(values: Mapping[str, Any], cell: list[str]) -> Iterator[Mistake]:
-    """Slurm's words that a file has without quotes: YAML reads 30:00 as 1800, and 0123 as 83."""
+    """Yield Slurm's words that a file has unquoted: YAML reads 30:00 as 1800, 0123 as 83."""
     typed = {word.partition("=")[0].lstrip("+") for word in cell}
     for key in SLURM_WORDS:
         value = values.get(key)
@@ -355,7 +355,7 @@ def _type_word(key: str) -> str:
 
 
 def _fields(group: type = Recipe, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of the Recipe with its type."""
+    """Return every dotted key of the Recipe with its type."""
     known: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(group).items():
         known[prefix + name] = hint

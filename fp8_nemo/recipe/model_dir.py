@@ -1,4 +1,4 @@
-"""A model's folder in Hugging Face format, looked at without torch: there, whole, as planned?"""
+"""Look at a model's folder, in Hugging Face format, without torch: there, whole, as planned?"""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SHAPE_KEYS = {
 
 
 def model_path(model: Model) -> Path:
-    """The folder that a model is read from: `model.path`, else the one that ships here."""
+    """Return the folder that a model is read from: `model.path`, else the one that ships here."""
     return Path(model.path) if model.path else SHIPPED / model.name
 
 
 def weights_digest(folder: Path) -> str:
-    """Of the files that hold a model's weights, names and bytes: runs that share it began alike."""
+    """Digest names and bytes of a model's weight files: runs that share it began alike."""
     digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     with ThreadPoolExecutor() as pool:  # one thread hashes 1.2 GB a second
         for path, found in zip(paths, pool.map(_file_digest, paths), strict=True):
@@ -45,7 +45,7 @@ def _file_digest(path: Path) -> bytes:
 
 
 def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
-    """What would stop a run that reads its model from its folder.
+    """Yield what would stop a run that reads its model from its folder.
 
     Args:
         recipe: of the run.
@@ -73,7 +73,7 @@ def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
 
 
 def _made_by(recipe: Recipe) -> Iterator[str]:
-    """What a model is taught by, where the run's problems are made."""
+    """Yield the words that make a model, where the run's problems are made."""
     yield f"model={recipe.model.name}"
     data = recipe.data
     if data.is_made and data.name != Data().name:
@@ -83,7 +83,7 @@ def _made_by(recipe: Recipe) -> Iterator[str]:
 
 
 def _config_mistakes(folder: Path, model: Model, pads: bool) -> Iterator[Mistake]:
-    """The numbers that the plan counts with, and the tokens that sampling needs."""
+    """Check the numbers that the plan counts with, and the tokens that sampling needs."""
     try:
         config = json.loads((folder / "config.json").read_text())
         tokens = json.loads((folder / "tokenizer_config.json").read_text())
@@ -103,7 +103,7 @@ def _config_mistakes(folder: Path, model: Model, pads: bool) -> Iterator[Mistake
 
 
 def shape_mistakes(config: dict[str, Any], where: object, model: Model) -> Iterator[Mistake]:
-    """Numbers of a model option that its `config.json` has otherwise.
+    """Yield numbers of a model option that its `config.json` has otherwise.
 
     Args:
         config: of Hugging Face's.
@@ -124,7 +124,7 @@ def shape_mistakes(config: dict[str, Any], where: object, model: Model) -> Itera
 
 
 def damage(file: Path) -> str:
-    """What is wrong with a safetensors file, `"is cut short by 10 bytes"`; empty if it is whole."""
+    """Return what is wrong with a safetensors file, `"is cut short by 10 bytes"`; "" if whole."""
     try:
         missing = missing_bytes(file)
     except ValueError as error:
@@ -137,7 +137,7 @@ LONGEST_HEADER = 100_000_000
 
 
 def missing_bytes(file: Path) -> int:
-    """How many bytes a safetensors file lacks, by its own header; 0 if it is whole.
+    """Return how many bytes a safetensors file lacks, by its own header; 0 if it is whole.
 
     Raises:
         ValueError: it has no such header.

@@ -14,13 +14,18 @@ from typing import Any, NamedTuple
 
 
 def short_name(default: str) -> Any:
-    """A name that becomes part of a path: letters, digits, dots, dashes and underscores."""
+    """Declare a name that becomes part of a path: letters, digits, dots, dashes, underscores."""
     return field(default=default, metadata={"short_name": True})
 
 
 def one_of(*allowed: str, default: str | None = None) -> Any:
-    """A string field with a closed list of values."""
+    """Declare a string field with a closed list of values."""
     return field(default=default or allowed[0], metadata={"one_of": allowed})
+
+
+def optional_one_of(*allowed: str) -> Any:
+    """Declare a string field with a closed list of values, or null."""
+    return field(default=None, metadata={"one_of": allowed})
 
 
 def number(
@@ -30,7 +35,7 @@ def number(
     above: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A numeric field with an allowed range; `least` and `most` are inclusive."""
+    """Declare a numeric field with an allowed range; `least` and `most` are inclusive."""
     return field(default=default, metadata={"least": least, "above": above, "most": most})
 
 
@@ -50,12 +55,12 @@ class Format(NamedTuple):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether values are held with scales."""
+        """Return whether values are held with scales."""
         return self.block > 0
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of one weight, with its share of a scale."""
+        """Return the bytes of one weight, with its share of a scale."""
         return self.bytes + (DTYPE_BYTES[self.scale_dtype] / self.block**2 if self.block else 0)
 
 
@@ -72,38 +77,44 @@ DTYPE_BYTES = {"float32": 4} | {each.dtype: each.bytes for each in FORMATS.value
 
 @dataclass
 class Parallel:
-    """How a model is spread over GPUs; one layout per model, the same for every precision."""
+    """Lay a model out over GPUs. With `model.layout=auto` the plan chooses what is null."""
 
-    tensor: int = number(1, least=1)
+    tensor: int | None = number(1, least=1)
     """GPUs that share each weight in training."""
-    pipeline: int = number(1, least=1)
+    pipeline: int | None = number(1, least=1)
     """Stages of layers in training; FP8 KV needs 1."""
-    context: int = number(1, least=1)
+    context: int | None = number(1, least=1)
     """GPUs that share a sequence in training."""
-    expert: int = number(1, least=1)
+    expert: int | None = number(1, least=1)
     """GPUs that share the experts in training."""
-    rollout_tensor: int = number(1, least=1)
+    rollout_tensor: int | None = number(1, least=1)
     """GPUs that share each weight in an engine."""
-    rollout_expert: int = number(1, least=1)
+    rollout_expert: int | None = number(1, least=1)
     """GPUs over which an engine spreads whole experts."""
 
 
 @dataclass
 class Memory:
-    """How a model shares a GPU that trainer and engine take turns on (`backend=nemo`)."""
+    """Share a GPU that trainer and engine take turns on (`backend=nemo`)."""
 
-    recompute: bool = False
+    recompute: bool | None = False
     """Compute activations again in the backward pass instead of keeping them."""
     rollout_share: float = number(0.5, above=0, most=0.95)
     """Share of the GPU that the engine may take."""
     kv_cache_gib: float | None = number(None, above=0)
     """Size of the KV cache per GPU. Without it the engine takes what it saw free when it started,
     and may find it taken when it wakes up (NeMo RL #3412)."""
+    micro_batch: int | None = number(None, least=1)
+    """Sequences of full length that a training micro-batch has room for; null: the base's."""
+    logprob_batch: int | None = number(None, least=1)
+    """The same of a logprob micro-batch; null: as many as in training."""
+    optimizer: str | None = optional_one_of("move", "keep")
+    """Adam's state between two trainings: moved to the host, as without a value, or kept."""
 
 
 @dataclass
 class Shape:
-    """The numbers of a model that its weights' names and shapes follow from."""
+    """Give the numbers of a model that its weights' names and shapes follow from."""
 
     layers: int = number(1, least=1)
     """Decoder layers."""
@@ -133,7 +144,7 @@ class Shape:
 
 @dataclass
 class Model:
-    """A model: where it comes from, where it runs, how large it is."""
+    """Describe a model: where it comes from, where it runs, how large it is."""
 
     name: str = short_name("tiny-llama")
     """Part of the run directory's name."""
@@ -145,19 +156,21 @@ class Model:
     """A folder that holds the model; wins over `hf_id`. Without either, the one that ships here."""
     base_config: str | None = None
     """Base YAML in NeMo RL's checkout, for `backend=nemo`."""
+    layout: str | None = optional_one_of("auto")
+    """`auto`: the plan chooses what `parallel` and `memory` leave null, the fastest that fits."""
     parallel: Parallel = field(default_factory=Parallel)
     memory: Memory = field(default_factory=Memory)
     shape: Shape = field(default_factory=Shape)
 
     @property
     def hub_id(self) -> str | None:
-        """Its name on the hub if it is read from there; None for a folder's."""
+        """Return its name on the hub if it is read from there; None for a folder's."""
         return None if self.path else self.hf_id
 
 
 @dataclass
 class Precision:
-    """What is held and multiplied in FP8, on either side."""
+    """Choose what is held and multiplied in FP8, on either side."""
 
     name: str = short_name("bf16")
     """Part of the run directory's name."""
@@ -176,22 +189,22 @@ class Precision:
 
     @property
     def rollout(self) -> Format:
-        """Format of the engine's linear weights."""
+        """Return the format of the engine's linear weights."""
         return FORMATS[self.rollout_linear]
 
     @property
     def cache(self) -> Format:
-        """Format of the KV cache, and of attention over it."""
+        """Return the format of the KV cache, and of attention over it."""
         return FORMATS[self.rollout_kv]
 
     @property
     def train(self) -> Format:
-        """Format in which the trainer multiplies its linears."""
+        """Return the format in which the trainer multiplies its linears."""
         return FORMATS[self.train_linear]
 
     @property
     def bf16_layers(self) -> int:
-        """Layers at either end that stay in BF16."""
+        """Return the layers at either end that stay in BF16."""
         return self.first_layers_bf16 + self.last_layers_bf16
 
 
@@ -214,7 +227,7 @@ OF_A_RATIO = {
 
 @dataclass
 class Correction:
-    """What multiplies a token's loss for the mismatch of rollout and train (`correction.py`)."""
+    """Choose what multiplies a token's loss for the mismatch of rollout and train."""
 
     name: str = short_name("none")
     """Part of the run directory's name."""
@@ -243,7 +256,7 @@ class Correction:
 
 
 class Task(NamedTuple):
-    """Problems that are made here, and the difficulties that they come in."""
+    """Describe problems that are made here, and the difficulties that they come in."""
 
     usual: int
     least: int
@@ -260,7 +273,7 @@ TASKS = {
 
 @dataclass
 class Data:
-    """Problems with verifiable answers."""
+    """Choose problems with verifiable answers."""
 
     name: str = one_of(*TASKS, "jsonl", "openmath-2", "dapo-math-17k")
     """Made here (the first two), files, or a set that NeMo RL fetches."""
@@ -271,23 +284,23 @@ class Data:
 
     @property
     def level(self) -> int:
-        """Difficulty of problems that are made: the one given, else the task's usual one."""
+        """Return the difficulty of made problems: the one given, else the task's usual one."""
         return self.difficulty or TASKS[self.name].usual
 
     @property
     def is_made(self) -> bool:
-        """Whether the problems are made here, for either backend."""
+        """Return whether the problems are made here, for either backend."""
         return self.name in TASKS
 
     @property
     def is_on_hub(self) -> bool:
-        """Whether NeMo RL fetches the problems: neither made here nor the user's files."""
+        """Return whether NeMo RL fetches the problems: neither made here nor the user's files."""
         return not self.is_made and self.name != "jsonl"
 
 
 @dataclass
 class Grpo:
-    """Steps, batch and optimizer. None inherits the base configuration's value."""
+    """Set steps, batch and optimizer. None inherits the base configuration's value."""
 
     name: str = short_name("demo")
     """Part of the run directory's name."""
@@ -317,7 +330,7 @@ class Grpo:
 
 @dataclass
 class Recalibrate:
-    """Where Q/K/V ranges come from and how much room they get."""
+    """Say where Q/K/V ranges come from and how much room they get."""
 
     source: str = one_of("logprob", "forward")
     """`logprob`: the logprob forward that the step runs anyway; `forward`: an extra pass."""
@@ -331,7 +344,7 @@ class Recalibrate:
 
 @dataclass
 class Glue:
-    """Which parts of the FP8 path are ours; each switch works alone."""
+    """Choose which parts of the FP8 path are ours; each switch works alone."""
 
     name: str = short_name("ours")
     """Part of the run directory's name."""
@@ -345,18 +358,18 @@ class Glue:
 
     @property
     def sends_fp8(self) -> bool:
-        """Whether FP8 travels: our own bytes do; where NeMo RL quantizes, it is given BF16."""
+        """Return whether FP8 travels: where NeMo RL quantizes, it is given BF16."""
         return self.transfer == "fp8" and self.quantize == "fused"
 
     @property
     def has_receiver(self) -> bool:
-        """Whether vLLM's workers need our receiver."""
+        """Return whether vLLM's workers need our receiver."""
         return (self.quantize, self.transfer, self.verify) != ("stock", "bf16", "off")
 
 
 @dataclass
 class Logging:
-    """NeMo RL's own loggers; `metrics.jsonl` is always written."""
+    """Turn on NeMo RL's own loggers; `metrics.jsonl` is always written."""
 
     tensorboard: bool = True
     """Write TensorBoard's files."""
@@ -366,7 +379,7 @@ class Logging:
 
 @dataclass
 class Cluster:
-    """Where a run is started."""
+    """Say where a run is started."""
 
     name: str = short_name("here")
     """Part of the run directory's name."""
@@ -414,7 +427,7 @@ class Cluster:
 
 @dataclass
 class Recipe:
-    """One combination of the groups."""
+    """Combine one option of each group."""
 
     seed: int = number(42, least=0, most=2**31 - 1)
     """Seeds problems, sampling and weights' order; part of the directory's name."""
@@ -435,5 +448,5 @@ class Recipe:
 
     @property
     def chosen_backend(self) -> str:
-        """`local` or `nemo`: the model's, unless the recipe names one."""
+        """Return `local` or `nemo`: the model's, unless the recipe names one."""
         return self.model.backend if self.backend == "auto" else self.backend

@@ -33,7 +33,7 @@ def from_plain(cls: type[T], content: Any, at: str = "") -> T:
 
 
 def _value(hint: Any, value: Any, at: str) -> Any:
-    """One field's value, checked against its type; JSON has no tuples, and 1 for 1.0."""
+    """Read one field's value, checked against its type; JSON has no tuples, and 1 for 1.0."""
     if dataclasses.is_dataclass(hint):
         return from_plain(typing.cast(type, hint), value, at + ".")
     allowed = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)

@@ -1,4 +1,4 @@
-"""Problems with verifiable answers, made here or read from JSONL.
+"""Make problems with verifiable answers, or read them from JSONL.
 
 `{"input": "37+48", "output": "85"}` a line, as NeMo RL's ResponseDataset reads it. Free of torch,
 so that a broken line is refused before anything is loaded.
@@ -37,7 +37,7 @@ RESULT = re.compile(r"(?:=|^)\s*([0-9]+)\s*$", re.MULTILINE)
 
 
 class Problem(NamedTuple):
-    """One problem: `Problem("37+48", "85")`."""
+    """Hold one problem: `Problem("37+48", "85")`."""
 
     input: str
     output: str
@@ -46,18 +46,18 @@ class Problem(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Problems to train on, and held-out ones that training never sees."""
+    """Hold problems to train on, and held-out ones that training never sees."""
 
     train: list[Problem]
     validation: list[Problem]
 
 
 class DataError(ValueError):
-    """Data that cannot be used; names file and line."""
+    """Report data that cannot be used; name file and line."""
 
 
 def load_problems(data: Data, seed: int) -> Split:
-    """The problems of a recipe: `arithmetic` and `running-sum` are made, `jsonl` is read.
+    """Load a recipe's problems: `arithmetic` and `running-sum` are made, `jsonl` is read.
 
     The seed orders those to train on, a file's too, as NeMo RL shuffles them (`data.shuffle`): a
     file may be sorted, and a run seldom sees all of it.
@@ -73,7 +73,7 @@ def load_problems(data: Data, seed: int) -> Split:
 
 
 def problems_digest(data: Data, seed: int) -> str:
-    """Of a recipe's problems in their order; a file's in its own, which NeMo RL shuffles itself.
+    """Digest a recipe's problems in their order; a file's in its own, which NeMo RL shuffles.
 
     Raises:
         DataError: as `load_problems`.
@@ -88,7 +88,7 @@ def _read(data: Data) -> Split:
 
 
 def arithmetic(difficulty: int, seed: int) -> Split:
-    """Sums and differences of two numbers of up to `difficulty` digits, no result below zero.
+    """Make sums and differences of two numbers of up to `difficulty` digits, none below zero.
 
     The split is by pair of numbers (`3+8`, `8+3` and `8-3` stay together) and the same for every
     seed: what is held out from a starting model is held out from every run that starts from it. The
@@ -103,7 +103,7 @@ def arithmetic(difficulty: int, seed: int) -> Split:
 
 
 def running_sum(difficulty: int, seed: int) -> Split:
-    """Sums of `difficulty` different two-digit numbers, one line of working for each addition.
+    """Make sums of `difficulty` different two-digit numbers, a line of working an addition.
 
     The split is by set of numbers and the same for every seed. The seed draws the problems to train
     on, some of them twice where there are few (`difficulty` below 4).
@@ -121,7 +121,7 @@ def running_sum(difficulty: int, seed: int) -> Split:
 
 
 def working(numbers: Sequence[int], slip: Callable[[int], int] = lambda result: result) -> str:
-    """A running sum, one line an addition, as `Problem.working` has it.
+    """Write a running sum, one line an addition, as `Problem.working` has it.
 
     Args:
         numbers: two or more.
@@ -136,7 +136,7 @@ def working(numbers: Sequence[int], slip: Callable[[int], int] = lambda result: 
 
 
 def longest_answer(data: Data) -> int:
-    """Characters of the longest right answer of problems that are made, its end counted as one."""
+    """Return the characters of the longest right answer of made problems, its end included."""
     if data.name == "arithmetic":
         return data.level + 2
     return len(working(sorted(NUMBERS, reverse=True)[: data.level])) + 1
@@ -149,7 +149,7 @@ MAKERS: dict[str, Callable[[int, int], Split]] = {
 
 
 def read_jsonl(path: Path) -> list[Problem]:
-    """Problems of a file, an object on each line; blank lines are passed over, as NeMo RL does.
+    """Read problems, an object on each line; blank lines are passed over, as NeMo RL does.
 
     Raises:
         DataError: naming the file, and the line that is broken.
@@ -181,7 +181,7 @@ def write_problems(folder: Path, split: Split) -> None:
 
 
 def reward(answer: str, problem: Problem) -> float:
-    """1 if the answer is right, else 0.
+    """Return 1 if the answer is right, else 0.
 
     It is right if it is the problem's output, apart from surrounding blanks. Of working, the last
     result counts alone; what stops early ends in another one.
@@ -193,7 +193,7 @@ def reward(answer: str, problem: Problem) -> float:
 
 
 def _number_pairs(difficulty: int) -> list[tuple[int, int]]:
-    """Distinct pairs, the larger number first, in a fixed random order; a sample where many."""
+    """Return distinct pairs, the larger first, in a fixed random order; a sample where many."""
     limit = 10**difficulty
     draw = random.Random(difficulty)
     if limit**2 <= MOST_PAIRS:
@@ -226,7 +226,7 @@ def _parse(line: str, where: str) -> Problem:
 
 
 def _is_text(value: object) -> bool:
-    """JSON can also escape half of a character, which no tokenizer takes."""
+    """Return whether UTF-8 takes a text: JSON can escape half of a character."""
     if not isinstance(value, str) or not value.strip():
         return False
     return not any("\ud800" <= character <= "\udfff" for character in value)

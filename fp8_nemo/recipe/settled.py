@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from fp8_nemo.recipe.options import Recipe
@@ -21,6 +20,8 @@ PROMPT_ROOM = 1024
 PROMPT = "data.max_input_seq_length"
 """NeMo RL cuts a prompt of so many tokens to four, and learns nothing of it."""
 MICRO_BATCH = "policy.train_micro_batch_size"
+LOGITS_CHUNK = "policy.logprob_chunk_size"
+LOGPROB_BATCH = "policy.logprob_batch_size"
 SHARE = "policy.generation.vllm_cfg.gpu_memory_utilization"
 VALIDATED = "grpo.max_val_samples"
 KEEPS_OPTIMIZER = "policy.offload_optimizer_for_refit"
@@ -45,6 +46,37 @@ class Base(NamedTuple):
     kl_penalty: float
 
 
+class Layout(NamedTuple):
+    """Say how a run uses its GPUs: `Layout(tensor=1, ..., recompute=False, keeps_optimizer=True)`.
+
+    What a recipe gives under `model.parallel` and `model.memory`; `plan/layout.py` chooses the
+    rest, or the plan that froze at the first submission has it.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    rollout_tensor: int = 1
+    rollout_expert: int = 1
+    recompute: bool = False
+    micro_batch: int = 1
+    """Sequences of full length that one micro-batch of training has room for."""
+    logprob_batch: int = 1
+    """The same of a logprob pass."""
+    keeps_optimizer: bool = False
+    """Adam's state stays on the GPU. Else it goes to the host before every refit and back before
+    training: the moments, and the masters where they are the precision-aware optimizer's."""
+    kv_cache_gib: float | None = None
+    logits_chunk: int = 0
+    """Tokens whose logits become FP32 at a time; 0: all of a micro-batch's."""
+
+    @property
+    def copy(self) -> int:
+        """Return the GPUs that one copy of the policy trains on."""
+        return self.tensor * self.pipeline * self.context
+
+
 LOCAL_BASE = Base(32, 16, 512, 4, 512, 5.0e-6, 0.01)
 """The values of NeMo RL's grpo_math_1B.yaml (main 7ea279a), for the local backend."""
 
@@ -54,7 +86,7 @@ class Settled:
     """Hold a recipe and every number that it left open; none of them is None.
 
     Example: `Settled(recipe, own={}, prompts_per_step=64, generations_per_prompt=32,
-    updates_per_step=4, learning_rate=3e-7, kl_penalty=0.01, micro_batch=1, prompt_tokens=1024,
+    updates_per_step=4, learning_rate=3e-7, kl_penalty=0.01, layout=Layout(), prompt_tokens=1024,
     response_tokens=3072, sequence_tokens=4096, validation_problems=256)`.
     """
 
@@ -67,8 +99,7 @@ class Settled:
     updates_per_step: int
     learning_rate: float
     kl_penalty: float
-    micro_batch: int
-    """Sequences of full length that one micro-batch of training has room for."""
+    layout: Layout
     prompt_tokens: int
     """Room for the prompt."""
     response_tokens: int
@@ -79,41 +110,36 @@ class Settled:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the whole run."""
+        """Return the GPUs of the whole run."""
         return self.recipe.cluster.nodes * self.recipe.cluster.gpus_per_node
 
     @property
     def data_parallel(self) -> int:
-        """Copies of the policy that train side by side; at least 1."""
-        parallel = self.recipe.model.parallel
-        return max(1, self.gpus // (parallel.tensor * parallel.pipeline * parallel.context))
+        """Return the copies of the policy that train side by side; at least 1."""
+        return max(1, self.gpus // self.layout.copy)
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one step's rollout."""
+        """Return the sequences of one step's rollout."""
         return self.prompts_per_step * self.generations_per_prompt
 
     @property
+    def sequences_per_engine(self) -> int:
+        """Sequences of one step that one engine samples, at most."""
+        return math.ceil(self.sequences_per_step * self.layout.rollout_tensor / self.gpus)
+
+    @property
     def sequences_per_update(self) -> int:
-        """Sequences of one optimizer step."""
+        """Return the sequences of one optimizer step."""
         return self.sequences_per_step // self.updates_per_step
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Tokens of one micro-batch: packed sequences fill this many at most."""
-        return self.sequence_tokens * self.micro_batch
-
-    @cached_property
-    def keeps_optimizer(self) -> bool:
-        """Whether Adam's state stays on the GPU, by `+nemo.policy.offload_optimizer_for_refit`.
-
-        Else NeMo RL moves it to the host before every refit and back before training: the moments,
-        and the masters where they are of the precision-aware optimizer.
-        """
-        return not self.own.get(KEEPS_OPTIMIZER, True)
+        """Return the tokens of one micro-batch: packed sequences fill this many at most."""
+        return self.sequence_tokens * self.layout.micro_batch
 
 
-def settle(recipe: Recipe, base: Base) -> Settled:
+def settle(recipe: Recipe, base: Base, layout: Layout | None = None) -> Settled:
     """Decide every number that a recipe leaves open.
 
     A base that is given fewer or more sequences keeps its number of updates per step.
@@ -121,6 +147,8 @@ def settle(recipe: Recipe, base: Base) -> Settled:
     Args:
         recipe: valid by itself.
         base: what is inherited.
+        layout: what a plan chose; by default what the recipe gives, and 1 or false where it
+            leaves a number to the plan.
     """
     grpo, own, is_local = recipe.grpo, leaves(recipe.nemo), recipe.chosen_backend == "local"
     base_updates = base.prompts_per_step * base.generations_per_prompt // base.sequences_per_update
@@ -156,7 +184,7 @@ def settle(recipe: Recipe, base: Base) -> Settled:
         updates_per_step=updates,
         learning_rate=learning_rate,
         kl_penalty=kl_penalty,
-        micro_batch=_number(own, MICRO_BATCH, base.micro_batch),
+        layout=layout or _given_layout(recipe, base, own),
         prompt_tokens=prompt,
         response_tokens=response,
         sequence_tokens=sequence,
@@ -165,6 +193,26 @@ def settle(recipe: Recipe, base: Base) -> Settled:
             VALIDATED,
             AIME_ROWS if recipe.data.name == "dapo-math-17k" else VALIDATION_PROBLEMS,
         ),
+    )
+
+
+def _given_layout(recipe: Recipe, base: Base, own: Mapping[str, Any]) -> Layout:
+    """Take the layout that a recipe, or the user's own keys of NeMo RL, give."""
+    at, memory = recipe.model.parallel, recipe.model.memory
+    micro_batch = _number(own, MICRO_BATCH, _or(memory.micro_batch, base.micro_batch))
+    return Layout(
+        tensor=at.tensor or 1,
+        pipeline=at.pipeline or 1,
+        context=at.context or 1,
+        expert=at.expert or 1,
+        rollout_tensor=at.rollout_tensor or 1,
+        rollout_expert=at.rollout_expert or 1,
+        recompute=bool(memory.recompute),
+        micro_batch=micro_batch,
+        logprob_batch=_number(own, LOGPROB_BATCH, memory.logprob_batch or micro_batch),
+        keeps_optimizer=not own.get(KEEPS_OPTIMIZER, memory.optimizer != "keep"),
+        kv_cache_gib=memory.kv_cache_gib,
+        logits_chunk=_number(own, LOGITS_CHUNK, 0),
     )
 
 

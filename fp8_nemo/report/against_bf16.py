@@ -1,4 +1,4 @@
-"""Each FP8 cell against its BF16 baseline: accuracy, mismatch and speed, in words by a rule.
+"""Judge each FP8 cell against its BF16 baseline: accuracy, mismatch, speed, by a rule.
 
 The baseline is the BF16 cell of the same model that differs in the fewest settings beside precision
 and correction. Settings that differ all the same are named, and no word is said: runs that are not
@@ -51,16 +51,15 @@ BF16 = dict.fromkeys(
 
 @dataclass(frozen=True)
 class AgainstBaseline:
-    """A cell's differences from its baseline.
+    """Hold a cell's differences from its baseline.
 
     Example: `AgainstBaseline("fp8-kv-attn-tis", "bf16-none", (), 3, 3,
     accuracy=MeanOfSeeds(-0.3, 1.1, 3), kl=MeanOfSeeds(5e-3, 4e-4, 3),
-    twin_kl=MeanOfSeeds(5e-5, 2e-6, 3), health="healthy", step=None, rollout=None)`.
+    baseline_kl=MeanOfSeeds(5e-5, 2e-6, 3), health="healthy", step=None, rollout=None)`.
     """
 
     cell: str
-    twin: str
-    """The baseline's label; `twin` and `twin_kl` are keys of records that are kept."""
+    baseline: str
     unmatched: tuple[str, ...]
     """What differs beside precision and correction: `grpo.steps is 60, the baseline's 40`."""
     seeds: int
@@ -71,7 +70,7 @@ class AgainstBaseline:
     """Points, the cell's less the baseline's."""
     kl: MeanOfSeeds | None
     """Nats per token."""
-    twin_kl: MeanOfSeeds | None
+    baseline_kl: MeanOfSeeds | None
     health: str
     step: MeanOfSeeds | None
     """Times as fast as the baseline's."""
@@ -79,14 +78,14 @@ class AgainstBaseline:
 
     @property
     def accuracy_word(self) -> str:
-        """`higher`, `lower`, `equal`, `open`, or why there is none."""
+        """Return `higher`, `lower`, `equal`, `open`, or why there is none."""
         if self.accuracy and self.finished < self.seeds and not self.unmatched:
             return f"{self.finished} of {self.seeds} finished"
         return self._word(self.accuracy, 0.0, "higher", "lower", EQUAL)
 
     @property
     def speed_word(self) -> str:
-        """`faster`, `slower`, `open`, or why there is none."""
+        """Return `faster`, `slower`, `open`, or why there is none."""
         return self._word(self.step, 1.0, "faster", "slower", 0.0)
 
     def _word(
@@ -107,11 +106,11 @@ class AgainstBaseline:
         return "equal" if abs(found.mean - none) + found.half <= equal else "open"
 
     def _beside_baseline(self) -> str:
-        return f", BF16's {self.twin_kl.mean:{KL_FORMAT}}" if self.twin_kl else ""
+        return f", BF16's {self.baseline_kl.mean:{KL_FORMAT}}" if self.baseline_kl else ""
 
     def __str__(self) -> str:
         seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
-        said = [f"{self.cell} against {self.twin}, {seeds} of both"]
+        said = [f"{self.cell} against {self.baseline}, {seeds} of both"]
         if self.accuracy:
             said.append(f"accuracy {self.accuracy.text('+.1f')} points ({self.accuracy_word})")
         elif self.finished < self.seeds:
@@ -128,7 +127,7 @@ class AgainstBaseline:
 
 
 def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:
-    """Every cell that is not BF16, where its model has a BF16 cell."""
+    """Compare every cell that is not BF16, where its model has a BF16 cell."""
     found = []
     for cell in comparison.cells:
         baseline = baseline_of(cell, comparison.cells)
@@ -138,7 +137,7 @@ def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:
 
 
 def baseline_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
-    """The BF16 cell of the same model that differs least; of equals that without correction."""
+    """Return the BF16 cell of the same model that differs least; of equals the uncorrected."""
     model = cell.runs[0].recipe.model.name
     bf16 = [each for each in cells if _is_bf16(each) and each.runs[0].recipe.model.name == model]
 
@@ -171,7 +170,7 @@ def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
         len(points),
         accuracy=mean_of_seeds(points),
         kl=mean_of_seeds([fmean(mine) for mine, _ in kl if mine]),
-        twin_kl=mean_of_seeds([fmean(its) for _, its in kl if its]),
+        baseline_kl=mean_of_seeds([fmean(its) for _, its in kl if its]),
         health=health_of(cell),
         step=mean_of_seeds([*_speeds(timed, "time/step")]),
         rollout=mean_of_seeds([*_speeds(timed, "time/rollout")]),
@@ -189,7 +188,7 @@ def _by_seed(cell: Cell) -> dict[int, FinishedRun]:
 
 
 def _speeds(pairs: Iterable[tuple[FinishedRun, FinishedRun]], key: str) -> Iterator[float]:
-    """How many times as fast each run is as its baseline, by their median steps."""
+    """Yield how many times as fast each run is as its baseline, by their median steps."""
     for pair in pairs:
         mine, its = _shared(*pair, key, after=WARM_UP)
         if mine and median(mine) > 0:
@@ -199,7 +198,7 @@ def _speeds(pairs: Iterable[tuple[FinishedRun, FinishedRun]], key: str) -> Itera
 def _shared(
     mine: FinishedRun, its: FinishedRun, key: str, after: int = 0
 ) -> tuple[list[float], list[float]]:
-    """A metric of both at the steps that both have: one run may be further than the other."""
+    """Return a metric of both at the steps that both have: one run may be further."""
     series = mine.series(key), its.series(key)
     steps = [step for step in series[0] if step in series[1] and step > after]
     return [series[0][step] for step in steps], [series[1][step] for step in steps]
@@ -223,7 +222,7 @@ def _unmatched(cell: Cell, baseline: Cell) -> Iterator[str]:
 
 
 def _same_machine(mine: FinishedRun, its: FinishedRun) -> bool:
-    """Whether seconds of the two can be compared: both inside NeMo RL, on the same machines."""
+    """Return whether the seconds of two compare: both inside NeMo RL, on the same machines."""
     both = [
         {key: text for key, text in run.environment.items() if key.startswith(MACHINE)}
         for run in (mine, its)

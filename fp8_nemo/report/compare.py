@@ -39,7 +39,7 @@ EMULATION = "Local runs are an emulation: they show learning and mismatch, not s
 
 
 class MeanOfSeeds(NamedTuple):
-    """A number over the seeds that have it: `MeanOfSeeds(mean=31.6, half=5.2, seeds=3)`."""
+    """Hold a number over the seeds that have it: `MeanOfSeeds(mean=31.6, half=5.2, seeds=3)`."""
 
     mean: float
     half: float | None
@@ -47,14 +47,14 @@ class MeanOfSeeds(NamedTuple):
     seeds: int
 
     def text(self, style: str, joint: str = " ") -> str:
-        """`-0.3 ±1.1`; one seed has no interval, and one that rounds to zero is left out."""
+        """Return `-0.3 ±1.1`; one seed has no interval, and one that rounds to zero is left out."""
         half, none = (format(value, style.lstrip("+")) for value in (self.half or 0.0, 0.0))
         return format(self.mean, style) + ("" if half == none else f"{joint}±{half}")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Runs that differ in their seed alone, and their numbers by `Column.name`; None is a dash.
+    """Hold runs that differ in their seed alone, and numbers by `Column.name`; None is a dash.
 
     Example: `Cell("fp8-kv-attn-tis", (run_of_seed_42, run_of_seed_43), {"KL": MeanOfSeeds(0.006,
     0.001, 2), "gain": None, ...})`.
@@ -66,23 +66,23 @@ class Cell:
 
     @property
     def begun(self) -> tuple[FinishedRun, ...]:
-        """Those that recorded what they began with, or the first: it stands for settings alone."""
+        """Return runs that recorded what they began with, or the first: it stands for settings."""
         return tuple(run for run in self.runs if run.environment) or self.runs[:1]
 
     @property
     def seeds(self) -> str:
-        """`42, 43, 44`."""
+        """Return `42, 43, 44`."""
         return ", ".join(map(str, sorted(run.recipe.seed for run in self.runs)))
 
     @property
     def steps(self) -> str:
-        """Steps done of steps planned, `30/30`, or `12-30/30` where seeds differ."""
+        """Return the steps done of steps planned, `30/30`, or `12-30/30` where seeds differ."""
         done, planned = [run.steps for run in self.runs], self.runs[0].recipe.grpo.steps
         least, most = min(done), max(done)
         return f"{least}/{planned}" if least == most else f"{least}-{most}/{planned}"
 
     def show(self, column: Column, joint: str = " ") -> str:
-        """A number as text: `39.8% ±1.2%`, with `(2/3)` if not every seed has it, or a dash.
+        """Write a number: `39.8% ±1.2%`, with `(2/3)` if not every seed has it, or a dash.
 
         One of a run that fell apart can have eighty digits: beyond `HUGE` it is a power of ten.
         """
@@ -97,7 +97,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cells side by side: `Comparison(cells=(bf16, fp8), notes=("not matched: ...",))`."""
+    """Set cells side by side: `Comparison(cells=(bf16, fp8), notes=("not matched: ...",))`."""
 
     cells: tuple[Cell, ...]
     notes: tuple[str, ...]
@@ -105,12 +105,12 @@ class Comparison:
 
     @property
     def runs(self) -> list[FinishedRun]:
-        """All runs, cell by cell."""
+        """Return all runs, cell by cell."""
         return [run for cell in self.cells for run in cell.runs]
 
     @property
     def title(self) -> str:
-        """`tiny-llama, local backend`."""
+        """Return `tiny-llama, local backend`."""
         models = dict.fromkeys(run.recipe.model.name for run in self.runs)
         backends = dict.fromkeys(run.plan.backend for run in self.runs)
         return f"{', '.join(models)}, {' and '.join(backends)} backend"
@@ -132,7 +132,7 @@ def _first_accuracy(run: FinishedRun) -> float | None:
 
 
 def last_accuracy(run: FinishedRun) -> float | None:
-    """The last validation of a run that is finished."""
+    """Return the last validation of a run that is finished."""
     validated = [value for step, value in run.series("val/accuracy").items() if step > 0]
     return validated[-1] if validated and run.state == "finished" else None
 
@@ -153,7 +153,7 @@ def _max_drift(run: FinishedRun) -> float | None:
 
 
 class Column(NamedTuple):
-    """One number of every cell: how to write it, take it from a run, and explain it."""
+    """Describe one number of every cell: how to write it, take it from a run, and explain it."""
 
     name: str
     format: str
@@ -258,7 +258,7 @@ def _measured(column: Column, runs: Iterable[FinishedRun]) -> list[float]:
 
 
 def mean_of_seeds(values: Sequence[float]) -> MeanOfSeeds | None:
-    """Mean and 95% interval of a number that each seed has; None of nothing."""
+    """Return mean and 95% interval of a number that each seed has; None of nothing."""
     if len(values) < 2:
         return MeanOfSeeds(values[0], None, 1) if values else None
     if not all(map(math.isfinite, values)):
@@ -270,7 +270,7 @@ def mean_of_seeds(values: Sequence[float]) -> MeanOfSeeds | None:
 
 
 def _labels(runs: Sequence[FinishedRun]) -> list[str]:
-    """PRECISION-CORRECTION; the model where there are several; what namesakes differ in."""
+    """Name cells PRECISION-CORRECTION, after the model of several, and by what namesakes differ."""
     one_model = len({run.recipe.model.name for run in runs}) == 1
     labels = []
     for run in runs:
@@ -282,7 +282,7 @@ def _labels(runs: Sequence[FinishedRun]) -> list[str]:
 
 
 def _unmatched(cells: Iterable[Cell]) -> Iterator[str]:
-    """What differs between cells of one model beside precision and correction, seeds included."""
+    """Name what differs between cells of a model beside precision and correction, and seeds."""
     cells, models = list(cells), defaultdict(list)
     for cell in cells:
         matched = [run.matched | {"seed": cell.seeds} for run in cell.begun]
@@ -313,7 +313,7 @@ def _sentences(start: str, found: Mapping[str, Mapping[str, Sequence[str]]]) -> 
 
 
 def differing(named: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[str, list[str]]]:
-    """Key -> value -> names that have it, for the keys whose value is not the same everywhere."""
+    """Return key -> value -> names that have it, for keys whose value is not one everywhere."""
     found = {}
     for key in dict.fromkeys(key for _, values in named for key in values):
         holders = defaultdict(list)
@@ -325,7 +325,7 @@ def differing(named: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, dict[
 
 
 def differing_problems(named: Iterable[tuple[str, FinishedRun]]) -> dict[str, dict[str, list[str]]]:
-    """As `differing`, of the problems of one `data`, where recorded; seed by seed."""
+    """Return the same, of the problems of one `data`, where recorded; seed by seed."""
     alike = defaultdict(list)
     for name, run in named:
         if digest := run.environment.get("problems"):
@@ -340,7 +340,7 @@ def differing_problems(named: Iterable[tuple[str, FinishedRun]]) -> dict[str, di
 
 
 def given(option: Precision | Correction) -> str:
-    """What an option sets, in the end, beside its name: `level=token truncate=2.0`; empty if none.
+    """Return what an option sets beside its name: `level=token truncate=2.0`; "" if nothing.
 
     A name is the file's that a line began with, and every key of it can be set on the line.
     """
@@ -353,7 +353,7 @@ def given(option: Precision | Correction) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[Any]]) -> str:
-    """Rows, the first of which is the heading; a pipe in a text does not break it."""
+    """Write rows, the first of which is the heading; a pipe in a text does not break it."""
     texts = [[str(text).replace("|", "\\|") for text in row] for row in rows]
     lines = [" | ".join(row) for row in (texts[0], ["---"] * len(rows[0]), *texts[1:])]
     return "\n".join(f"| {line} |" for line in lines)

@@ -1,4 +1,4 @@
-"""A comparison as pictures: a metric at every step, under a title that states what it shows."""
+"""Draw a comparison: a metric at every step, under a title that states what it shows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DASHES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D", "v")
 
 
 class Curve(NamedTuple):
-    """One figure, below the table of its section: a metric at every step."""
+    """Describe one figure, below the table of its section: a metric at every step."""
 
     name: str
     section: str
@@ -191,7 +191,7 @@ def _mismatched(comparison: Comparison) -> str:
 
 
 def _legend_height(labels: list[str], columns: int) -> float:
-    """Inches of a legend, whose first column holds the first labels."""
+    """Return the inches of a legend, whose first column holds the first labels."""
     each = math.ceil(len(labels) / columns)
     sides = (labels[start : start + each] for start in range(0, len(labels), each))
     return 0.22 * max(sum(1 + label.count("\n") for label in side) for side in sides)
@@ -219,7 +219,7 @@ def _draw_mean(axes: Axes, cell: Cell, index: int, curve: Curve, width: int, lab
 
 
 def _points(series: Mapping[int, float], width: int) -> tuple[list[float], list[float]]:
-    """Steps and values, each the mean of `width` neighbours."""
+    """Return the steps and values, each the mean of `width` neighbours."""
     pairs = list(series.items())
     groups = [pairs[start : start + width] for start in range(0, len(pairs), width)]
     steps = [fmean(step for step, _ in group) for group in groups]

@@ -1,4 +1,4 @@
-"""What a measurement says to a reader: tables, and a correction whose bounds come from it."""
+"""Show what a measurement says: tables, and a correction whose bounds come from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN = re.compile(r"my[\w.-]*")
 def mismatch_tables(
     pairs: Collection[LogprobPair], measurement: Measurement, reject: float
 ) -> Iterator[Table]:
-    """The mismatch, what every option would do to it, and bounds for every statistic.
+    """Lay out the mismatch, what every option would do to it, and bounds for every statistic.
 
     Args:
         pairs: every batch.
@@ -37,7 +37,7 @@ def mismatch_tables(
 
 
 def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> Table:
-    """KL and 99th percentile of `|log_ratio|`, over all tokens, by position and by length."""
+    """Lay out KL and 99th percentile of `|log_ratio|`, in all, by position and by length."""
     from fp8_nemo.correction.measure import by_length, by_position
 
     title = f"mismatch of {measurement.tokens:,} tokens in {measurement.sequences:,} sequences"
@@ -54,7 +54,7 @@ def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> T
 
 
 def _effects(pairs: Collection[LogprobPair]) -> Table:
-    """What every option of conf/correction would do to these batches."""
+    """Lay out what every option of conf/correction would do to these batches."""
     from fp8_nemo.correction.measure import effect
 
     table = _empty_table(
@@ -78,7 +78,7 @@ def _effects(pairs: Collection[LogprobPair]) -> Table:
 
 
 def _proposals(measurement: Measurement, reject: float) -> Table:
-    """For every statistic the bounds that reject the wanted share."""
+    """Lay out for every statistic the bounds that reject the wanted share."""
     title = f"bounds that reject {reject:.2%} of these tokens"
     table = _empty_table(title, "correction.mask", "low", "high", "rejects")
     for name in (*RATIOS, *DIVERGENCES):

@@ -1,4 +1,4 @@
-"""A comparison for people: a table in the terminal, a Markdown page, an HTML page.
+"""Show people a comparison: a table in the terminal, a Markdown page, an HTML page.
 
 What stands in both pages, and in `notebooks/04-compare-your-runs.ipynb`, is Markdown from here.
 """
@@ -56,7 +56,7 @@ def _name(cell: Cell) -> str:
 
 
 def to_markdown(comparison: Comparison, figures: Mapping[str, Iterable[Path]], command: str) -> str:
-    """The whole comparison as one page.
+    """Write the whole comparison as one page.
 
     Args:
         comparison: what `compare` returned.
@@ -98,7 +98,7 @@ def write_pages(
 
 
 def write_markdown(comparison: Comparison, folder: Path, command: str) -> Path:
-    """`report.md` and its figures; returns the page.
+    """Write `report.md` and its figures; return the page.
 
     Raises:
         ModuleNotFoundError: matplotlib, an extra that the table does not need.
@@ -124,7 +124,7 @@ def write_html(comparison: Comparison, folder: Path, command: str) -> Path:
 
 
 def choice(comparison: Comparison) -> str:
-    """What to take for each model, and the lines that would settle what is not settled."""
+    """Say what to take for each model, and the lines that would settle what is not settled."""
     blocks = []
     for each in choices(comparison):
         why = " ".join([f"{each.why}.", *each.caveats, each.remedy]).rstrip()
@@ -134,12 +134,12 @@ def choice(comparison: Comparison) -> str:
 
 
 def notes(comparison: Comparison) -> str:
-    """What a reader must know first, as quotes in Markdown."""
+    """Say what a reader must know first, as quotes in Markdown."""
     return "\n\n".join(f"> {escape_markdown(note)}" for note in comparison.notes)
 
 
 def escape_markdown(text: object) -> str:
-    """A label, setting or path as text in Markdown, and in the HTML that is made of it.
+    """Return a label, setting or path as text in Markdown, and in the HTML that is made of it.
 
     A page is made to be sent to others: a tag in somebody's `data.path` must not run there.
     """
@@ -148,12 +148,12 @@ def escape_markdown(text: object) -> str:
 
 
 def verdicts(comparison: Comparison) -> str:
-    """Every cell against its BF16 baseline, the rule, and what is not matched."""
+    """Tell of every cell against its BF16 baseline, of the rule, and of what is not matched."""
     found = against_baselines(comparison)
     if not found:
         return "No FP8 cell here has a BF16 run of the same model beside it."
-    heading = ("cell", "twin", "seeds", "accuracy, points", "accuracy is", "KL", "twin's KL",
-               "health", "step, times as fast", "rollout", "speed is")  # fmt: skip
+    heading = ("cell", "baseline", "seeds", "accuracy, points", "accuracy is", "KL",
+               "baseline's KL", "health", "step, times as fast", "rollout", "speed is")  # fmt: skip
     blocks = [markdown_table([heading, *map(_against_row, found)]), ABOUT_BASELINES]
     blocks += [
         f"- **{escape_markdown(each.cell)}** is not matched: {escape_markdown(key)}"
@@ -167,7 +167,7 @@ def _against_row(found: AgainstBaseline) -> tuple[Any, ...]:
     styles = {
         "accuracy": "+.1f",
         "kl": KL_FORMAT,
-        "twin_kl": KL_FORMAT,
+        "baseline_kl": KL_FORMAT,
         "step": ".2f",
         "rollout": ".2f",
     }
@@ -176,14 +176,14 @@ def _against_row(found: AgainstBaseline) -> tuple[Any, ...]:
         for name, style in styles.items()
     }
     return (
-        escape_markdown(found.cell), escape_markdown(found.twin), found.seeds, texts["accuracy"],
-        found.accuracy_word, texts["kl"], texts["twin_kl"], found.health, texts["step"],
-        texts["rollout"], found.speed_word,
+        escape_markdown(found.cell), escape_markdown(found.baseline), found.seeds,
+        texts["accuracy"], found.accuracy_word, texts["kl"], texts["baseline_kl"], found.health,
+        texts["step"], texts["rollout"], found.speed_word,
     )  # fmt: skip
 
 
 def cells(comparison: Comparison) -> str:
-    """Each cell's precision and correction: its name does not say what a line has changed."""
+    """List each cell's precision and correction: its name does not say what a line has changed."""
     lines = []
     for cell in comparison.cells:
         recipe = cell.runs[0].recipe
@@ -193,7 +193,7 @@ def cells(comparison: Comparison) -> str:
 
 
 def numbers(comparison: Comparison, section: str) -> str:
-    """A section's columns of every cell, as a table in Markdown."""
+    """Return a section's columns of every cell, as a table in Markdown."""
     columns = SECTIONS[section]
     heading = ("cell", "seeds", "steps", *(column.name for column in columns))
     rows = [
@@ -204,12 +204,12 @@ def numbers(comparison: Comparison, section: str) -> str:
 
 
 def meanings(section: str) -> str:
-    """What a section's columns are."""
+    """Explain a section's columns."""
     return "\n".join(f"- **{column.name}**: {column.meaning}" for column in SECTIONS[section])
 
 
 def run_table(comparison: Comparison) -> str:
-    """Every run and how far it came."""
+    """List every run and how far it came."""
     runs = [
         (escape_markdown(run.path), run.steps, run.recipe.grpo.steps, run.state)
         for run in comparison.runs
@@ -229,7 +229,7 @@ def _health(runs: Iterable[FinishedRun]) -> Iterator[str]:
 
 
 def common_environment(comparison: Comparison) -> str:
-    """What all runs ran on that recorded it; what differs is in the notes."""
+    """List what all runs that recorded it ran on; what differs is in the notes."""
     recorded = [run.environment.items() for run in comparison.runs if run.environment]
     common = [pair for pair in (recorded or [()])[0] if all(pair in other for other in recorded)]
     lines = [f"- {key}: {escape_markdown(value)}" for key, value in common]

@@ -27,7 +27,7 @@ OF_THE_CELL = ("precision.", "correction.")
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One run directory, read.
+    """Hold one run directory, read.
 
     Example: `FinishedRun(Path("outputs/tiny-llama/bf16-none/s42-1a2b3c"), plan, rows=[{"step": 0,
     "val/accuracy": 0.4}, {"step": 1, "reward/mean": 0.38}], environment={"python": "3.11.7"})`.
@@ -42,22 +42,22 @@ class FinishedRun:
 
     @property
     def recipe(self) -> Recipe:
-        """The plan's recipe."""
+        """Return the plan's recipe."""
         return self.plan.recipe
 
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """Return the steps done."""
         return steps_done(self.rows)
 
     @property
     def state(self) -> State:
-        """Whether the plan's last step is done."""
+        """Return whether the plan's last step is done."""
         return state_of(self.plan, self.steps)
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """What makes its cell, as `{dotted key: text}`, with the backend that was chosen."""
+        """Return what makes its cell, as `{dotted key: text}`, with the backend that was chosen."""
         recipe = dataclasses.asdict(self.recipe) | {"backend": self.plan.backend}
         kept = _as_typed({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
         held_against = {f"correction.{key}" for key in ONLY_CHECKED}
@@ -65,12 +65,12 @@ class FinishedRun:
 
     @property
     def matched(self) -> dict[str, str]:
-        """What runs share if only their precision and correction are to be compared."""
+        """Return what runs share if only their precision and correction are to be compared."""
         kept = {k: text for k, text in self.settings.items() if not k.startswith(OF_THE_CELL)}
         return kept | {"starting weights": self.environment.get("weights", "not recorded")}
 
     def series(self, key: str) -> dict[int, float]:
-        """Step -> value of a metric, at the steps that have one."""
+        """Return step -> value of a metric, at the steps that have one."""
         return {row["step"]: row[key] for row in self.rows if row.get(key) is not None}
 
 
@@ -133,7 +133,7 @@ def _read_archive(archive: Path, written: int) -> dict[Path, dict[str, Any]]:
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[str]]:
-    """All runs that can be read, and one line for each directory that cannot."""
+    """Read all runs that can be read; return one line for each directory that cannot."""
     runs, damaged = [], []
     for path in paths:
         try:
@@ -144,5 +144,5 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[str]]:
 
 
 def _as_typed(tree: Mapping[str, Any]) -> dict[str, str]:
-    """`{"a": {"b": None}}` -> `{"a.b": "null"}`; a group without a key is left out."""
+    """Flatten `{"a": {"b": None}}` to `{"a.b": "null"}`; a group without a key is left out."""
     return {key: as_typed(value) for key, value in leaves(tree).items() if value != {}}

@@ -41,7 +41,7 @@ STANDINGS = (PROVEN, OPEN, ONE_SEED, UNKNOWN, OUT)
 
 
 class Standing(NamedTuple):
-    """How a cell stands: `Standing("out", "less accurate than BF16", "-3.4 ±2.4 points", ...)`.
+    """Say how a cell stands: `Standing("out", "less accurate than BF16", "-3.4 ±2.4 points", ...)`.
 
     Its text is reason and evidence: `less accurate than BF16 (-3.4 ±2.4 points, 3 seeds)`.
     """
@@ -58,7 +58,7 @@ class Standing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What to take for one model.
+    """Say what to take for one model.
 
     Example: `Choice("tiny-llama", "fp8-e2e-tis", "Take fp8-e2e-tis", "as accurate as BF16 within 2
     points (+0.1 ±0.6 points, 3 seeds); sends 0.53 times BF16's bytes", (), "", (), standings)`.
@@ -114,7 +114,7 @@ def _choose(model: str, cells: Sequence[Cell], against: dict[str, AgainstBaselin
     headline = {
         PROVEN: f"Take {take}", OPEN: f"Take {take} for now", OUT: "Stay with BF16",
     }.get(best.word, "Undecided")  # fmt: skip
-    rerun = [*{each.found.twin: labels[each.found.twin] for each in equals}.values()]
+    rerun = [*{each.found.baseline: labels[each.found.baseline] for each in equals}.values()]
     rerun += [each.cell for each in equals]
     remedy, seeds = _seeds_to_run(best, rerun)
     commands = _commands(rerun, seeds) if seeds else ()
@@ -141,17 +141,17 @@ def _ask_for_the_other_side(model: str, cells: Sequence[Cell]) -> Choice:
 def _standing(found: AgainstBaseline, cell: Cell, labels: dict[str, Cell]) -> Standing:
     """Say how a cell stands against its baseline, by the rule at the head of this module."""
     seeds = "1 seed" if found.seeds == 1 else f"{found.seeds} seeds"
-    gain = labels[found.twin].numbers["gain"]
+    gain = labels[found.baseline].numbers["gain"]
     if found.health == STATES[-1]:
         return Standing(OUT, "unstable in some step", seeds, found, cell)
     if found.speed_word == "slower" and found.step:
         speed = f"{found.step.text('.2f')} times as fast, {seeds}"
         return Standing(OUT, "slower than BF16", speed, found, cell)
     if gain and gain.mean <= 0:
-        lost = f"{found.twin} gained {gain.text('+.1f')} points"
+        lost = f"{found.baseline} gained {gain.text('+.1f')} points"
         return Standing(UNKNOWN, "not to be judged, BF16 did not learn", lost, found, cell)
     if found.accuracy is None or found.unmatched or found.finished < found.seeds:
-        reason = f"not matched to {found.twin}" if found.unmatched else "not finished"
+        reason = f"not matched to {found.baseline}" if found.unmatched else "not finished"
         missing = found.unmatched[0] if found.unmatched else _unfinished(found)
         return Standing(UNKNOWN, reason, missing, found, cell)
     if not math.isfinite(found.accuracy.mean):
@@ -171,7 +171,7 @@ def _standing(found: AgainstBaseline, cell: Cell, labels: dict[str, Cell]) -> St
 def _unfinished(found: AgainstBaseline) -> str:
     """Say how far a cell and its baseline are."""
     if not found.seeds:
-        return f"no seed in common with {found.twin}"
+        return f"no seed in common with {found.baseline}"
     return f"{found.finished} of {found.seeds} seeds have a last validation on both sides"
 
 

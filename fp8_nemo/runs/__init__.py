@@ -1,1 +1,1 @@
-"""One run's directory, code, provenance and queue."""
+"""Keep one run's directory, code, provenance and queue."""

@@ -1,4 +1,4 @@
-"""The code that a queued job runs: this package as it was when the job was submitted.
+"""Keep the code that a queued job runs: this package as it was when the job was submitted.
 
     outputs/.code/HASH/fp8_nemo/...
 
@@ -27,7 +27,7 @@ IGNORED = ("__pycache__", "*.pyc", ".*")
 
 
 def code_dir(outputs: Path) -> Path:
-    """Where the present state of the code is, or would be, kept for jobs.
+    """Return where the present state of the code is, or would be, kept for jobs.
 
     Raises:
         RunDirError: this package does not run from a clone.
@@ -76,7 +76,7 @@ def freeze_code(outputs: Path) -> Path:
 
 
 def _packages() -> dict[str, Path]:
-    """The packages that lie in folders of their own, and these folders in the clone."""
+    """Return the packages that lie in folders of their own, and these folders in the clone."""
     project = ROOT / "pyproject.toml"
     if not project.is_file():
         raise RunDirError(
@@ -88,7 +88,7 @@ def _packages() -> dict[str, Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files of one package, its subpackages included, in a fixed order."""
+    """Yield the files of one package, its subpackages included, in a fixed order."""
     for file in sorted(folder.rglob("*")):
         inner = file.relative_to(folder)
         if file.is_file() and not any(
@@ -98,7 +98,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _copy_metadata(target: Path) -> None:
-    """What `importlib.metadata` reads: version and entry points."""
+    """Copy what `importlib.metadata` reads: version and entry points."""
     installed = metadata.distribution("fp8-nemo")
     folder = target / f"fp8_nemo-{installed.version}.dist-info"
     folder.mkdir()

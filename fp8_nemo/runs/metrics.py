@@ -13,11 +13,11 @@ METRICS = "metrics.jsonl"
 
 
 class RunDirError(ValueError):
-    """A run directory that cannot be made, read or resumed; one line."""
+    """Report a run directory that cannot be made, read or resumed; one line."""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """One object per step. A last line that was cut short by a kill is left out.
+    """Read one object per step. A last line that was cut short by a kill is left out.
 
     Raises:
         RunDirError: a line other than the last cannot be read.
@@ -42,7 +42,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def steps_done(rows: list[dict[str, Any]]) -> int:
-    """Steps that a run has behind it, by its metrics."""
+    """Return the steps that a run has behind it, by its metrics."""
     return rows[-1]["step"] if rows else 0
 
 

@@ -67,7 +67,7 @@ def call_verb(verb: str, *arguments: str) -> int:
     child = subprocess.Popen([sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments])
 
     def pass_on(number: int, _: object) -> None:
-        """SIGTERM, which reaches this process alone."""
+        """Pass SIGTERM on, which reaches this process alone."""
         asked.append(number)
         child.terminate()
 

@@ -1,4 +1,4 @@
-"""What a number was measured on: versions, commit and hardware of this process, and no secret."""
+"""Record what a number was measured on: versions, commit and hardware, and no secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directory of one run: freeze a plan into it, find it again, resume it, damage nothing.
+"""Keep the directory of one run: freeze a plan, find it again, resume it, damage nothing.
 
     outputs/MODEL/PRECISION-CORRECTION/sSEED-HASH6/
         recipe.yaml plan.json environment.json metrics.jsonl log/ checkpoints/ data/ job/
@@ -33,7 +33,7 @@ from fp8_nemo.recipe.model_dir import model_path, weights_digest
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation
 from fp8_nemo.recipe.problems import problems_digest
-from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS
+from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout
 from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done, write_whole
 from fp8_nemo.runs.provenance import environment
 
@@ -45,7 +45,7 @@ State = Literal["new", "unfinished", "finished"]
 
 @dataclass(frozen=True)
 class Frozen:
-    """A run directory that is ready: `Frozen(Path("outputs/.../s42-1a2b3c"), "new", 0)`."""
+    """Name a run directory that is ready: `Frozen(Path("outputs/.../s42-1a2b3c"), "new", 0)`."""
 
     path: Path
     state: State
@@ -76,12 +76,12 @@ def freeze(plans: Iterable[Plan]) -> list[Frozen]:
 
 
 def run_path(plan: Plan) -> Path:
-    """Where a plan runs."""
+    """Return where a plan runs."""
     return Path(plan.recipe.outputs) / plan.run_name
 
 
 def read_plan(run_dir: Path) -> Plan:
-    """The frozen plan of a run directory.
+    """Read the frozen plan of a run directory.
 
     Raises:
         RunDirError: there is none, or it was cut short or changed by hand.
@@ -99,8 +99,18 @@ def read_plan(run_dir: Path) -> Plan:
         ) from error
 
 
+def layout_of(plan: Plan) -> Layout | None:
+    """Return the layout with which a run was first submitted; None if it was not, or gave its own.
+
+    Raises:
+        RunDirError: its plan cannot be read.
+    """
+    path = run_path(plan)
+    return read_plan(path).layout if (path / PLAN).exists() else None
+
+
 def state_of(plan: Plan, steps: int) -> State:
-    """Whether a directory that exists has done what its plan asks for."""
+    """Return whether a directory that exists has done what its plan asks for."""
     return "finished" if steps >= plan.recipe.grpo.steps else "unfinished"
 
 
@@ -129,7 +139,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def attempt_log(run_dir: Path) -> Path:
-    """A new log file of this attempt: log/attempt-1.log, log/attempt-2.log, ..."""
+    """Return a new log file of this attempt: log/attempt-1.log, log/attempt-2.log, ..."""
     folder = run_dir / "log"
     folder.mkdir(exist_ok=True)
     earlier = len(list(folder.glob("attempt-*.log")))
@@ -139,14 +149,14 @@ def attempt_log(run_dir: Path) -> Path:
 
 
 def data_dir(run_dir: Path) -> Path:
-    """Where a run keeps the problems that it made."""
+    """Return where a run keeps the problems that it made."""
     folder = run_dir / "data"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def job_dir(run_dir: Path) -> Path:
-    """Where a run keeps what its Slurm job reads, and its number."""
+    """Return where a run keeps what its Slurm job reads, and its number."""
     folder = run_dir / "job"
     folder.mkdir(exist_ok=True)
     (run_dir / "log").mkdir(exist_ok=True)  # Slurm opens the job's output there, or fails
@@ -154,21 +164,21 @@ def job_dir(run_dir: Path) -> Path:
 
 
 def code_parent(outputs: Path) -> Path:
-    """Where the code of queued jobs is kept."""
+    """Return where the code of queued jobs is kept."""
     folder = outputs.absolute() / ".code"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def report_dir(parent: Path) -> Path:
-    """The report folder of a run directory, or of the folder above several."""
+    """Return the report folder of a run directory, or of the folder above several."""
     folder = parent / "report"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def new_folder(path: Path) -> Path:
-    """A folder for a result, made if it is missing.
+    """Make a folder for a result, if it is missing.
 
     Raises:
         FileExistsError: something lies in it, or another folder cannot take its place.
@@ -180,13 +190,13 @@ def new_folder(path: Path) -> Path:
 
 
 def short_path(path: Path) -> Path:
-    """One spelling for a path: relative where the user stands above it."""
+    """Spell a path in one way: relative where the user stands above it."""
     path, here = path.resolve(), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Whole checkpoints, oldest first: checkpoints/step-000010, ..., or NeMo RL's step_10, ...
+    """List whole checkpoints, oldest first: checkpoints/step-000010, or NeMo RL's step_10, ...
 
     Raises:
         RunDirError: they cannot be read, which `glob` takes for none.
@@ -198,13 +208,13 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """The step that a checkpoint was saved after."""
+    """Return the step that a checkpoint was saved after."""
     return int(checkpoint.name.removeprefix("step")[1:])
 
 
 @contextmanager
 def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
-    """A folder to save into; it becomes step-NNNNNN whole, or not at all. Older ones are pruned."""
+    """Yield a folder to save into; it becomes step-NNNNNN whole or not at all. Prune older ones."""
     folder = run_dir / "checkpoints"
     folder.mkdir(exist_ok=True)
     for leftover in folder.glob("saving-*"):
@@ -223,7 +233,7 @@ def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
 
 
 def changed_versions(run_dir: Path) -> list[str]:
-    """One line for each package that is not the one that the run's checkpoints were made with."""
+    """List each package that is not the one that the run's checkpoints were made with."""
     before, now = began_with(run_dir).get("versions", {}), environment()["versions"]
     return [
         f"{run_dir}: began with {name} {before[name]}, here is {now.get(name, 'none')}; install "
@@ -234,7 +244,7 @@ def changed_versions(run_dir: Path) -> list[str]:
 
 
 def began_with(run_dir: Path) -> dict[str, Any]:
-    """The environment that a run with checkpoints began in; empty for one without."""
+    """Return the environment that a run with checkpoints began in; empty for one without."""
     path = run_dir / ENVIRONMENT
     return json.loads(path.read_text()) if checkpoints(run_dir) and path.exists() else {}
 
@@ -294,7 +304,7 @@ def _existing(plan: Plan) -> Frozen:
 
 
 def _was_finished(path: Path, steps: int) -> bool:
-    """By the plan that lies there: then its last step was saved, and its curve is whole."""
+    """Return whether the plan that lies there was done: its last step saved, its curve whole."""
     return (path / PLAN).exists() and steps >= read_plan(path).recipe.grpo.steps
 
 

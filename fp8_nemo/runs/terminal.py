@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
 from rich import box
@@ -96,13 +96,29 @@ def _least(line: str) -> int:
 
 
 def command(words: Iterable[str]) -> str:
-    """Return a shell command that can be pasted: broken by backslashes between its words."""
-    lines = [""]
-    for word in map(shlex.quote, words):
-        if lines[-1] and len(f"{lines[-1]} {word} \\") > width():
-            lines.append("   ")
-        lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
-    return " \\\n".join(lines)
+    """Return a shell command that can be pasted: broken by backslashes, between words if it fits.
+
+    A word wider than a line goes on in the first column of the next, where the shell joins it.
+    """
+    text, used = "", 0
+    for word in words:
+        first, *rest = _pieces(word, width() - 7)
+        if text and used + len(first) + 3 > width():
+            text, used = f"{text} \\\n    ", 4
+        elif text:
+            text, used = f"{text} ", used + 1
+        text += "\\\n".join([first, *rest])
+        used = len(rest[-1]) if rest else used + len(first)
+    return text
+
+
+def _pieces(word: str, most: int) -> Iterator[str]:
+    """Yield a word in quoted pieces of at most so many characters."""
+    while len(shlex.quote(word)) > most:
+        end = next(end for end in range(most, 0, -1) if len(shlex.quote(word[:end])) <= most)
+        yield shlex.quote(word[:end])
+        word = word[end:]
+    yield shlex.quote(word)
 
 
 def _wrapped(line: str) -> list[str]:

@@ -1,7 +1,9 @@
 """The table of metrics is what runs write, and what docs/metrics.md says."""
 
+import ast
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +28,20 @@ def test_every_key_that_real_runs_wrote_is_in_the_table_with_its_unit(archive):
     written = {key for run in runs for row in run["rows"] for key in row}
     assert {"mismatch/kl", "time/step", "refit/bytes"} <= written <= METRICS.keys()
     assert all(metric.unit and metric.meaning for metric in METRICS.values())
+
+
+KINDS = sorted({key.partition("/")[0] for key in METRICS if "/" in key})
+KEY = re.compile(rf"({'|'.join(KINDS)})/[a-z][a-z0-9_]*")
+
+
+def test_every_key_in_the_code_is_in_the_table():
+    """A key that is written or read under a name of its own would be lost in silence."""
+    found = {
+        (node.value, str(path.relative_to(ROOT)))
+        for path in (ROOT / "fp8_nemo").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if KEY.fullmatch(node.value)
+    }
+    assert len(found) > 50
+    assert [each for each in sorted(found) if each[0] not in METRICS] == []

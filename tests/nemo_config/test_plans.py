@@ -1,13 +1,14 @@
 """Ring 1, without NeMo RL: every cell's overrides against the keys of both versions.
 
-`data/` holds the keys and values of the base files that `conf/model` names, after inheritance, as
-NeMo RL main 7ea279a and v0.7.0 have them.
+`data/` holds the keys and values of the base files that `conf/model` names, after inheritance, and
+the keys that its classes declare, as NeMo RL main 7ea279a and v0.7.0 have them.
 """
 
 import dataclasses
 import json
 import re
 import shlex
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fp8_nemo.nemo_config.host import BASE_KEYS, KNOWN_BASES, MAIN, Host
-from fp8_nemo.nemo_config.keys import command_line, may_be_added
+from fp8_nemo.nemo_config.keys import ADDED, command_line, may_be_added
 from fp8_nemo.nemo_config.limits import host_limits
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, V0_7_0_DEFECTS
@@ -29,6 +30,7 @@ from fp8_nemo.recipe.settled import Base
 KEYS = Path(__file__).parent / "data"
 FILES = {"main": "nemo_rl-main-7ea279a.json", "v0.7.0": "nemo_rl-v0.7.0.json"}
 DEFECTS = {"main": MAIN_DEFECTS, "v0.7.0": V0_7_0_DEFECTS}
+VLLM_OF = {"main": "0.25.1", "v0.7.0": "0.20.0"}
 LATER = Host("later")
 
 MODELS = ("tiny-llama", "tiny-qwen3-moe", "small-llama", "small-qwen3-moe")
@@ -37,6 +39,13 @@ PRECISIONS = ("bf16", "fp8-linear", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn")
 CORRECTIONS = ("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mis")
 CELLS = list(product(MODELS + REAL, PRECISIONS, CORRECTIONS))
 NEMO = ("backend=nemo", "glue=stock", "model.path=null")
+GIVEN = (
+    *("model.layout=null", "model.parallel.tensor=1", "model.parallel.context=1"),
+    *("model.parallel.rollout_tensor=1", "model.memory.recompute=true"),
+    "model.memory.kv_cache_gib=20",
+)
+"""A layout that the recipe gives itself, as the real models' files had it once."""
+TWO = ("model.parallel.rollout_tensor=2",)
 
 VLLM = "policy.generation.vllm_cfg"
 MEGATRON = "policy.megatron_cfg"
@@ -57,7 +66,13 @@ def overrides(*arguments, host=MAIN):
 
 def host(version):
     content = json.loads((KEYS / FILES[version]).read_text())
-    return Host(version, bases=content["configs"], defects=DEFECTS[version])
+    return Host(
+        version,
+        bases=content["configs"],
+        defects=DEFECTS[version],
+        vllm=VLLM_OF[version],
+        declared=ADDED | content["declared"],
+    )
 
 
 @pytest.mark.parametrize("version", FILES)
@@ -91,13 +106,14 @@ def test_what_the_package_knows_of_a_base_is_what_the_base_says(version, path):
 def test_cells_of_real_models_plan_on_8_and_32_gpus_with_headroom_or_a_reason(each, nodes):
     found = plan(*cell(*each, f"cluster.nodes={nodes}"))
     memory = memory_per_gpu(found.settled)
-    reasons = [note for note in found.notes if note.startswith("memory: train leaves")]
+    reasons = [note for note in found.notes if note.startswith("memory: ")]
     assert bool(reasons) == (memory.headroom(memory.worst) < HEADROOM)
     assert bool(reasons) == (each[0] == "qwen3-30b-a3b" and "e2e" in each[1] and nodes == 1)
 
 
 def test_the_plan_sets_what_its_features_depend_on_and_inherits_none_of_it():
-    found = overrides("model=qwen3-30b-a3b", "precision=fp8-e2e-kv-attn", "cluster.gpu=h200")
+    cell = ["model=qwen3-30b-a3b", "precision=fp8-e2e-kv-attn", "cluster.gpu=h200", *GIVEN]
+    found = overrides(*cell, "model.parallel.rollout_tensor=2")
     assert {
         "loss_fn.force_on_policy_ratio": False,
         f"{MEGATRON}.optimizer.use_precision_aware_optimizer": False,
@@ -111,6 +127,7 @@ def test_the_plan_sets_what_its_features_depend_on_and_inherits_none_of_it():
         f"{MEGATRON}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
         f"{VLLM}.use_deep_gemm": True,
         f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0",
+        "policy.sequence_packing.fuse_loss": True,
         f"{VLLM}.quantization_ignored_layer_kws": ["mlp.gate"],
         f"{VLLM}.precision": "fp8",
         f"{VLLM}.kv_cache_dtype": "fp8",
@@ -200,7 +217,8 @@ def test_batches_follow_the_base_and_what_is_given_of_them():
     assert overrides("model=llama31-8b")["policy.train_global_batch_size"] == 512
     fewer = overrides("model=llama31-8b", "grpo.prompts_per_step=32")
     assert fewer["policy.train_global_batch_size"] == 256
-    assert fewer["policy.logprob_batch_size"] == fewer["policy.train_micro_batch_size"] == 1
+    given = overrides("model=llama31-8b", *GIVEN)
+    assert given["policy.logprob_batch_size"] == given["policy.train_micro_batch_size"] == 1
 
 
 def test_a_length_that_is_given_leaves_room_for_the_prompt():
@@ -229,7 +247,7 @@ FORBIDDEN = [
         "model.parallel.rollout_tensor=3: must divide the GPUs, 8",
     ),
     (
-        ["model=qwen3-30b-a3b", "model.parallel.rollout_expert=3"],
+        ["model=qwen3-30b-a3b", *GIVEN, *TWO, "model.parallel.rollout_expert=3"],
         "model.parallel.rollout_expert=3: must be 1, or a multiple of rollout_tensor=2",
     ),
     (
@@ -257,7 +275,7 @@ FORBIDDEN = [
     ),
     (
         [
-            *("model=llama31-8b", "grpo.prompts_per_step=2"),
+            *("model=llama31-8b", *GIVEN, "grpo.prompts_per_step=2"),
             *("grpo.generations_per_prompt=3", "grpo.updates_per_step=1"),
         ],
         "grpo.updates_per_step=1: gives updates of 6 sequences, which 8 data-parallel",
@@ -284,6 +302,73 @@ FORBIDDEN = [
     ),
     (["model=llama31-8b", "model.base_config=null"], "model.base_config=null: backend=nemo"),
 ]
+AT, KWARGS = "nemo.policy.megatron_cfg", "nemo.policy.generation.vllm_kwargs"
+UNPACKED = "+nemo.policy.sequence_packing.enabled=false"
+REJECTED_LATER = [
+    (
+        ["model.parallel.tensor=4", "+nemo.policy.logprob_batch_size=2"],
+        "nemo.policy.logprob_batch_size=2: must be the micro-batch, 1, with model.parallel.tensor",
+    ),
+    (
+        ["+nemo.policy.dynamic_batching.enabled=true"],
+        "nemo.policy.dynamic_batching.enabled=true: excludes packed sequences",
+    ),
+    (
+        [UNPACKED, "+nemo.policy.dynamic_batching.enabled=true", "model.parallel.pipeline=2"],
+        "nemo.policy.dynamic_batching.enabled=true: wants one pipeline stage",
+    ),
+    (
+        [UNPACKED, "model.parallel.context=2"],
+        "nemo.policy.sequence_packing.enabled=false: must be true with model.parallel.context=2",
+    ),
+    (
+        ["+nemo.policy.logprob_chunk_size=1024", f"+{AT}.defer_fp32_logits=false"],
+        "nemo.policy.logprob_chunk_size=1024: needs policy.megatron_cfg.defer_fp32_logits",
+    ),
+    (
+        [f"+{AT}.use_fused_linear_logprobs=true"],
+        f"{AT}.use_fused_linear_logprobs=true: excludes packed sequences",
+    ),
+    (
+        ["+nemo.grpo.batch_multiplier=2"],
+        "nemo.grpo.batch_multiplier=2: must be 1 without grpo.use_dynamic_sampling",
+    ),
+    (
+        [f"+{AT}.cuda_graph_impl=transformer_engine", "model.memory.recompute=true"],
+        f"{AT}.cuda_graph_impl=transformer_engine: excludes recomputing whole layers",
+    ),
+    (
+        [f"+{AT}.moe_enable_deepep=true"],
+        f"{AT}.moe_enable_deepep=true: needs policy.megatron_cfg.moe_token_dispatcher_type=flex",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "model.parallel.tensor=2", f"+{AT}.sequence_parallel=false"],
+        f"{AT}.sequence_parallel=false: must be true for experts with model.parallel.tensor=2",
+    ),
+    (
+        ["precision=fp8-e2e", f"+{AT}.fp8_cfg.fp8_recipe=mxfp8"],
+        f"{AT}.fp8_cfg.fp8_recipe=mxfp8: must be blockwise",
+    ),
+    (
+        ["precision=fp8-e2e", UNPACKED],
+        "nemo.policy.sequence_packing.enabled=false: must be true with precision.train_linear=fp8",
+    ),
+    (
+        ["+nemo.data.default.env_name=code"],
+        "nemo.data.default.env_name=code: no env.code is configured, only math",
+    ),
+    ([f"+{KWARGS}.seed=1"], f"{KWARGS}.seed=1: is written by NeMo RL"),
+    ([f"+{KWARGS}.foo_bar=1"], f"{KWARGS}.foo_bar=1: vLLM 0.25.1 has no such argument"),
+    (
+        [f"+{KWARGS}.speculative_config.method=ngram"],
+        f"{KWARGS}.speculative_config=ngram: not supported yet",
+    ),
+    (
+        ["precision=fp8-kv-attn", f"+{KWARGS}.calculate_kv_scales=true"],
+        f"{KWARGS}.calculate_kv_scales=true: must be false",
+    ),
+]
+"""What only NeMo RL, Megatron or vLLM stop at, minutes later; by keys of NeMo RL's."""
 
 
 @pytest.mark.parametrize(("arguments", "line"), FORBIDDEN)
@@ -291,6 +376,40 @@ def test_what_the_host_forbids_is_refused_at_compose_time(arguments, line):
     with pytest.raises(ComposeError) as caught:
         compose_plans([*NEMO, *arguments])
     assert any(each.startswith(line) for each in caught.value.lines), caught.value.lines
+
+
+def rejected(arguments):
+    return ["model=llama31-8b", *GIVEN, "precision=fp8-linear", *arguments]
+
+
+@pytest.mark.parametrize(("arguments", "line"), REJECTED_LATER)
+def test_what_nemo_rl_and_its_engines_reject_later_is_refused_in_one_line(arguments, line):
+    for there in (MAIN, host("main")):
+        with pytest.raises(PlanError) as caught:
+            plan(*rejected(arguments), host=there)
+        [found] = [each for each in str(caught.value).splitlines() if each.startswith(line)]
+        assert found.count("; ") >= 1  # with a remedy
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["model.parallel.tensor=2", "+nemo.policy.logprob_batch_size=2"],
+        [UNPACKED, "+nemo.policy.dynamic_batching.enabled=true"],
+        ["+nemo.policy.logprob_chunk_size=1024", f"+{AT}.defer_fp32_logits=true"],
+        [UNPACKED, f"+{AT}.use_fused_linear_logprobs=true"],
+        ["+nemo.grpo.batch_multiplier=2", "+nemo.grpo.use_dynamic_sampling=true"],
+        [f"+{AT}.cuda_graph_impl=transformer_engine", "model.memory.recompute=false"],
+        [f"+{AT}.cuda_graph_impl=local", f"+{AT}.recompute_granularity=selective"],
+        [f"+{AT}.moe_enable_deepep=true", f"+{AT}.moe_token_dispatcher_type=flex"],
+        ["+nemo.data.default.env_name=code", "+nemo.env.code.num_workers=8"],
+        [f"+{KWARGS}.calculate_kv_scales=true"],
+        [f"+{KWARGS}.compilation_config.cudagraph_capture_sizes=[1,2,4]"],
+        [UNPACKED, "precision=fp8-e2e", "+nemo.policy.make_sequence_length_divisible_by=128"],
+    ],
+)
+def test_the_remedy_of_what_is_rejected_later_is_taken(arguments):
+    assert plan(*rejected(arguments), host=host("main"))
 
 
 def test_expert_parallel_engines_keep_experts_whole():
@@ -404,14 +523,15 @@ def test_the_remedy_for_too_little_memory_is_one():
     too_few = ("model=qwen3-30b-a3b", "precision=fp8-e2e", "cluster.nodes=1")
     assert "sequences of one token would not fit either" in remedy(*too_few)
     too_long = ("model=llama31-8b", "precision=fp8-e2e", "grpo.max_new_tokens=100000")
-    assert "or lower grpo.max_new_tokens" in remedy(*too_long, "model.memory.kv_cache_gib=null")
-    share = ("model.memory.kv_cache_gib=null", "model.memory.rollout_share=0.9")
+    assert "or lower grpo.max_new_tokens" in remedy(*too_long, *GIVEN[:-1])
+    share = (*GIVEN, "model.memory.kv_cache_gib=null", "model.memory.rollout_share=0.9")
     assert "; lower model.memory.rollout_share, or" in remedy(
         "model=llama31-8b", "precision=fp8-kv-attn", *share
     )
     assert not [
         note for note in plan(
-            "model=llama31-8b", "precision=fp8-kv-attn", share[0], "model.memory.rollout_share=0.6"
+            "model=llama31-8b", "precision=fp8-kv-attn", *share[:-1],
+            "model.memory.rollout_share=0.6",
         ).notes
         if note.startswith("memory: rollout")
     ]  # fmt: skip
@@ -450,18 +570,19 @@ def test_it_is_told_where_vllm_forgets_the_scales_of_a_cache(model, more, told):
 
 
 def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it():
-    there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
+    there = Host("v0.7.0", defects=V0_7_0_DEFECTS, vllm="0.25.1")
     cases = [case for case, _ in FORBIDDEN] + [["model=llama31-8b", *case] for case, _ in DEFECTIVE]
+    cases += [rejected(case) for case, _ in REJECTED_LATER]
     lines = []
     for arguments in cases:
         with pytest.raises(ComposeError) as caught:
             compose_plans([*NEMO, *arguments], lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 19
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 36
     for limit in limits:
         assert limit.mirrors
-        broken = [line for line in lines if line.startswith(f"{limit.key}=")]
+        broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]
         assert any(f"({limit.mirrors})" in line for line in broken), limit
 
 
@@ -503,7 +624,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             "+nemo.policy.max_total_sequence_length=2048",
             "nemo.policy.max_total_sequence_length=2048: is written by grpo.max_new_tokens",
         ),
-        ("+nemo.grpo.batch_multiplier=2", "nemo.grpo.batch_multiplier=2: not one of the keys"),
+        ("+nemo.grpo.val_start_at=2", "nemo.grpo.val_start_at=2: not one of the keys"),
     ],
 )
 def test_keys_under_nemo_are_held_against_what_is_known(argument, line):
@@ -535,7 +656,7 @@ def test_a_users_own_key_wins_over_the_plans():
     assert found.nemo.overrides[f"{VLLM}.gpu_memory_utilization"] == 0.6
     assert found.recipe.model.memory.rollout_share == 0.6
     assert any("no effect while model.memory.kv_cache_gib" in note for note in found.notes)
-    micro = overrides("model=llama31-8b", "+nemo.policy.train_micro_batch_size=4")
+    micro = overrides("model=llama31-8b", *GIVEN, "+nemo.policy.train_micro_batch_size=4")
     assert micro["policy.logprob_batch_size"] == 4
     opened = overrides("model=llama31-8b", "+nemo.policy.generation.vllm_kwargs.max_num_seqs=64")
     assert opened["policy.generation.vllm_kwargs.max_num_seqs"] == 64
@@ -613,20 +734,20 @@ def test_changes_are_what_differs_from_the_base(version, tmp_path):
 
 
 def test_memory_counts_weights_and_optimizer_exactly():
-    line = ["model=llama31-8b", "precision=bf16"]
+    line = ["model=llama31-8b", "precision=bf16", *GIVEN]
     found = plan(*line).settled
     memory = memory_per_gpu(found)
     train = memory.phases["train"]
     assert train["weights"] == train["gradients"] == 2 * 8_030_261_248
     assert train["optimizer"] == 10 * 8_030_261_248 / 8
-    assert kv_cache_tokens(found.recipe, memory) == 20 * GIB // 131_072
+    assert kv_cache_tokens(found, memory) == 20 * GIB // 131_072
     half = memory_per_gpu(plan(*line, "cluster.nodes=2").settled).phases["train"]
     assert half["optimizer"] == train["optimizer"] / 2
     assert memory.headroom("train") == 1 - sum(train.values()) / (GPU_GIB["h100"] * GIB)
 
 
 def test_a_ranks_part_of_a_sequence_is_what_its_logits_and_activations_are_of():
-    line = ["model=llama31-8b", "grpo.max_new_tokens=31744", "cluster.nodes=4"]
+    line = ["model=llama31-8b", *GIVEN, "grpo.max_new_tokens=31744", "cluster.nodes=4"]
     one, four = (
         memory_per_gpu(plan(*line, f"model.parallel.context={n}").settled).phases["train"]
         for n in (1, 4)
@@ -638,7 +759,7 @@ KEEPING = "+nemo.policy.offload_optimizer_for_refit=false"
 
 
 def test_an_optimizer_that_is_kept_is_counted_beside_the_engine_and_set_upstream():
-    cell = ["model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=h200"]
+    cell = ["model=llama31-8b", *GIVEN, "precision=fp8-e2e", "cluster.gpu=h200"]
     moved, kept = plan(*cell), plan(*cell, KEEPING)
     assert kept.nemo.overrides["policy.offload_optimizer_for_refit"] is False
     assert "policy.offload_optimizer_for_refit" not in moved.nemo.overrides
@@ -654,9 +775,9 @@ def test_an_optimizer_that_is_kept_is_counted_beside_the_engine_and_set_upstream
 
 
 def test_what_an_fp8_trainer_leaves_on_its_gpu_is_what_a_real_step_of_8b_had():
-    cell = ["model=llama31-8b", "precision=fp8-e2e-kv-attn", "cluster.gpu=h200"]
-    cell += ["model.parallel.tensor=2"]
-    phases = memory_per_gpu(plan(*cell, "cluster.gpus_per_node=2").settled, tokens=3072).phases
+    cell = ["model=llama31-8b", *GIVEN, "precision=fp8-e2e-kv-attn", "cluster.gpu=h200"]
+    cell += ["model.parallel.tensor=2", "cluster.gpus_per_node=2"]
+    phases = memory_per_gpu(replace(plan(*cell).settled, sequence_tokens=3072)).phases
     names = ("masters", "their gradients", "FP8 copies", "moments")
     left = {name: phases["rollout"][name] / GIB for name in names}
     # NeMo RL's own prints, two H200s, in GiB: in rollouts, before the refit, after training.
@@ -678,7 +799,7 @@ def test_what_an_fp8_trainer_leaves_on_its_gpu_is_what_a_real_step_of_8b_had():
     ids=["room", "kept already", "no such key", "no room"],
 )
 def test_a_plan_tells_where_an_optimizer_need_not_leave_the_gpu(arguments, host, told):
-    found = plan("model=llama31-8b", "precision=fp8-linear", *arguments, host=host)
+    found = plan("model=llama31-8b", *GIVEN, "precision=fp8-linear", *arguments, host=host)
     memory = dict(describe(found, host))["memory"]
     assert ("unless " + KEEPING in memory) == told
 
@@ -694,31 +815,35 @@ def speed_of(*arguments):
 
 
 def test_a_plan_says_what_a_measured_model_decodes_and_that_a_full_cache_halves_it():
-    cell = ["model=llama31-8b", "cluster.gpu=h200", "grpo.max_new_tokens=4000"]
+    cell = ["model=llama31-8b", *GIVEN, "cluster.gpu=h200", "grpo.max_new_tokens=4000"]
     cell += ["grpo.prompts_per_step=256", "cluster.gpus_per_node=8", "cluster.nodes=1"]
     plain, fp8 = (speed_of(*cell, f"precision={name}") for name in ("bf16", "fp8-kv-attn"))
-    sequences = re.compile(r"decode, (\d+) of an engine's 256 sequences of ([\d,]+) tokens")
+    sequences = re.compile(r"(\d+) of an engine's 256 sequences of ([\d,]+) tokens")
     rate = re.compile(r"h200 ([\d,]+) tokens/s")
     held = [int(sequences.search(text)[1]) for text in (plain, fp8)]
-    assert held[0] < 256 and abs(held[1] - 2 * held[0]) <= 1  # half the bytes a token
+    assert held[0] < 256 and held[1] == min(256, 2 * held[0])  # half the bytes a token
     rates = [int(rate.search(text)[1].replace(",", "")) for text in (plain, fp8)]
     assert f"{rates[1] / rates[0]:.2f} times BF16 with {held[0]} in its cache" in fp8
     assert rates[1] > 1.5 * rates[0] and "times BF16" not in plain
-    assert all("h100" in text and "refit 0.3 s of transfer" in text for text in (plain, fp8))
+    assert all("h100" in text and "fitted on an H200" in text for text in (plain, fp8))
 
 
 @pytest.mark.parametrize(
     "other",
-    [["model=qwen3-30b-a3b"], ["model=llama31-8b", "model.shape.layers=16"],
+    [["model=qwen3-8b"], ["model=llama31-8b", "model.shape.layers=16"],
      ["model=llama31-8b", "model.parallel.rollout_tensor=2"]],
 )  # fmt: skip
-def test_a_plan_gives_no_speed_of_what_was_not_measured(other):
-    assert speed_of(*other).startswith("not measured")
+def test_a_plan_says_that_a_speed_is_of_what_was_not_measured(other):
+    assert speed_of(*other).endswith("was not measured (docs/research/speed.md)")
 
 
 def test_what_people_read_names_layout_memory_and_what_was_checked():
     rows = dict(describe(plan("model=llama31-8b", "precision=fp8-linear"), MAIN))
-    assert rows["layout"].startswith("8 GPUs. Train: TP 1, PP 1, CP 1, EP 1, DP 8. Rollout: 8 engi")
+    assert rows["layout"].startswith(
+        "8 GPUs. Train: TP 1, PP 1, CP 1, EP 1, DP 8, micro-batches of"
+    )
+    assert "Rollout: 8 engines, TP 1, EP 1, KV cache" in rows["layout"]
+    assert "a checkpoint 105 GiB, 2 kept" in rows["memory"] and "host memory" in rows["memory"]
     assert "h100 80 GiB" in rows["memory"] and "h200 140 GiB" in rows["memory"]
     assert rows["refit"].startswith("16.1 GB, in BF16")
     assert "NEMO_RL_ROOT" in rows["checked"]

@@ -29,7 +29,7 @@ def test_experts_whose_projections_share_a_block_of_their_slab_are_refused(width
 def test_a_plan_survives_json():
     for arguments in (
         [],
-        ["model=llama31-8b", "+nemo.policy.generation.vllm_kwargs.a={b: 1}"],
+        ["model=llama31-8b", "+nemo.policy.generation.vllm_kwargs.hf_overrides={b: 1}"],
         ["correction=geo-mis"],
     ):
         before = plan(*arguments)

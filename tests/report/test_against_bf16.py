@@ -1,4 +1,4 @@
-"""Verdicts against the BF16 twin: words by the rule, numbers as by hand."""
+"""Verdicts against the BF16 baseline: words by the rule, numbers as by hand."""
 
 import dataclasses
 import math
@@ -62,13 +62,13 @@ def only(*runs):
 
 
 def pairs(differences, **changes):
-    """Seeds of an FP8 cell and its twin whose accuracies differ by so many points."""
-    twins = [run(BF16, seed=seed, last=0.5) for seed in range(len(differences))]
+    """Seeds of an FP8 cell and its baseline whose accuracies differ by so many points."""
+    baselines = [run(BF16, seed=seed, last=0.5) for seed in range(len(differences))]
     cells = [
         run(FP8, seed=seed, last=0.5 + points / 100, **changes)
         for seed, points in enumerate(differences)
     ]
-    return [*twins, *cells]
+    return [*baselines, *cells]
 
 
 @pytest.mark.parametrize(
@@ -95,22 +95,22 @@ def test_equal_needs_the_whole_interval_within_the_bound():
 
 
 def test_seeds_are_paired_before_they_are_averaged():
-    twins = [run(BF16, seed=seed, last=0.2 * seed) for seed in (1, 2, 3)]
+    baselines = [run(BF16, seed=seed, last=0.2 * seed) for seed in (1, 2, 3)]
     cells = [run(FP8, seed=seed, last=0.2 * seed + 0.05) for seed in (2, 3, 4)]
-    found = only(*twins, *cells)
+    found = only(*baselines, *cells)
     assert found.seeds == 2 and found.accuracy.mean == pytest.approx(5.0)
     assert found.accuracy.half == pytest.approx(0, abs=1e-9) and found.accuracy_word == "higher"
 
 
-def test_mismatch_stands_beside_the_twins_and_health_is_the_worst_of_any_seed():
+def test_mismatch_stands_beside_the_baselines_and_health_is_the_worst_of_any_seed():
     runs = [run(BF16, seed=1, kl=1e-3), run(BF16, seed=2, kl=2e-3)]
     runs += [run(FP8, seed=1, kl=1e-2), run(FP8, seed=2, kl=4e-2, state=1)]
     found = only(*runs)
-    assert found.kl.mean == pytest.approx(0.025) and found.twin_kl.mean == pytest.approx(1.5e-3)
+    assert found.kl.mean == pytest.approx(0.025) and found.baseline_kl.mean == pytest.approx(1.5e-3)
     assert "KL 2.5e-02 ±1.9e-01, BF16's 1.5e-03; worst step watch" in str(found)
 
 
-def test_a_twin_without_mismatch_is_zero_and_no_division():
+def test_a_baseline_without_mismatch_is_zero_and_no_division():
     assert "BF16's 0.0e+00" in str(only(run(BF16, kl=0.0), run(FP8)))
 
 
@@ -148,12 +148,14 @@ def test_what_differs_beside_precision_and_correction_is_named_and_no_word_is_sa
     assert "| higher |" not in page and "| not matched |" in page
 
 
-def test_a_run_from_other_weights_is_no_twin():
-    twin, cell = (run(each, environment=MACHINE | {"weights": each.name}) for each in (BF16, FP8))
-    found = only(twin, cell)
+def test_a_run_from_other_weights_is_no_baseline():
+    baseline, cell = (
+        run(each, environment=MACHINE | {"weights": each.name}) for each in (BF16, FP8)
+    )
+    found = only(baseline, cell)
     assert found.unmatched == ("starting weights is fp8-linear, the baseline's bf16",)
     assert found.accuracy_word == "not matched"
-    assert not [note for note in compare([twin, cell]).notes if "environments differ" in note]
+    assert not [note for note in compare([baseline, cell]).notes if "environments differ" in note]
 
 
 def test_one_seed_from_other_weights_is_enough():
@@ -177,14 +179,14 @@ def test_a_pair_that_has_not_finished_says_why_it_has_no_accuracy():
     assert "before both" not in str(only(run(BF16), run(FP8)))
 
 
-def test_each_seed_has_its_own_problems_and_those_of_one_seed_must_be_the_twins():
+def test_each_seed_has_its_own_problems_and_those_of_one_seed_must_be_the_baselines():
     def with_problems(precision, seed, digest, **recipe):
         return run(precision, seed=seed, environment=MACHINE | {"problems": digest}, **recipe)
 
-    twins = [with_problems(BF16, 1, "one"), with_problems(BF16, 2, "two")]
-    alike = [*twins, with_problems(FP8, 1, "one"), with_problems(FP8, 2, "two")]
+    baselines = [with_problems(BF16, 1, "one"), with_problems(BF16, 2, "two")]
+    alike = [*baselines, with_problems(FP8, 1, "one"), with_problems(FP8, 2, "two")]
     assert compare(alike).notes == (EMULATION,) and not only(*alike).unmatched
-    other = [*twins, with_problems(FP8, 1, "one"), with_problems(FP8, 2, "else")]
+    other = [*baselines, with_problems(FP8, 1, "one"), with_problems(FP8, 2, "else")]
     assert only(*other).unmatched == ("problem set of seed 2 is else, the baseline's two",)
     [_, note] = compare(other).notes
     assert note == "not matched: problem set of seed 2 is two in bf16-none; else in fp8-linear-none"
@@ -199,20 +201,20 @@ def test_each_seed_has_its_own_problems_and_those_of_one_seed_must_be_the_twins(
     ]
     [note] = [each for each in compare(both).notes if "problem set of seed 1" in each]
     assert note.count(" in ") == 4, "of both data"
-    unknown = [*twins, with_problems(FP8, 1, "one"), run(FP8, seed=2)]
+    unknown = [*baselines, with_problems(FP8, 1, "one"), run(FP8, seed=2)]
     assert compare(unknown).notes == (EMULATION,) and not only(*unknown).unmatched
 
 
-def test_the_twin_is_the_bf16_cell_that_differs_least_and_of_equals_the_uncorrected():
+def test_the_baseline_is_the_bf16_cell_that_differs_least_and_of_equals_the_uncorrected():
     long, short = run(BF16, steps=9), run(BF16)
     found = only(long, run(FP8), short)
     assert found.unmatched == () and found.accuracy.seeds == 1
     runs = [run(BF16, TIS), run(BF16), run(E2E, TIS)]
-    assert only(*runs).twin == "bf16-none"
-    assert only(run(BF16, TIS), run(FP8)).twin == "bf16-tis"
+    assert only(*runs).baseline == "bf16-none"
+    assert only(run(BF16, TIS), run(FP8)).baseline == "bf16-tis"
 
 
-def test_a_twin_is_of_the_same_model_and_bf16_cells_have_none():
+def test_a_baseline_is_of_the_same_model_and_bf16_cells_have_none():
     other = run(FP8, model=Model("tiny-qwen3-moe"))
     assert against_baselines(compare([run(BF16), run(BF16, TIS), other])) == []
     assert "No FP8 cell here has a BF16 run" in verdicts(compare([other]))
@@ -237,10 +239,10 @@ def test_a_row_of_the_page_has_every_number():
     ]  # fmt: skip
 
 
-def test_a_twin_that_learned_nothing_still_counts():
-    twins = [run(BF16, seed=seed, last=last) for seed, last in ((1, 0.0), (2, 0.5), (3, 0.5))]
+def test_a_baseline_that_learned_nothing_still_counts():
+    baselines = [run(BF16, seed=seed, last=last) for seed, last in ((1, 0.0), (2, 0.5), (3, 0.5))]
     cells = [run(FP8, seed=seed, last=last) for seed, last in ((1, 0.9), (2, 0.5), (3, 0.5))]
-    found = only(*twins, *cells)
+    found = only(*baselines, *cells)
     assert found.accuracy.mean == pytest.approx(30) and found.accuracy_word == "open"
 
 
@@ -257,12 +259,12 @@ def test_a_run_that_is_not_as_far_is_compared_over_the_steps_of_both():
         rows = [row | {"time/step": row["step"], "mismatch/kl": row["step"]} for row in made.rows]
         return dataclasses.replace(made, rows=rows)
 
-    twins = [grows(nemo(BF16, seed=seed, steps=100)) for seed in (1, 2)]
+    baselines = [grows(nemo(BF16, seed=seed, steps=100)) for seed in (1, 2)]
     cells = [grows(nemo(FP8, seed=seed, steps=100)) for seed in (1, 2)]
     cells = [dataclasses.replace(each, rows=each.rows[:20]) for each in cells]
-    found = only(*twins, *cells)
+    found = only(*baselines, *cells)
     assert found.step.mean == 1 and found.speed_word == "equal"
-    assert found.kl.mean == found.twin_kl.mean == pytest.approx(10.5)
+    assert found.kl.mean == found.baseline_kl.mean == pytest.approx(10.5)
 
 
 @pytest.mark.parametrize("change", [{"nodes": 2}, {"gpus_per_node": 8}, {"gpu": "h200"}])
@@ -272,7 +274,7 @@ def test_speed_on_other_nodes_is_not_compared(change):
     assert found.step is None and found.speed_word == "-"
 
 
-def test_another_correction_of_the_twins_is_named_and_its_own_or_none_is_not():
+def test_another_correction_of_the_baselines_is_named_and_its_own_or_none_is_not():
     tight = dataclasses.replace(TIS, truncate=0.01)
     [said] = only(run(BF16, tight), run(FP8, TIS)).unmatched
     assert said == "the baseline's correction is tis: level=token truncate=0.01"

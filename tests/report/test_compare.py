@@ -396,9 +396,9 @@ def test_the_page_says_which_step_was_worst_and_why(make):
 
 def test_a_pipe_in_a_setting_does_not_break_the_page(make):
     nemo = {"backend": "nemo", "precision": BF16}
-    own = [{"policy": {"generation": {"vllm_kwargs": {"a": text}}}} for text in ("x|y", "z")]
+    own = [{"policy": {"generation": {"vllm_kwargs": {"revision": text}}}} for text in ("x|y", "z")]
     paths = [make(finished(), nemo=each, **nemo) for each in own]
-    assert "| bf16-tis nemo.policy.generation.vllm_kwargs.a=x\\|y |" in to_markdown(
+    assert "| bf16-tis nemo.policy.generation.vllm_kwargs.revision=x\\|y |" in to_markdown(
         compare(map(read_run, paths)), {}, "x"
     )
 
@@ -598,8 +598,8 @@ def test_a_mismatch_of_rounding_alone_has_no_curve(make, tmp_path):
 
 def test_a_setting_with_a_tag_or_a_star_stays_text_in_the_page(make):
     evil = ["<img src=x onerror=alert(1)> *c*", "</answer>"]
-    own = [{"policy": {"generation": {"vllm_kwargs": {"a": text}}}} for text in evil]
+    own = [{"policy": {"generation": {"vllm_kwargs": {"revision": text}}}} for text in evil]
     paths = [make(finished(), nemo=each, backend="nemo", precision=BF16) for each in own]
     page = to_markdown(compare(map(read_run, paths)), {}, "x")
     assert "<img" not in page and "</answer>" not in page
-    assert r"vllm_kwargs.a=&lt;img src=x onerror=alert(1)&gt; \*c\*" in page
+    assert r"vllm_kwargs.revision=&lt;img src=x onerror=alert(1)&gt; \*c\*" in page

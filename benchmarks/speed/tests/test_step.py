@@ -16,10 +16,15 @@ from fp8_nemo.report.runs import find_runs
 ROOT = Path(__file__).parents[3]
 
 
+LAYOUT = (
+    *("model.layout=null", "model.parallel.tensor=1", "model.parallel.context=1"),
+    *("model.parallel.rollout_tensor=1", "model.memory.recompute=true"),
+)
+
+
 def plan_of(*arguments):
     usual = ["backend=nemo", "model=llama31-8b", "cluster=slurm", "cluster.interpreter=system"]
-    tensor = ["model.parallel.tensor=1", "correction=tis", "grpo=paper"]
-    [recipe] = compose([*usual, *tensor, *arguments])
+    [recipe] = compose([*usual, *LAYOUT, "correction=tis", "grpo=paper", *arguments])
     return plan_recipe(recipe)
 
 
@@ -80,8 +85,8 @@ def test_the_load_is_what_the_plan_has_room_for():
 
 
 def test_sequences_about_as_long_as_they_may_be_fit_whole_and_shorter_ones_fill_a_micro_batch():
-    recipe = plan_of("precision=bf16").recipe
-    assert step_time.micro_batches(recipe, Load(256, 2500, 4096, 1)) == 2048 / 16
+    run = plan_of("precision=bf16").settled
+    assert step_time.micro_batches(run, Load(256, 2500, 4096, 1)) == 2048 / 16
     plan = plan_of("precision=bf16", "grpo.max_new_tokens=2048")
     tokens = step_time.load_of(plan, 7, None).micro_batch
     for response, together in ((2000.0, tokens // 2007), (1500.0, tokens / 1507)):
@@ -89,94 +94,96 @@ def test_sequences_about_as_long_as_they_may_be_fit_whole_and_shorter_ones_fill_
 
 
 def test_rollout_is_each_engines_share_at_the_measured_speed():
-    recipe, load = plan_of("precision=bf16").recipe, Load(256, 3840, 4096, 1)
-    found = step_time.rollout(recipe, load, everything())
+    run, load = plan_of("precision=bf16").settled, Load(256, 3840, 4096, 1)
+    found = step_time.rollout(run, load, everything())
     share = 64 * 32 / 16  # sequences of one of sixteen engines
     assert found == (share * 256 / 30_000 + share * 3840 / 1000, "rollout.json")
 
 
 def test_the_nearest_batch_and_context_is_taken_and_none_beyond_15_percent():
-    recipe, load = plan_of("precision=bf16").recipe, Load(0, 4096, 4096, 1)
+    run, load = plan_of("precision=bf16").settled, Load(0, 4096, 4096, 1)
     near = [rollout_row(batch=125, context=2000.0, rate=7.0), rollout_row(batch=140, rate=8.0)]
     files = {"r.json": {"rows": [*reversed(near), {"regime": "limited", "batch": 128}]}}
-    assert step_time.rollout(recipe, load, files).seconds == 128 * 4096 / 7.0
+    assert step_time.rollout(run, load, files).seconds == 128 * 4096 / 7.0
     far = {"r.json": {"rows": [rollout_row(batch=150), rollout_row(context=1700.0)]}}
     with pytest.raises(
         Missing, match=r"benchmarks.speed.rollout .*--precisions bf16 --points 128x2048"
     ):
-        step_time.rollout(recipe, load, far)
+        step_time.rollout(run, load, far)
 
 
 def test_training_is_ends_and_layers_of_every_micro_batch():
-    recipe, load = plan_of("precision=bf16").recipe, Load(256, 3840, 4096, 1)
-    assert recipe.model.memory.recompute
-    assert step_time.micro_batches(recipe, load) == 2048 / 16
-    found = step_time.train(recipe, load, everything())
+    run, load = plan_of("precision=bf16").settled, Load(256, 3840, 4096, 1)
+    assert run.layout.recompute
+    assert step_time.micro_batches(run, load) == 2048 / 16
+    found = step_time.train(run, load, everything())
     whole = (20 + 32 * (1 + 3)) / 1e3  # ends without their layer; layers that recompute
     assert found.seconds == pytest.approx(128 * whole) and found.source == "train.json"
 
 
 def test_the_first_micro_batch_of_each_update_quantizes_the_weights():
-    recipe, load = plan_of("precision=fp8-e2e").recipe, Load(256, 3840, 4096, 1)
+    run, load = plan_of("precision=fp8-e2e").settled, Load(256, 3840, 4096, 1)
     files = everything("fp8-e2e", "fp8")
     cached, first = (20 + 32 * (1 + 3)) / 1e3, (20 + 32 * (2 + 3)) / 1e3
-    assert recipe.grpo.updates_per_step == 4
-    found = step_time.train(recipe, load, files).seconds
+    assert run.updates_per_step == 4
+    found = step_time.train(run, load, files).seconds
     assert found == pytest.approx(4 * first + 124 * cached)
     forward = (10 + 32) / 1e3
-    logprob = step_time.logprob(recipe, load, files).seconds
+    logprob = step_time.logprob(run, load, files).seconds
     assert logprob == pytest.approx(2 * (forward + 32 / 1e3 + 127 * forward))
 
 
 def test_without_a_penalty_there_is_no_pass_of_the_reference_policy():
     load, files = Load(256, 3840, 4096, 1), everything()
-    both = step_time.logprob(plan_of("precision=bf16").recipe, load, files)
-    one = step_time.logprob(plan_of("precision=bf16", "grpo.kl_penalty=0").recipe, load, files)
+    both = step_time.logprob(plan_of("precision=bf16").settled, load, files)
+    one = step_time.logprob(plan_of("precision=bf16", "grpo.kl_penalty=0").settled, load, files)
     assert both.seconds == 2 * one.seconds
 
 
 def test_bf16_refits_unproven_and_fp8_with_every_byte_proven_or_as_a_file_of_before_has_it():
     load = Load(256, 3840, 4096, 1)
     for precision, seconds in (("bf16", 2.0), ("fp8-linear", 2.5)):
-        recipe = plan_of(f"precision={precision}").recipe
-        assert step_time.refit(recipe, load, everything(precision)) == (seconds, "glue.json")
+        run = plan_of(f"precision={precision}").settled
+        assert step_time.refit(run, load, everything(precision)) == (seconds, "glue.json")
     before = {"glue.json": glue_file("fp8-linear", refit={"ledger": REFITS["ledger"]})}
-    assert step_time.refit(recipe, load, before) == (9.5, "glue.json")
+    assert step_time.refit(run, load, before) == (9.5, "glue.json")
 
 
 def test_what_travels_alike_stands_for_another_precision_and_another_transport_for_none():
     load, files = Load(256, 3840, 4096, 1), {"kv.json": glue_file("fp8-kv-attn", refit=REFITS)}
     for precision, seconds in (("bf16", 2.0), ("fp8-linear", 2.5), ("fp8-e2e", 2.5)):
-        recipe = plan_of(f"precision={precision}").recipe
-        assert step_time.refit(recipe, load, files) == (seconds, "kv.json")
+        run = plan_of(f"precision={precision}").settled
+        assert step_time.refit(run, load, files) == (seconds, "kv.json")
     own = {"fused": {"median": {"refit": 1.5}, "rounds": []}}
     files["own.json"] = glue_file("bf16", refit=own)
-    recipe = plan_of("precision=bf16").recipe
-    assert step_time.refit(recipe, load, files) == (1.5, "own.json")
+    run = plan_of("precision=bf16").settled
+    assert step_time.refit(run, load, files) == (1.5, "own.json")
     with pytest.raises(Missing, match="--parts refit"):
-        step_time.refit(recipe, load, {"a.json": files["own.json"] | {"colocated": False}})
+        step_time.refit(run, load, {"a.json": files["own.json"] | {"colocated": False}})
     old = {"a.json": glue_file("bf16", refit={"stock": own["fused"]})}
     with pytest.raises(Missing, match=r"a\.json has no `fused`; .*glue\.compare --parts refit"):
-        step_time.refit(recipe, load, old)
+        step_time.refit(run, load, old)
 
 
 def test_recalibration_grows_with_the_tokens_of_a_gpu_and_is_nothing_in_bf16():
     load = Load(256, 3840, 4096, 1)
-    recipe = plan_of("precision=fp8-kv-attn").recipe
-    found = step_time.recalibrate(recipe, load, everything("fp8-kv-attn"))
+    run = plan_of("precision=fp8-kv-attn").settled
+    found = step_time.recalibrate(run, load, everything("fp8-kv-attn"))
     assert found.seconds == pytest.approx(0.1 * (2048 * 4096 / 16) / (1000 / 2))
-    assert step_time.recalibrate(plan_of("precision=bf16").recipe, load, {}).seconds == 0
+    assert step_time.recalibrate(plan_of("precision=bf16").settled, load, {}).seconds == 0
 
 
 def test_a_step_is_the_sum_and_each_number_has_its_file():
-    found = step_time.step(plan_of("precision=bf16").recipe, Load(256, 3840, 4096, 1), everything())
+    found = step_time.step(
+        plan_of("precision=bf16").settled, Load(256, 3840, 4096, 1), everything()
+    )
     assert found["step"].seconds == sum(found[phase].seconds for phase in step_time.PHASES)
     assert found["refit"].source == "glue.json" and found["logprob"].source == "train.json"
 
 
 def test_all_that_is_missing_is_said_at_once_with_its_command():
     with pytest.raises(Missing) as error:
-        step_time.step(plan_of("precision=fp8-kv-attn").recipe, Load(256, 3840, 4096, 1), {})
+        step_time.step(plan_of("precision=fp8-kv-attn").settled, Load(256, 3840, 4096, 1), {})
     lines = str(error.value).splitlines()
     scripts = [line.split(" -m benchmarks.")[1].split()[0] for line in lines]
     assert scripts == ["speed.rollout", "speed.train", "glue.compare", "glue.compare"]
@@ -184,31 +191,31 @@ def test_all_that_is_missing_is_said_at_once_with_its_command():
 
 
 def test_a_failed_row_and_another_layout_are_no_measurement():
-    recipe, load = plan_of("precision=bf16").recipe, Load(256, 3840, 4096, 1)
+    run, load = plan_of("precision=bf16").settled, Load(256, 3840, 4096, 1)
     files = everything()
     files["train.json"]["rows"][0]["error"] = "OutOfMemoryError"
     with pytest.raises(Missing, match=r"python -m benchmarks.speed.train"):
-        step_time.train(recipe, load, files)
-    recipe.model.parallel.tensor = 2
+        step_time.train(run, load, files)
+    two = plan_of("precision=bf16", "model.parallel.tensor=2").settled
     with pytest.raises(Missing, match=r"torchrun --nproc-per-node 2 .*model.parallel.tensor=2"):
-        step_time.train(recipe, load, everything())
+        step_time.train(two, load, everything())
 
 
 def test_a_rank_of_eight_with_sixteen_experts_is_measured_by_sixteen_experts():
-    recipe = plan_of("model=qwen3-30b-a3b", "precision=bf16", "model.parallel.expert=8").recipe
+    run = plan_of("model=qwen3-30b-a3b", "precision=bf16", "model.parallel.expert=8").settled
     load, files = Load(256, 3840, 4096, 1), {"train.json": {"rows": train_rows()}}
     for row in files["train.json"]["rows"]:
         row |= {"model": "qwen3-30b-a3b", "experts": 128}
     with pytest.raises(Missing, match=r"-- model.parallel.tensor=1 model.shape.experts=16"):
-        step_time.train(recipe, load, files)
+        step_time.train(run, load, files)
     for row in files["train.json"]["rows"]:
         row["experts"] = 16
-    assert step_time.train(recipe, load, files).seconds > 0
+    assert step_time.train(run, load, files).seconds > 0
 
 
 def test_a_model_cut_to_fewer_layers_is_not_served_by_the_whole_ones_numbers():
     load, files = Load(256, 3840, 4096, 1), everything()
-    cut = plan_of("precision=bf16", "model.shape.layers=16").recipe
+    cut = plan_of("precision=bf16", "model.shape.layers=16").settled
     for phase in (step_time.rollout, step_time.refit):
         with pytest.raises(Missing):
             phase(cut, load, files)
@@ -233,7 +240,7 @@ def run_script(*words):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
-CELL = ("--", "cluster.interpreter=system", "model.parallel.tensor=1")
+CELL = ("--", "cluster.interpreter=system", *LAYOUT)
 
 
 def test_the_command_writes_the_ratio_to_bf16(tmp_path):

@@ -1,1 +1,1 @@
-"""Layers of transformers' models in the formats of a precision."""
+"""Run the layers of transformers' models in the formats of a precision."""

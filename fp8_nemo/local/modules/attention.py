@@ -1,4 +1,4 @@
-"""Attention of transformers' models over a cache, in BF16 or in FP8.
+"""Compute attention of transformers' models over a cache, in BF16 or in FP8.
 
 In FP8 it does what vLLM's FlashAttention 3 kernel does on Hopper, without splitting the keys
 (benchmarks/results/fp8-attention-h200.json, docs/research/numerics.md): Q quantized per tensor, K
@@ -30,7 +30,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass
 class Room:
-    """Where a cache is written and read, for all its layers; tensors stay where they are."""
+    """Say where a cache is written and read, for all its layers; tensors stay where they are."""
 
     tokens: int
     """Of a sequence, that there is room for."""
@@ -41,7 +41,7 @@ class Room:
 
 
 class KvLayer(DynamicLayer):
-    """One layer's cache, in BF16, or in FP8 with the scales that the last refit brought.
+    """Hold one layer's cache, in BF16, or in FP8 with the scales that the last refit brought.
 
     With a room, nothing is copied again, and a CUDA graph finds all of it where it was.
     """
@@ -79,7 +79,7 @@ def attend(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention for transformers' models: Q `[B, H, T, D]`, K and V `[B, K, S, D]`, boolean mask.
+    """Attend, as transformers calls it: Q `[B, H, T, D]`, K and V `[B, K, S, D]`, boolean mask.
 
     FP8 if the cache handed over FP8 K and V. A `module.watch`, if set, is shown Q, K and V.
     """
@@ -108,7 +108,7 @@ def _attend_bf16(
 def _attend_fused(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
-    """Torch's kernel, which never holds the scores, with gradients; P rounded as engines round it.
+    """Attend by torch's kernel, without scores in memory, with gradients; round P as engines do.
 
     With scores in memory training takes 2.2 times as long (docs/research/log.md, 2026-11-22).
     """
@@ -121,7 +121,7 @@ def _attend_fused(
 
 
 def _is_token(query: Tensor) -> bool:
-    """Whether the kernel for one token takes it."""
+    """Return whether the kernel for one token takes it."""
     is_one = query.shape[-2] == 1 and query.shape[-1].bit_count() == 1
     return query.is_cuda and is_one and not query.requires_grad
 
@@ -141,7 +141,7 @@ def _attend_token(
 def _attend_fp8(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
-    """FlashAttention 3's order of operations: last tile first, a running maximum, P in (0, 256]."""
+    """Attend in FlashAttention 3's order: last tile first, a running maximum, P in (0, 256]."""
     exponent = scaling * LOG2_E * module.q_scale * module.k_scale
     query = quantize_tensor(query, module.q_scale)
     if _is_token(query):
@@ -166,7 +166,7 @@ def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
 
 
 def key_tiles(query: Tensor, key: Tensor) -> list[slice]:
-    """The tiles of keys in which FlashAttention 3 rounds its probabilities, counted from key 0.
+    """Return the tiles of keys in which FlashAttention 3 rounds probabilities, from key 0 on.
 
     128 keys for heads of 64; for heads of 128, 96 or 192 by the rows of a query tile.
     """
@@ -177,7 +177,7 @@ def key_tiles(query: Tensor, key: Tensor) -> list[slice]:
 
 
 def prepare_attention(model: PreTrainedModel, fp8_kv: bool) -> None:
-    """Scales for each layer's Q, K and V, NaN until a refit brings them, and nobody watching."""
+    """Set each layer's scales of Q, K and V to NaN, until a refit brings them; nobody watches."""
     for module in attention_modules(model):
         module.watch = None
         for name in ("q_scale", "k_scale", "v_scale"):
@@ -186,12 +186,12 @@ def prepare_attention(model: PreTrainedModel, fp8_kv: bool) -> None:
 
 
 def attention_modules(model: PreTrainedModel) -> list[Any]:
-    """The attention modules in layer order."""
+    """Return the attention modules in layer order."""
     return [layer.self_attn for layer in model.model.layers]
 
 
 def new_cache(model: PreTrainedModel, room: Room | None = None) -> Cache:
-    """An empty cache in the model's format; it grows with every token where there is no room."""
+    """Return an empty cache in the model's format; without room it grows with every token."""
     return Cache(
         layers=[
             KvLayer((module.k_scale, module.v_scale) if module.k_scale is not None else None, room)
@@ -201,7 +201,7 @@ def new_cache(model: PreTrainedModel, room: Room | None = None) -> Cache:
 
 
 def _write(stored: Tensor, at_N: Tensor, new: Tensor) -> None:
-    """`stored[..., at_N, :] = new`; torch can copy FP8 by index as integers alone.
+    """Write `stored[..., at_N, :] = new`; torch copies FP8 by index as integers alone.
 
     Places differ, so that every order gives the same. Deterministic mode would sort them first.
     """

@@ -1,4 +1,4 @@
-"""Products and sums that repeat themselves on a GPU too; imported before CUDA starts."""
+"""Make products and sums repeat themselves on a GPU too; imported before CUDA starts."""
 
 from __future__ import annotations
 

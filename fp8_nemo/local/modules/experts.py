@@ -1,4 +1,4 @@
-"""Experts of transformers' Qwen3-MoE, in BF16 and in FP8.
+"""Compute the experts of transformers' Qwen3-MoE, in BF16 and in FP8.
 
 Their products are those of `linears.py`. What a layer does between its products is transformers'
 business, in BF16, on both sides.
@@ -29,7 +29,7 @@ from fp8_nemo.local.modules.linears import (
 
 @contextmanager
 def without_host_reads() -> Iterator[None]:
-    """Inside, experts do not ask the device who chose them: a CUDA graph could not hold that."""
+    """Let experts not ask the device who chose them: a CUDA graph could not hold that."""
     Experts.take_all = True
     try:
         yield
@@ -38,7 +38,7 @@ def without_host_reads() -> Iterator[None]:
 
 
 class Experts(nn.Module):
-    """A layer's experts in two slabs, `gate_up_proj` `[E, 2F, I]` and `down_proj` `[E, I, F]`."""
+    """Hold a layer's experts in two slabs, `gate_up_proj` `[E, 2F, I]`, `down_proj` `[E, I, F]`."""
 
     take_all = False
     """Whether every expert takes every token, inside `without_host_reads` alone."""
@@ -48,15 +48,15 @@ class Experts(nn.Module):
         self.act_fn, self.pow2 = experts.act_fn, pow2
 
     def slab(self, name: str) -> Any:
-        """All experts' matrices, as `product` takes them."""
+        """Return all experts' matrices, as `product` takes them."""
         raise NotImplementedError
 
     def matrices(self, name: str) -> Sequence[Any]:
-        """The same, expert by expert."""
+        """Return the same, expert by expert."""
         raise NotImplementedError
 
     def product(self, x: Tensor, matrix: Any) -> Tensor:
-        """`x` times a matrix `[O, I]` or a slab `[E, O, I]`, in the format of the subclass."""
+        """Multiply `x` by a matrix `[O, I]` or a slab `[E, O, I]`, in the subclass's format."""
         raise NotImplementedError
 
     def forward(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
@@ -74,13 +74,13 @@ class Experts(nn.Module):
         return mixed_TI
 
     def _of_all(self, hidden_TI: Tensor, index_TA: Tensor) -> Tensor:
-        """Every expert takes every token, and `[T, A, I]` of that is used."""
+        """Give every expert every token, and use `[T, A, I]` of that."""
         gate, up = self.product(hidden_TI[None], self.slab("gate_up_proj")).chunk(2, dim=-1)
         output_ETI = self.product(self.act_fn(gate) * up, self.slab("down_proj"))
         return output_ETI[index_TA, torch.arange(len(index_TA), device=index_TA.device)[:, None]]
 
     def _of_chosen(self, hidden_TI: Tensor, index_TA: Tensor) -> Tensor:
-        """Every expert takes the tokens that chose it; one read on the host."""
+        """Give every expert the tokens that chose it; one read on the host."""
         A, matrices = index_TA.shape[1], self.matrices("gate_up_proj")
         order_N = index_TA.flatten().argsort(stable=True)  # by expert, then by token
         back_N = order_N.argsort()
@@ -98,55 +98,55 @@ class Experts(nn.Module):
 
 
 class Permuted(torch.autograd.Function):
-    """Rows in another order. Torch's own gradient of an index would sort to add up what is one."""
+    """Put rows in another order; torch's own gradient of an index would sort to add up."""
 
     @staticmethod
     def forward(ctx: Any, x_N: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
-        """`x[order]`."""
+        """Return `x[order]`."""
         ctx.save_for_backward(back_N)
         return x_N[order_N]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """`grad[back]`."""
+        """Return `grad[back]`."""
         return grads[0][ctx.saved_tensors[0]], None, None
 
 
 def permuted(x_N: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
-    """`x[order]`, with `back` the order that undoes it."""
+    """Return `x[order]`, with `back` the order that undoes it."""
     return Permuted.apply(x_N, order_N, back_N)  # pyright: ignore[reportReturnType]
 
 
 class Bf16Experts(Experts):
-    """Slabs in BF16, as transformers holds them."""
+    """Hold slabs in BF16, as transformers does."""
 
     def __init__(self, experts: Any, pow2: bool) -> None:
         super().__init__(experts, pow2)
         self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
 
     def slab(self, name: str) -> Tensor:
-        """`[E, O, I]`."""
+        """Return `[E, O, I]`."""
         return getattr(self, name)
 
     def matrices(self, name: str) -> Sequence[Tensor]:
-        """E times `[O, I]`."""
+        """Return E times `[O, I]`."""
         return self.slab(name).unbind()
 
     def product(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """BF16 operands, multiplied as `linear_bf16` does."""
+        """Multiply BF16 operands, as `linear_bf16` does."""
         return x @ matrix.mT if x.is_cuda else (x.float() @ matrix.float().mT).to(x.dtype)
 
 
 class Fp8TrainExperts(Bf16Experts):
-    """Slabs in BF16 that are quantized in every product."""
+    """Hold slabs in BF16 that are quantized in every product."""
 
     def product(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Both operands of all three products in FP8; no slabs."""
+        """Multiply with both operands of all three products in FP8; no slabs."""
         return Fp8Product.apply(x, matrix, self.pow2)  # pyright: ignore[reportReturnType]
 
 
 class Fp8RolloutExperts(Experts, Fp8Held):
-    """Slabs of FP8 bytes and block scales, filled by refits expert by expert."""
+    """Hold slabs of FP8 bytes and block scales, filled by refits expert by expert."""
 
     def __init__(self, experts: Any, pow2: bool) -> None:
         super().__init__(experts, pow2)
@@ -156,13 +156,13 @@ class Fp8RolloutExperts(Experts, Fp8Held):
             self.register_buffer(f"{name}_scale_inv", nan_scales(slab))
 
     def slab(self, name: str) -> Operand:
-        """`[E, O, I]`."""
+        """Return `[E, O, I]`."""
         return self.value(name)
 
     def matrices(self, name: str) -> Sequence[Operand]:
-        """E times `[O, I]`."""
+        """Return E times `[O, I]`."""
         return [self.value(name, index) for index in range(len(getattr(self, name)))]
 
     def product(self, x: Tensor, matrix: Operand) -> Tensor:
-        """FP8 operands."""
+        """Multiply FP8 operands."""
         return scaled_mm(last_input.grouped(x, self.pow2), matrix, x.dtype)

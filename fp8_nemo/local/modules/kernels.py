@@ -1,4 +1,4 @@
-"""Products and a token's attention of the local engine as Triton kernels.
+"""Compute products and a token's attention of the local engine by Triton kernels.
 
 They sum in another order than their references in `linears.py` and `attention.py`, and read nothing
 on the host. Triton launches on the current device, which need not be the tensor's: every launch
@@ -63,7 +63,7 @@ def attend(
     tile: int,
     headroom: int,
 ) -> Tensor:
-    """Attention of one new token over a cache, in FlashAttention 3's order, in one launch.
+    """Attend for one new token over a cache, in FlashAttention 3's order, in one launch.
 
     Places that hold no token are not read. The tiles are those found for FP8; of BF16 nothing is
     claimed but its reference's numbers.

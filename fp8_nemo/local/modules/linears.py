@@ -1,4 +1,4 @@
-"""Linears of transformers' models, and the products under them, in BF16 and in FP8.
+"""Compute linears of transformers' models, and the products under them, in BF16 and in FP8.
 
 Every product takes operands as the real kernels do and multiplies them in FP32: BF16 values for
 `bf16`; FP8 bytes times their scales for `fp8`. Results are rounded to BF16. On a GPU FP8 bytes go
@@ -34,7 +34,7 @@ from fp8_nemo.glue.wire import scale_shape
 
 
 def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """BF16 operands, FP32 products and sums, BF16 result.
+    """Multiply BF16 operands, with FP32 products and sums and a BF16 result.
 
     On a CPU without BF16 instructions torch's own BF16 product is many times slower than FP32.
     """
@@ -49,7 +49,7 @@ Operand = Tensor | tuple[Tensor, Tensor]
 
 
 def linear_fp8(x: Tensor, weight: Fp8Weight, pow2: bool) -> Tensor:
-    """`x` quantized 1x128 on the fly, the weight as held; FP32 products, BF16 result."""
+    """Quantize `x` 1x128, take the weight as held; FP32 products, BF16 result."""
     return scaled_mm(last_input.grouped(x, pow2), operand(weight), x.dtype)
 
 
@@ -75,19 +75,19 @@ def scaled_mm(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def operand(held: Fp8Weight | Fp8Groups) -> Operand:
-    """What `scaled_mm` takes of bytes and scales."""
+    """Return what `scaled_mm` takes of bytes and scales."""
     if held[0].is_cuda:
         return held
     return dequantize_blocks(held) if isinstance(held, Fp8Weight) else dequantize_groups(held)
 
 
 def transposed(right: Operand) -> Operand:
-    """`[O, K]` as `[K, O]`."""
+    """Transpose `[O, K]` to `[K, O]`."""
     return right.T if isinstance(right, Tensor) else (right[0].T, right[1].T)
 
 
 class LastInput:
-    """The input quantized last: Q, K and V of a layer take the same one, and so do gate and up.
+    """Keep the input quantized last: Q, K and V of a layer take the same one; so do gate and up.
 
     Its operand lives as long as the input does, or until another one comes.
     """
@@ -96,7 +96,7 @@ class LastInput:
         self.held: tuple[weakref.ref[Tensor], int, bool, Operand] | None = None
 
     def grouped(self, x: Tensor, pow2: bool) -> Operand:
-        """The operand that x is in groups, which must not be changed by the taker."""
+        """Return x in groups, as an operand that must not be changed by the taker."""
         if self.held is not None:
             last, version, kind, value = self.held
             if last() is x and (version, kind) == (x._version, pow2):
@@ -115,11 +115,11 @@ last_input = LastInput()
 
 
 class Fp8Product(torch.autograd.Function):
-    """`linear` with both operands of all three products in FP8."""
+    """Compute `linear` with both operands of all three products in FP8."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, pow2: bool) -> Tensor:
-        """`y = x w^T`; x `[..., I]`, weight `[O, I]` in BF16."""
+        """Compute `y = x w^T`; x `[..., I]`, weight `[O, I]` in BF16."""
         fp8_weight = _quantize_unchecked(weight, pow2)
         ctx.save_for_backward(x, *fp8_weight)
         ctx.pow2 = pow2
@@ -127,7 +127,7 @@ class Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """`dx = dy w` and `dw = dy^T x`."""
+        """Compute `dx = dy w` and `dw = dy^T x`."""
         x, *fp8_weight = ctx.saved_tensors
         dy_TO, x_TI = grads[0].flatten(0, -2), x.flatten(0, -2)
         dy, dy_T, x_T = (
@@ -138,31 +138,31 @@ class Fp8Product(torch.autograd.Function):
 
 
 class Bf16Linear(nn.Linear):
-    """A linear whose weight stays BF16."""
+    """Hold a linear whose weight stays BF16."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[..., I]` to `[..., O]`."""
+        """Map `[..., I]` to `[..., O]`."""
         return linear_bf16(input, self.weight, self.bias)
 
 
 class Fp8TrainLinear(nn.Linear):
-    """A linear with a BF16 weight that is quantized in every product."""
+    """Hold a linear with a BF16 weight that is quantized in every product."""
 
     pow2 = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[..., I]` to `[..., O]`."""
+        """Map `[..., I]` to `[..., O]`."""
         return _with_bias(Fp8Product.apply(input, self.weight, self.pow2), self.bias)
 
 
 class Fp8Held(nn.Module):
-    """A module that holds real FP8 bytes and block scales, filled by refits alone."""
+    """Hold real FP8 bytes and block scales, filled by refits alone."""
 
     values: dict[tuple[str, int | None], Operand] | None = None
     """Their operands, kept inside `values_once` alone."""
 
     def value(self, name: str, index: int | None = None) -> Operand:
-        """The operand `[O, I]` that a weight is, or one expert of a slab."""
+        """Return the operand `[O, I]` that a weight is, or one expert of a slab."""
         if self.values is not None and (name, index) in self.values:
             return self.values[name, index]
         held = Fp8Weight(getattr(self, name), getattr(self, f"{name}_scale_inv"))
@@ -176,7 +176,7 @@ class Fp8Held(nn.Module):
 
 @contextmanager
 def values_once(model: nn.Module) -> Iterator[None]:
-    """Inside, FP8 weights become operands once, not at every token; no refit comes in here."""
+    """Make FP8 weights operands once, not at every token; no refit comes in here."""
     modules = [module for module in model.modules() if isinstance(module, Fp8Held)]
     for module in modules:
         module.values = {}
@@ -188,7 +188,7 @@ def values_once(model: nn.Module) -> Iterator[None]:
 
 
 class Fp8RolloutLinear(Fp8Held):
-    """A linear in FP8."""
+    """Hold a linear in FP8."""
 
     def __init__(self, linear: nn.Linear, pow2: bool) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Fp8RolloutLinear(Fp8Held):
         self.weight_scale_inv = nn.Buffer(nan_scales(linear.weight))
 
     def forward(self, input: Tensor) -> Tensor:
-        """`[..., I]` to `[..., O]`."""
+        """Map `[..., I]` to `[..., O]`."""
         found = scaled_mm(last_input.grouped(input, self.pow2), self.value("weight"), input.dtype)
         return _with_bias(found, self.bias)
 

@@ -1,4 +1,4 @@
-"""Which linears, experts, norms and caches of a model get which format of a precision."""
+"""Give each linear, expert, norm and cache of a model its format."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
 
 
 def _fuse_norms(model: PreTrainedModel) -> None:
-    """On a GPU, one launch for a norm where transformers takes eight, on both sides."""
+    """Launch one kernel for a norm on a GPU, where transformers takes eight, on both sides."""
     for module in model.modules() if model.device.type == "cuda" else ():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(rms_norm, module)
 
 
 def rms_norm(norm: Any, hidden: Tensor) -> Tensor:
-    """Transformers' RMSNorm by torch's kernel, which rounds to BF16 once, after the weight."""
+    """Compute transformers' RMSNorm by torch's kernel, which rounds to BF16 once, at the end."""
     weight = norm.weight
     return nn.functional.rms_norm(hidden, weight.shape, weight, norm.variance_epsilon)
 
 
 def _is_fp8(model: PreTrainedModel, name: str, precision: Precision) -> bool:
-    """Whether the engine holds the module's weights in FP8."""
+    """Return whether the engine holds the module's weights in FP8."""
     layers = model.config.num_hidden_layers
     if _is_experts(name):
         return is_fp8_weight(f"{name}.down_proj", (1, 1, 1), precision, layers)

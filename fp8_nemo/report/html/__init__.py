@@ -1,1 +1,1 @@
-"""The HTML page of a comparison: its elements and its style."""
+"""Make the HTML page of a comparison: its elements and its style."""

@@ -1,4 +1,4 @@
-"""One HTML page of a comparison: the verdict, a card a cell, one figure; the rest is folded.
+"""Render a comparison as one HTML page: verdict, a card a cell, one figure; the rest folded.
 
 It has no script and no link to anything outside: one file that can be sent and opened anywhere. Its
 style is `style.css`, whose variables color the figures too.
@@ -97,7 +97,7 @@ def _verdict(choice: Choice) -> str:
 
 
 def _notes(comparison: Comparison) -> str:
-    """What a reader must know, folded; the verdict says that local runs are an emulation."""
+    """Write what a reader must know, folded; the verdict says that local runs are an emulation."""
     notes = [f"<li>{escape(each)}</li>" for each in comparison.notes if each != EMULATION]
     if not notes:
         return ""

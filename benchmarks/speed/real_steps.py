@@ -1,0 +1,82 @@
+"""What real steps inside NeMo RL took, beside BF16's and beside what the plan had said of them.
+
+python -m recipes.grpo model=llama31-8b model.path=models/8b-shape model.shape.layers=8 ...
+python -m benchmarks.speed.real_steps --out FILE.json --runs RUN_DIR... [--first 3]
+
+Each run is NeMo RL's own GRPO loop, started as a user starts it; random weights answer up to the
+limit. Seconds are medians from step `--first` on, with every step's own beside them. `mfu` is the
+model's operations over BF16's peak, of training, and of the logprob pass; `plan` is what
+`recipes.plan` estimates for answers of the length that they had.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import record
+from fp8_nemo.plan.memory import memory_per_gpu
+from fp8_nemo.plan.step_time import Lengths, mfu, step_seconds
+from fp8_nemo.report.runs import FinishedRun, find_runs, read_run
+
+PHASES = ("rollout", "logprob", "train", "refit", "step")
+
+
+def row_of(run: FinishedRun, first: int, prompt: float) -> dict[str, Any]:
+    """Medians, raw seconds, utilization and the plan's estimate of one run."""
+    rows = [row for row in run.rows if row.get("step", 0) >= first and "time/step" in row]
+    settled = run.plan.settled
+    raw = {phase: [row[f"time/{phase}"] for row in rows] for phase in PHASES}
+    lengths = Lengths(prompt, median(row["rollout/mean_length"] for row in rows))
+    seconds = {phase: median(each) for phase, each in raw.items()}
+    said = step_seconds(settled, lengths)
+    return {
+        "precision": run.plan.recipe.precision.name,
+        "layers": run.plan.recipe.model.shape.layers,
+        "steps": len(rows),
+        "answer": lengths.answer,
+        **seconds,
+        "rest": seconds["step"] - sum(seconds[each] for each in PHASES[:-1]),
+        "mfu_train": mfu(settled, lengths, seconds["train"]),
+        "mfu_logprob": mfu(settled, lengths, seconds["logprob"], trains=False),
+        "layout": settled.layout._asdict(),
+        "plan": said._asdict() | {"step": said.total},
+        "plan_memory_gib": {
+            phase: sum(parts.values()) / 2**30
+            for phase, parts in memory_per_gpu(settled).phases.items()
+        },
+        "raw": raw,
+    }
+
+
+def against_bf16(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row with its phases' speed-up over BF16's of as many layers."""
+    rows = list(rows)
+    plain = {row["layers"]: row for row in rows if row["precision"] == "bf16"}
+    for row in rows:
+        if (base := plain.get(row["layers"])) and row is not base:
+            row["times_bf16"] = {each: base[each] / row[each] for each in PHASES}
+    return rows
+
+
+def main() -> None:
+    """Read the runs, print a table, write the file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    record.add_options(parser)
+    parser.add_argument("--runs", type=Path, nargs="+", required=True)
+    parser.add_argument("--first", type=int, default=3, help="step that counts first")
+    parser.add_argument("--prompt", type=float, default=7, help="mean tokens of a prompt")
+    options = parser.parse_args()
+    runs = [read_run(each) for folder in options.runs for each in find_runs(folder)]
+    rows = against_bf16(row_of(run, options.first, options.prompt) for run in runs)
+    environments = {row["precision"]: run.environment for row, run in zip(rows, runs, strict=True)}
+    record.keep(options.out, options.commit, rows=rows, environments=environments)
+    shown = ("precision", "layers", "steps", *PHASES, "mfu_train", "mfu_logprob")
+    record.show("seconds of a step", [{key: row[key] for key in shown} for row in rows])
+
+
+if __name__ == "__main__":
+    main()

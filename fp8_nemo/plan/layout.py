@@ -1,0 +1,126 @@
+"""Choose a layout: of those that fit the GPUs named, the one whose step is estimated the fastest.
+
+Only what the recipe leaves null under `model.parallel` and `model.memory` is chosen, and nothing
+without `model.layout=auto`. A layout that fits leaves `HEADROOM` of a GPU free in every phase; if
+none does, the one that needs least is taken, and the plan says that it does not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from fp8_nemo.nemo_config.host import Host
+from fp8_nemo.nemo_config.limits import host_mistakes
+from fp8_nemo.nemo_config.versions import OPTIMIZER_ALWAYS_MOVED
+from fp8_nemo.plan.memory import GIB, GPU_GIB, HEADROOM, count, memory_per_gpu
+from fp8_nemo.plan.step_time import StepSeconds, step_seconds
+from fp8_nemo.recipe.settled import (
+    KEEPS_OPTIMIZER,
+    LOGITS_CHUNK,
+    LOGPROB_BATCH,
+    MICRO_BATCH,
+    Layout,
+    Settled,
+)
+
+RANKS = {"tensor": (1, 2, 4, 8), "context": (1, 2, 4, 8), "rollout_tensor": (1, 2, 4)}
+"""GPUs over which each may be spread; one node's at most."""
+MOST_TOKENS = 16_384
+"""Of a micro-batch: longer ones gain nothing where the device is busy."""
+CHUNK = 1024
+
+
+class Choice(NamedTuple):
+    """Pair a layout with what it is estimated to take: `Choice(Layout(...), seconds, 0.16)`."""
+
+    layout: Layout
+    seconds: StepSeconds
+    headroom: float
+    """Share of a GPU that the fullest phase leaves free."""
+
+
+def choose(settled: Settled, host: Host) -> list[Choice]:
+    """List the layouts of a run that fit, the fastest first; else the one that needs least.
+
+    Args:
+        settled: a recipe with `model.layout=auto`.
+        host: whose limits a layout must keep to.
+    """
+    found = [_choice(replace(settled, layout=each)) for each in _candidates(settled, host)]
+    fitting = [each for each in found if each.headroom >= HEADROOM]
+    if not fitting:
+        return sorted(found, key=lambda each: -each.headroom)[:1]
+    return sorted(fitting, key=lambda each: (each.seconds.total, -each.headroom))
+
+
+def _choice(settled: Settled) -> Choice:
+    memory = memory_per_gpu(settled)
+    return Choice(settled.layout, step_seconds(settled), memory.headroom(memory.worst))
+
+
+def _candidates(settled: Settled, host: Host) -> Iterator[Layout]:
+    """Give every way to spread the model that NeMo RL takes, with its best batches and cache."""
+    recipe, given = settled.recipe, settled.layout
+    open_keys = {key for key, value in _given(settled) if value is None}
+    ranks = [each if key in open_keys else (getattr(given, key),) for key, each in RANKS.items()]
+    own, kept = settled.own, recipe.model.memory.optimizer
+    keeps = [given.keeps_optimizer]
+    if kept is None and KEEPS_OPTIMIZER not in own and OPTIMIZER_ALWAYS_MOVED not in host.defects:
+        keeps = [True, False]
+    recompute = [False, True] if "recompute" in open_keys else [given.recompute]
+    chunks = [given.logits_chunk] if LOGITS_CHUNK in own else [0, CHUNK]
+    for tensor, context, rollout_tensor in product(*ranks):
+        spread = given._replace(tensor=tensor, context=context, rollout_tensor=rollout_tensor)
+        if any(host_mistakes(replace(settled, layout=spread), host)):
+            continue
+        for keep, again, chunk in product(keeps, recompute, chunks):
+            each = spread._replace(keeps_optimizer=keep, recompute=again, logits_chunk=chunk)
+            yield from _with_batches(replace(settled, layout=each))
+
+
+def _with_batches(settled: Settled) -> Iterator[Layout]:
+    """Give a layout its micro-batches: of training each that fits, of logprobs the largest."""
+    given, own, memory = settled.layout, settled.own, settled.recipe.model.memory
+    sizes = [n for n in (4, 2, 1) if n == 1 or n * settled.sequence_tokens <= MOST_TOKENS]
+    trains = [given.micro_batch] if MICRO_BATCH in own or memory.micro_batch else sizes
+    scores = [given.logprob_batch] if LOGPROB_BATCH in own or memory.logprob_batch else sizes
+    for size in trains:
+        trained = replace(settled, layout=given._replace(micro_batch=size))
+        if size > 1 and _free(trained, "train") < HEADROOM:
+            continue
+        # NeMo RL wants one size for both at TP 4 and more (seam equal-micro-batches).
+        alike = [size] if given.tensor >= 4 else scores
+        scored = (
+            replace(trained, layout=trained.layout._replace(logprob_batch=each)) for each in alike
+        )
+        fits = next((each for each in scored if _free(each, "logprob") >= HEADROOM), trained)
+        yield _with_cache(fits)
+
+
+def _with_cache(settled: Settled) -> Layout:
+    """Give a layout the largest KV cache that fits, or all that its sequences can fill."""
+    layout, memory = settled.layout, settled.recipe.model.memory
+    if memory.kv_cache_gib is not None:
+        return layout
+    empty = memory_per_gpu(replace(settled, layout=layout._replace(kv_cache_gib=0.0)))
+    room = GPU_GIB[settled.recipe.cluster.gpu] * (empty.headroom("rollout") - HEADROOM)
+    shape, precision = settled.recipe.model.shape, settled.recipe.precision
+    shards = min(layout.rollout_tensor, shape.kv_heads)
+    one = settled.sequence_tokens * count(shape, precision).kv_bytes_per_token / shards / GIB
+    useful = min(room, math.ceil(one * settled.sequences_per_engine))
+    return layout._replace(kv_cache_gib=float(max(math.ceil(one), math.floor(useful))))
+
+
+def _free(settled: Settled, phase: str) -> float:
+    return memory_per_gpu(settled).headroom(phase)
+
+
+def _given(settled: Settled) -> Iterator[tuple[str, object]]:
+    """Give the recipe's own layout numbers by their names in `Layout`."""
+    model = settled.recipe.model
+    for group in (model.parallel, model.memory):
+        yield from vars(group).items()

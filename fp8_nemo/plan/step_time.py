@@ -1,0 +1,230 @@
+"""Estimate the seconds of a GRPO step by phase, before a GPU is asked for.
+
+A phase is operations over the rates that kernels reach, and no layer takes less than its launches
+take the host. Rates and launches are fitted on half of what was measured on H200s and tested on the
+other half (benchmarks/speed/fit_training.py); an H100 multiplies as fast and reads memory slower.
+Answers are taken as half of the longest on average. Left out: exchange between nodes, data,
+rewards, and the last long answers, when an engine is nearly empty.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from fp8_nemo.plan.memory import census, moved_bytes
+from fp8_nemo.plan.speed import GPU_SPEED, decode_of_engine, fitted_for, refit_seconds
+from fp8_nemo.recipe.options import FORMATS, Precision, Shape
+from fp8_nemo.recipe.settled import Settled
+
+PROMPT = 256
+"""Assumed tokens of a prompt."""
+
+
+class Lengths(NamedTuple):
+    """Mean tokens of a step's prompts and answers: `Lengths(256, 1920)`."""
+
+    prompt: float
+    answer: float
+
+    @property
+    def sequence(self) -> float:
+        """Tokens of both."""
+        return self.prompt + self.answer
+
+
+class Reached(NamedTuple):
+    """What part of a format's peak a pass reaches: `Reached(forward=0.6, backward=0.55)`."""
+
+    forward: float
+    backward: float
+
+
+LINEARS = {"bf16": Reached(0.596, 0.549), "fp8": Reached(0.425, 0.349)}
+"""Of the datasheet's FLOP/s in that format, norms and casts included."""
+ATTENTION = Reached(0.66, 0.75)
+"""Of BF16's, in every precision: FP8 training leaves attention in BF16."""
+UNFILLED = 0.08
+"""Assumed part of a full sequence that packing leaves empty in each micro-batch."""
+LAUNCH = {
+    ("dense", "bf16"): Reached(2.0e-3, 2.9e-3),
+    ("dense", "fp8"): Reached(2.4e-3, 3.6e-3),
+    ("tensor", "bf16"): Reached(3.0e-3, 2.9e-3),
+    ("tensor", "fp8"): Reached(5.1e-3, 3.6e-3),
+    ("experts", "bf16"): Reached(5.4e-3, 7.2e-3),
+    ("experts", "fp8"): Reached(8.5e-3, 10.0e-3),
+}
+"""Least seconds of a layer's pass: what the host needs to launch it."""
+LOGIT_BYTES = Reached(58, 11)
+"""Memory traffic of one logit in the loss, beside the product that makes it."""
+CHUNKED_BYTES = 60
+"""More of it in a backward pass that goes by chunks: softmax again, and chosen tokens one-hot."""
+NVLINK = 360e9
+"""Assumed bytes a second between two GPUs of a node: 0.8 of a direction's 450e9."""
+PINNED = 50e9
+"""Bytes a second of page-locked copies between host and GPU."""
+PAGEABLE = Reached(1.36e9, 5.5e9)
+"""The same as NeMo RL moves the optimizer: to the host, and back (step-check-h200.json)."""
+DOUBLED = 1.15
+"""Assumed factor on the rollout for each doubling of an engine's GPUs. None was measured: NeMo RL
+runs such engines by Ray's executor, and they lack vLLM's second model runner."""
+REFIT_REST = 0.6
+"""Seconds of a refit beside its transfer (benchmarks/results/glue-8b-h200.json)."""
+
+
+class StepSeconds(NamedTuple):
+    """Hold the seconds of one step: `StepSeconds(36.7, 31.6, 61.8, 0.9, 0.3)`."""
+
+    rollout: float
+    logprob: float
+    train: float
+    refit: float
+    optimizer: float
+    """Adam's state to the host and back."""
+
+    @property
+    def total(self) -> float:
+        """All phases, one after the other."""
+        return sum(self)
+
+
+class LayerWork(NamedTuple):
+    """Count a token's multiplications in one layer, and at the model's end."""
+
+    quantized: float
+    """FLOP of products that FP8 training quantizes, in one layer."""
+    other: float
+    """FLOP of the layer's other products."""
+    end: float
+    """FLOP of `lm_head`."""
+
+
+def usual_lengths(settled: Settled) -> Lengths:
+    """Assume answers of half of the longest, on average."""
+    longest = min(settled.response_tokens, settled.sequence_tokens - PROMPT)
+    return Lengths(PROMPT, max(1.0, longest / 2))
+
+
+def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSeconds:
+    """Estimate a step of a run, by phase.
+
+    Args:
+        settled: of the run.
+        lengths: of its prompts and answers; by default the usual ones.
+    """
+    lengths = lengths or usual_lengths(settled)
+    recipe = settled.recipe
+    shape, gpu = recipe.model.shape, recipe.cluster.gpu
+    wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
+    transfer = refit_seconds(shape, wire, gpu, fitted_for(recipe.model).refit or 0.0)
+    passes = 2 if settled.kl_penalty else 1
+    return StepSeconds(
+        rollout=rollout_seconds(settled, lengths),
+        logprob=passes * _passes(settled, lengths, settled.layout.logprob_batch, trains=False),
+        train=_passes(settled, lengths, settled.layout.micro_batch, trains=True),
+        refit=transfer + REFIT_REST,
+        optimizer=_optimizer_seconds(settled),
+    )
+
+
+def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
+    """Estimate the sampling of all of a step's answers, every engine at work."""
+    tokens = lengths.answer
+    decode = decode_of_engine(settled, lengths.prompt + tokens / 2)
+    engines = settled.gpus // settled.layout.rollout_tensor
+    slower = DOUBLED ** math.log2(settled.layout.rollout_tensor)
+    return slower * settled.sequences_per_step / engines * tokens / decode.tokens_per_second
+
+
+def mfu(settled: Settled, lengths: Lengths, seconds: float, *, trains: bool = True) -> float:
+    """Model FLOP utilization of a pass over a step's sequences, of BF16's peak.
+
+    Args:
+        settled: of the run.
+        lengths: of its prompts and answers.
+        seconds: that the pass took.
+        trains: forward and backward, or forward alone. What is recomputed does not count.
+    """
+    shape = settled.recipe.model.shape
+    work, ways = layer_work(shape), (3.0, 3.5) if trains else (1.0, 1.0)
+    linear = ways[0] * (shape.layers * (work.quantized + work.other) + work.end)
+    attention = ways[1] * shape.layers * _attention(shape, lengths)
+    tokens = settled.sequences_per_step * lengths.sequence
+    flops = tokens * (linear + attention) / settled.gpus
+    return flops / seconds / GPU_SPEED[settled.recipe.cluster.gpu].bf16
+
+
+def layer_work(shape: Shape) -> LayerWork:
+    """Count a token's forward products, of the experts those that it goes through."""
+    share = shape.experts_per_token / shape.experts if shape.experts else 1.0
+    blocks = {True: 0.0, False: 0.0}
+    for part, quantized, matrix, elements in census(shape, Precision(rollout_linear="fp8")):
+        if matrix and part in ("layers", "experts"):
+            taken = share if part == "experts" else 1.0
+            blocks[quantized] += 2 * elements * taken / shape.layers
+    return LayerWork(blocks[True], blocks[False], 2.0 * shape.vocab * shape.hidden)
+
+
+def _attention(shape: Shape, lengths: Lengths) -> float:
+    """FLOP of one token's causal attention in one layer, forward."""
+    return 2 * shape.heads * shape.head_dim * lengths.sequence
+
+
+def _passes(settled: Settled, lengths: Lengths, sequences: int, *, trains: bool) -> float:
+    """Seconds in which a GPU takes all of its sequences through the model, packed."""
+    tokens = settled.sequences_per_step * lengths.sequence / settled.data_parallel
+    room = settled.sequence_tokens * (sequences - UNFILLED)
+    micro_batches = math.ceil(tokens / room)
+    each = tokens / micro_batches
+    seconds = _pass_seconds(settled, lengths, each, 0)
+    if trains:
+        seconds += _pass_seconds(settled, lengths, each, 1)
+    if trains and settled.layout.recompute:
+        seconds += _layers_seconds(settled, lengths, each, 0)
+    return micro_batches * seconds
+
+
+def _pass_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -> float:
+    """Seconds of one micro-batch, forward (0) or backward (1), with the model's end."""
+    shape, layout = settled.recipe.model.shape, settled.layout
+    speed = GPU_SPEED[settled.recipe.cluster.gpu]
+    shared = layout.tensor * layout.context
+    product = (1 + way) * layer_work(shape).end / (LINEARS["bf16"][way] * speed.bf16)
+    traffic = LOGIT_BYTES[way] + (CHUNKED_BYTES if way and layout.logits_chunk else 0)
+    logits = traffic * shape.vocab / speed.reached().bandwidth
+    end = tokens / shared * (product + logits)
+    return _layers_seconds(settled, lengths, tokens, way) + end
+
+
+def _layers_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -> float:
+    """Seconds of all layers of a GPU, one after the other."""
+    recipe, layout = settled.recipe, settled.layout
+    shape, bf16 = recipe.model.shape, GPU_SPEED[recipe.cluster.gpu].bf16
+    fp8 = GPU_SPEED[recipe.cluster.gpu].fp8
+    name = recipe.precision.train.name
+    peak = fp8 if FORMATS[name].is_quantized else bf16
+    work, ways = layer_work(shape), (1, 2.5)
+    linear = work.quantized / (LINEARS[name][way] * peak) + work.other / (
+        LINEARS["bf16"][way] * bf16
+    )
+    attention = ways[way] * _attention(shape, lengths) / (ATTENTION[way] * bf16)
+    device = tokens / (layout.tensor * layout.context) * ((1 + way) * linear + attention)
+    kind = "experts" if shape.experts else "tensor" if layout.tensor > 1 else "dense"
+    each = max(device, LAUNCH[kind, name][way]) + _exchange(settled, tokens) / NVLINK
+    return shape.layers / layout.pipeline * each
+
+
+def _exchange(settled: Settled, tokens: float) -> float:
+    """Bytes that a GPU receives in one layer's pass: TP sums activations, CP passes K and V on."""
+    shape, layout = settled.recipe.model.shape, settled.layout
+    summed = 2 * 2 * (layout.tensor - 1) / layout.tensor * 2 * shape.hidden / layout.context
+    kept = 2 * 2 * shape.kv_heads * shape.head_dim / layout.tensor
+    return tokens * (summed + kept * (layout.context - 1) / layout.context)
+
+
+def _optimizer_seconds(settled: Settled) -> float:
+    """Seconds of Adam's state to the host and back, once a step."""
+    moved = moved_bytes(settled)
+    if settled.recipe.glue.has_receiver:
+        return 2 * moved / PINNED
+    return moved / PAGEABLE.forward + moved / PAGEABLE.backward

@@ -1,0 +1,74 @@
+"""The optimizer's way to the host and back."""
+
+import pytest
+import torch
+
+from fp8_nemo.nemo.optimizer_state import ALIGNMENT, HostState, places
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_tensors_lie_one_after_another_on_aligned_places():
+    assert places([]) == ([], 0)
+    assert places([1, ALIGNMENT, ALIGNMENT + 1, 0]) == (
+        [0, ALIGNMENT, 2 * ALIGNMENT, 4 * ALIGNMENT],
+        4 * ALIGNMENT,
+    )
+
+
+def test_what_is_on_the_host_stays_as_it_is():
+    step = torch.ones(3)
+    states = [{"step": step, "lr": 0.1}]
+    HostState().to_host(states)
+    assert states == [{"step": step, "lr": 0.1}] and states[0]["step"] is step
+
+
+def of_adam(*sizes):
+    """State of parameters with odd sizes and types, as precision-aware Adam has it."""
+    types = {"exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16, "master_param": torch.int16}
+    return [
+        {name: (torch.randn(size, device="cuda") * 100).to(each) for name, each in types.items()}
+        | {"step": n}
+        for n, size in enumerate(sizes)
+    ]
+
+
+def bytes_of(states):
+    return [
+        value.cpu().view(-1).view(torch.uint8).tolist() if torch.is_tensor(value) else value
+        for state in states
+        for value in state.values()
+    ]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_state_comes_back_from_the_host_byte_for_byte_and_leaves_the_gpu_meanwhile():
+    states, host = of_adam(7, 1000, 1, 4097), HostState()
+    for _ in range(3):
+        for state in states:  # as training changes it
+            state["exp_avg"].add_(1)
+        before = bytes_of(states)
+        host.to_host(states)
+        tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
+        assert all(not each.is_cuda and each.is_pinned() for each in tensors)
+        assert bytes_of(states) == before
+        host.to_host(states)  # NeMo RL calls it twice in a refit
+        assert bytes_of(states) == before
+        host.to_device(states)
+        moved = [value for state in states for value in state.values() if torch.is_tensor(value)]
+        assert all(each.is_cuda for each in moved)
+        assert bytes_of(states) == before
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_state_that_grew_while_some_of_it_was_on_the_host_is_kept_whole():
+    states, host = of_adam(64), HostState()
+    host.to_host(states)
+    states += of_adam(100_000)
+    before = bytes_of(states)
+    host.to_host(states)
+    assert bytes_of(states) == before
+    host.to_device(states)
+    assert bytes_of(states) == before

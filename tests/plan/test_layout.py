@@ -1,0 +1,135 @@
+"""The layout that a plan chooses, and the seconds that it is chosen by."""
+
+import dataclasses
+import json
+
+import pytest
+
+from fp8_nemo.nemo_config.host import MAIN, Host
+from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
+from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.plan.describe import decision, describe
+from fp8_nemo.plan.layout import choose
+from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, host_gib, memory_per_gpu
+from fp8_nemo.plan.plan import plan_from_json
+from fp8_nemo.plan.step_time import mfu, step_seconds, usual_lengths
+from fp8_nemo.recipe.compose import ComposeError
+from fp8_nemo.runs.run_dir import freeze, layout_of
+
+LLAMA = ("model=llama31-8b", "correction=tis")
+
+
+def plan(*words, host=MAIN):
+    [found] = compose_plans([*LLAMA, *words], lambda recipe: host)
+    return found
+
+
+def layout(*words, host=MAIN):
+    return plan(*words, host=host).settled.layout
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8-kv-attn", "fp8-e2e-kv-attn"])
+@pytest.mark.parametrize("longest", [2048, 8192])
+def test_the_chosen_layout_fits_and_none_that_fits_is_estimated_faster(gpu, precision, longest):
+    words = (f"precision={precision}", f"cluster.gpu={gpu}", f"grpo.max_new_tokens={longest}")
+    settled = plan(*words).settled
+    memory = memory_per_gpu(settled)
+    assert memory.headroom(memory.worst) >= HEADROOM
+    choices = choose(settled, MAIN)
+    assert choices[0].layout == settled.layout
+    assert all(each.headroom >= HEADROOM for each in choices)
+    assert choices[0].seconds.total == min(each.seconds.total for each in choices)
+
+
+def test_what_is_given_wins_and_the_rest_follows():
+    chosen, given = layout("precision=bf16"), layout("precision=bf16", "model.parallel.context=2")
+    assert (chosen.context, given.context) == (1, 2)
+    assert layout("precision=bf16", "model.memory.recompute=true").recompute
+    assert layout("precision=bf16", "model.memory.kv_cache_gib=7").kv_cache_gib == 7
+    assert layout("precision=bf16", "model.memory.optimizer=move").keeps_optimizer is False
+    assert layout("precision=bf16", "+nemo.policy.train_micro_batch_size=2").micro_batch == 2
+    fixed = layout("precision=bf16", "model.memory.micro_batch=1", "model.memory.logprob_batch=2")
+    assert (fixed.micro_batch, fixed.logprob_batch) == (1, 2)
+
+
+def test_a_smaller_gpu_recomputes_what_a_larger_one_keeps():
+    small, large = (layout("precision=fp8-e2e", f"cluster.gpu={each}") for each in ("h100", "h200"))
+    assert small.recompute and not large.recompute
+    assert large.keeps_optimizer and large.kv_cache_gib > small.kv_cache_gib
+
+
+def test_four_tensor_ranks_score_and_train_in_equal_batches():
+    found = layout("precision=bf16", "model.parallel.tensor=4")
+    assert found.logprob_batch == found.micro_batch
+
+
+def test_v0_7_0_never_keeps_the_optimizer():
+    there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
+    assert layout("precision=bf16").keeps_optimizer
+    assert not layout("precision=bf16", host=there).keeps_optimizer
+
+
+def test_where_nothing_fits_the_least_is_taken_and_said():
+    words = ("model=qwen3-30b-a3b", "precision=fp8-e2e", "cluster.nodes=1")
+    [found] = compose_plans(words)
+    assert dict(decision(found, MAIN))["fits"].startswith("NO: train needs")
+    assert any(note.startswith("memory: train leaves -") for note in found.notes)
+
+
+def test_the_plan_says_the_layout_and_the_next_two():
+    rows = dict(describe(plan("precision=bf16"), MAIN))
+    assert rows["layout"].startswith("8 GPUs. Train: TP 1, PP 1, CP 1")
+    assert {"layout 2", "layout 3"} <= set(rows) and "layout 4" not in rows
+    given = dict(describe(plan("precision=bf16", "model.layout=null"), MAIN))
+    assert "layout 2" not in given
+
+
+def test_the_run_directory_is_the_same_on_other_gpus_and_keeps_its_first_layout(tmp_path):
+    words = ("precision=fp8-e2e", f"outputs={tmp_path}")
+    first, other = plan(*words), plan(*words, "cluster.gpu=h200", "cluster.nodes=2")
+    assert first.run_name == other.run_name and first.layout != other.layout
+    freeze([first])
+
+    def again(*more):
+        [found] = compose_plans([*LLAMA, *words, *more], layout_of=layout_of)
+        return found
+
+    assert again("cluster.gpu=h200", "cluster.nodes=2").layout == first.layout
+    assert plan_from_json(json.loads(json.dumps(first.to_json()))) == first
+    with pytest.raises(ComposeError, match=r"cluster.gpus_per_node=3: must be a multiple of"):
+        freeze([plan(*words, "model.parallel.context=2")])
+        again("model.parallel.context=2", "cluster.gpus_per_node=3")
+
+
+def test_a_plan_without_a_chosen_layout_has_none_and_keeps_its_name():
+    [found] = compose_plans(["model=small-llama", "backend=nemo"])
+    assert found.layout is None and found.settled.layout.kv_cache_gib == 4
+    assert found.hash6 == dataclasses.replace(found).hash6
+
+
+def test_seconds_follow_work_and_rates():
+    bf16 = plan("precision=bf16", "cluster.gpu=h200").settled
+    seconds = step_seconds(bf16)
+    assert seconds.total == sum(seconds)
+    assert 0.5 < mfu(bf16, usual_lengths(bf16), seconds.train) < 0.6
+    twice = plan("precision=bf16", "cluster.gpu=h200", "grpo.prompts_per_step=128").settled
+    assert step_seconds(twice).train == pytest.approx(2 * seconds.train, rel=0.05)
+    moved = dataclasses.replace(bf16, layout=bf16.layout._replace(keeps_optimizer=False))
+    assert seconds.optimizer == 0 < step_seconds(moved).optimizer < 1
+    stock = plan("precision=bf16", "cluster.gpu=h200", "glue=stock", "model.memory.optimizer=move")
+    assert step_seconds(stock.settled).optimizer > 5  # pageable copies
+
+
+def test_an_fp8_step_is_compared_with_the_best_layout_of_bf16():
+    told = dict(decision(plan("precision=fp8-e2e-kv-attn", "cluster.gpu=h200"), MAIN))["step"]
+    assert "times as fast as BF16" in told
+    assert dict(decision(plan("precision=bf16"), MAIN))["step"].endswith("the baseline, BF16")
+
+
+def test_host_memory_and_checkpoints_are_counted():
+    settled = plan("precision=bf16", "model.memory.optimizer=move").settled
+    parameters = 8_030_261_248
+    assert checkpoint_gib(settled) == 14 * parameters / 2**30
+    each = 2 * parameters + 10 * parameters / 8 + 2 * parameters
+    assert host_gib(settled) == pytest.approx(8 * each / 2**30)
