@@ -295,7 +295,7 @@ def _is_begun(target: Path) -> bool:
 
 
 def _is_whole(file: Path, booked: dict[str, Any] | None) -> bool:
-    """Whether a shard is there with the bytes of the book; one of before has no digests."""
+    """Check that a shard is there with the bytes of the book; one of before has no digests."""
     if booked is None or not file.is_file() or damage(file):
         return False
     return booked.get("sha256") in (None, sha256_of(file))

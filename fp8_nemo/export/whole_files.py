@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, after a kill, a full disk or a loss of power.
+"""Write files that appear whole or not at all, after a kill, a full disk or a loss of power.
 
 What is being written lies in a folder of its own beside them, where libraries put their own
 temporary files too; whoever goes on throws that folder away first.
@@ -24,7 +24,7 @@ def without_parts(folder: Path) -> None:
 
 
 def part_of(file: Path) -> Path:
-    """Where a file is to be written before `put` gives it its place."""
+    """Return where a file is to be written before `put` gives it its place."""
     (file.parent / PART).mkdir(exist_ok=True)
     return file.parent / PART / file.name
 
@@ -50,7 +50,7 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def sha256_of(file: Path) -> str:
-    """Digest of a file's bytes, in hex."""
+    """Digest a file's bytes; in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

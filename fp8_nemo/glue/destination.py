@@ -1,4 +1,4 @@
-"""An engine's tensors, into which refits land: compared, poisoned and read.
+"""Compare, poison and read an engine's tensors, into which refits land.
 
 An engine under tensor or expert parallelism holds a part of what is sent; a `Part` says which.
 Thousands of tensors are poisoned and looked at in a few launches, and digested in one: names are
@@ -32,7 +32,7 @@ ARE_FINE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Part(NamedTuple):
-    """What one engine holds of a tensor on the wire: `Part(view, (slice(0, 512), slice(None)))`."""
+    """State what one engine holds of a tensor on the wire: `Part(view, (slice(0, 512), slice(None)))`."""
 
     tensor: Tensor
     """The engine's own memory."""
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 class Destination:
-    """Where refits land: an engine's tensors, and how they are poisoned and read.
+    """Hold where refits land: an engine's tensors, and how they are poisoned and read.
 
     Args:
         engine: the engine's tensors by wire name, whole or in part.
@@ -65,7 +65,7 @@ class Destination:
 
     @cached_property
     def digests(self) -> Digests:
-        """What reads all of `digested` in one launch.
+        """Make what reads all of `digested` in one launch.
 
         Raises:
             RefitError: a part ends within a word of the wire's.
@@ -73,14 +73,14 @@ class Destination:
         return Digests([self.placed(name, self.parts[name].tensor) for name in self.digested])
 
     def placed(self, name: str, part: Tensor) -> Placed:
-        """A tensor, standing where the engine's part of that name stands in the whole."""
+        """Place a tensor where the engine's part of that name stands in the whole."""
         try:
             return placed(part, self.held[name].shape, self.parts[name].of_wire)
         except ValueError as error:
             raise RefitError([f"{name}: {error}"]) from error
 
     def poison(self, names: Iterable[str]) -> None:
-        """NaN, which no trainer sends, into all of a block scale and both ends of the rest."""
+        """Write NaN, which no trainer sends, into block scales and both ends of the rest."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}  # of one dtype, all go in a few launches
         for _, tensor in self._of(names).values():
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -92,7 +92,7 @@ class Destination:
                 torch._foreach_mul_(some, torch.nan)
 
     def poisoned(self, names: Iterable[str]) -> list[str]:
-        """Those in which loading left the poison, or put a scale that is none.
+        """Name those in which loading left the poison, or put a scale that is none.
 
         KV scales are compared by value instead.
         """
@@ -126,7 +126,7 @@ class Destination:
 
 
 def spec_of(tensor: Tensor) -> WireSpec:
-    """Type and shape of a tensor as the wire names them."""
+    """Return type and shape of a tensor as the wire names them."""
     return WireSpec(_dtype(tensor.dtype), tuple(tensor.shape))
 
 
@@ -143,7 +143,7 @@ def _spec_of_part(spec: WireSpec, of_wire: tuple[slice, ...]) -> WireSpec:
 
 
 def _watched(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """What is poisoned and looked at, a view: block scales whole, of others both ends."""
+    """View what is poisoned and looked at: block scales whole, of others both ends."""
     if name.endswith(SCALE_SUFFIX):
         # Flat, once: 224 of 8B's take a host 0.2 ms, and flattening a row is free.
         return "scale", tensor.flatten() if tensor.is_contiguous() else tensor
@@ -153,13 +153,13 @@ def _watched(name: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 
 def _ends(tensor: Tensor) -> Tensor:
-    """The first and the last element, as a view."""
+    """View the first and the last element."""
     last = sum((side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((2 if last else 1,), (last or 1,))
 
 
 def _not_all(tensors: Mapping[str, Tensor], are_fine: Callable[[Tensor], Tensor]) -> list[str]:
-    """Names of tensors that hold what is not fine; looked up one by one only if there is any."""
+    """Name tensors that hold what is not fine; looked up one by one only if there is any."""
     if not tensors:
         return []
     fine = are_fine(torch.cat([each.flatten() for each in tensors.values()]))

@@ -1,4 +1,4 @@
-"""One number for a tensor's bytes: where each of them stands counts, and parts can be added.
+"""Sum a tensor's bytes up in one number: the place of each counts, and parts can be added.
 
     digest = sum of mix(word xor 0x9E3779B1 * index), modulo 2^64
 
@@ -29,7 +29,7 @@ WORDS_AT_ONCE = 2**22
 
 
 class Placed(NamedTuple):
-    """A tensor, and the rectangle of the wire's tensor that it is."""
+    """Place a tensor: the rectangle of the wire's tensor that it is."""
 
     tensor: Tensor
     """`[R, C]` of any strides, on the engine's own memory."""
@@ -40,7 +40,7 @@ class Placed(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Where a group's digests are added up: `Sums(torch.zeros(3, dtype=torch.int64), [0, 2])`."""
+    """Say where a group's digests are added up: `Sums(torch.zeros(3, dtype=torch.int64), [0, 2])`."""
 
     sums_T: Tensor
     """INT64, one a tensor of the wire."""
@@ -69,7 +69,7 @@ def placed(tensor: Tensor, shape: Sequence[int], of_wire: tuple[slice, ...] = ()
 
 
 class Digests:
-    """Digests of tensors that stay where they are, as often as they are asked for.
+    """Digest tensors that stay where they are, as often as is asked.
 
     Args:
         parts: all on one device.
@@ -87,7 +87,7 @@ class Digests:
             self.launch = kernels.digests(parts, self.slots)
 
     def __call__(self) -> Tensor:
-        """INT64 `[N]`, one of each, on their device; nothing is read on the host."""
+        """Return INT64 `[N]`, one of each, on their device; nothing is read on the host."""
         sums_N = torch.zeros(len(self.parts), dtype=torch.int64, device=self.device)
         self.add_to(sums_N)
         return sums_N
@@ -102,12 +102,12 @@ class Digests:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A whole tensor's, an INT64 scalar on its device."""
+    """Digest a whole tensor; an INT64 scalar on its device."""
     return Digests([placed(tensor, tensor.shape)])()[0]
 
 
 def _in_torch(part: Placed) -> Tensor:
-    """The reference: rows of bytes filled up to words, mixed some at a time."""
+    """Sum, as the reference, rows of bytes filled up to words, some at a time."""
     bytes_RC = part.tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     words_RC = pad(bytes_RC, (0, -bytes_RC.shape[1] % WORD)).view(torch.int32)
     index_C = torch.arange(words_RC.shape[1]) + part.first
@@ -128,5 +128,5 @@ def _mixed(word: Tensor, index: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """To the right, zeros following: torch's own shift repeats the sign of an INT32."""
+    """Shift to the right with zeros: torch's own shift repeats the sign of an INT32."""
     return (x >> by) & ((1 << (32 - by)) - 1)

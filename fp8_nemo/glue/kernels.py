@@ -121,7 +121,7 @@ def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None
 
 
 class Run(NamedTuple):
-    """Rows of bytes on the device, as `_digest` reads them; strides and lengths in bytes."""
+    """Describe rows of bytes on the device, as `_digest` reads them; strides in bytes."""
 
     address: int
     first_tile: int
@@ -137,19 +137,19 @@ class Run(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether its words are loaded as such, four by four."""
+        """Say whether its words are loaded as such, four by four."""
         aligned = not (self.address % ALIGNED or self.length % ALIGNED)
         return aligned and self.value_stride == self.itemsize and not self.row_stride % ALIGNED
 
     @property
     def tiles(self) -> int:
-        """Programs that it takes."""
+        """Count the programs that it takes."""
         across = triton.cdiv(triton.cdiv(self.length, WORD), TILE_WORDS.value)
         return triton.cdiv(self.rows, TILE_ROWS.value) * across
 
 
 def digests(parts: Sequence[Placed], slots: Sequence[int]) -> Callable[[Tensor], None]:
-    """What adds the digest of each part to its slot, in one launch, or two if some lie unevenly.
+    """Make what adds each part's digest to its slot: one launch, or two if some lie unevenly.
 
     The table of where they lie stays on the device: it holds for as long as they do.
     """
@@ -171,7 +171,7 @@ def digests(parts: Sequence[Placed], slots: Sequence[int]) -> Callable[[Tensor],
 
 
 def _runs(part: Placed) -> Iterator[Run]:
-    """A part's rows; whole rows that follow each other are taken as rows of a tile's width."""
+    """List a part's rows; whole ones that follow each other are taken in a tile's width."""
     x, size = part.tensor, part.tensor.itemsize
     rows, length, wide = len(x), x.shape[1] * size, TILE_WORDS.value
     if x.is_contiguous() and length == part.pitch * WORD:
@@ -187,7 +187,7 @@ def _runs(part: Placed) -> Iterator[Run]:
 
 
 def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
-    """A table, sent from pinned memory without a wait."""
+    """Send a table from pinned memory without a wait."""
     return torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 
 
@@ -385,7 +385,7 @@ def _mixed_sum(word, index, inside):
 
 @triton.jit
 def _mixed(word, index):
-    """`digest._mixed` of INT32 words."""
+    """Mix INT32 words as `digest._mixed` does."""
     x = word.to(tl.uint32, bitcast=True) ^ (index.to(tl.uint32) * 0x9E3779B1)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -394,7 +394,7 @@ def _mixed(word, index):
 
 @triton.jit
 def _last_below(firsts, STRIDE: tl.constexpr, wanted, N):
-    """The last of N ascending numbers that is at or below one, by halving."""
+    """Find the last of N ascending numbers that is at or below one, by halving."""
     found, end = 0, N
     while end - found > 1:
         middle = (found + end) // 2

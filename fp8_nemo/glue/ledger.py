@@ -1,4 +1,4 @@
-"""The receiver's book of one refit: what must come, what came, what the engine then holds.
+"""Keep the receiver's book of one refit: what must come, what came, what the engine then holds.
 
 What must arrive comes from `weights.wire_specs`, the same function that the sender asks. When the
 stream has ended, its number must be the receiver's own count, KV scales must be those that the
@@ -43,7 +43,7 @@ CUT_SHORT = f"{MANIFEST}: never arrived whole, so the stream was cut short"
 
 @dataclass(frozen=True)
 class RefitProof:
-    """What a refit is known to have done: `RefitProof(1_313_592, 14, 0)`."""
+    """State what a refit is known to have done: `RefitProof(1_313_592, 14, 0)`."""
 
     bytes: int
     """Received over the wire, weights and scales."""
@@ -56,7 +56,7 @@ class RefitProof:
 
 
 class Ledger:
-    """One refit, from the receiver's side.
+    """Book one refit, from the receiver's side.
 
     Example: `engine` maps wire names to tensors, `stream` is what `refit_stream` sent::
 
@@ -173,7 +173,7 @@ class Ledger:
         )
 
     def wire_problems(self) -> list[str]:
-        """What is known to be wrong with what came, before the engine is looked at."""
+        """List what is wrong with what came, before the engine is looked at."""
         return self._known_problems() or self._wire_problems(self._read(None))
 
     def _arrival_problem(self, name: str, tensor: Tensor) -> str:
@@ -198,7 +198,7 @@ class Ledger:
         ]
 
     def _known_problems(self) -> list[str]:
-        """What needs no tensor to be read."""
+        """List what can be said without reading a tensor."""
         named = {problem.split(":")[0] for problem in self.problems}
         lost = [name for name in self.expected if name not in self.received and name not in named]
         found = [*self.problems, *(f"{name}: never arrived" for name in lost)]
@@ -209,7 +209,7 @@ class Ledger:
         return found
 
     def _read(self, now: Destination | None) -> _Found:
-        """All numbers of this refit, brought to the host at once.
+        """Bring all numbers of this refit to the host at once.
 
         NCCL's receiver loads on streams of its own, and its host goes ahead of them: so all that
         was sent is waited for.
@@ -237,7 +237,7 @@ class Ledger:
         return dict(zip(names, self.manifest.sums, strict=True))
 
     def _wanted(self, found: _Found) -> dict[str, int]:
-        """What the engine's memory must give, of what is digested in it."""
+        """Return what the engine's memory must give, of what is digested in it."""
         if not self.is_digested:
             return {}
         sent = {name: x for name, x in self._sent().items() if name not in self.otherwise}
@@ -286,7 +286,7 @@ class Ledger:
 
 
 class _Sums:
-    """Digests on their device, and the names that they belong to."""
+    """Hold digests on their device, and the names that they belong to."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -300,7 +300,7 @@ class _Sums:
 
 
 class _Found(NamedTuple):
-    """What was read at the end, by name: digests, and the bits of KV scales."""
+    """Hold what was read at the end, by name: digests, and the bits of KV scales."""
 
     arrived: dict[str, int]
     loaded: dict[str, int]

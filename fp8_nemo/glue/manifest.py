@@ -1,4 +1,4 @@
-"""What a refit sends besides tensors: a sentinel first, a manifest of all that was sent last.
+"""Make what a refit sends besides tensors: a sentinel first, a manifest of all that was sent last.
 
 A manifest is INT64 numbers, as many in every refit, since NeMo RL's receiver knows shapes from its
 set-up: a mark, the number of the refit, a hash of the names, each KV scale and each tensor's
@@ -23,7 +23,7 @@ MARK = 0x46_50_38_52_45_46_49_54
 
 
 class Manifest(NamedTuple):
-    """What the sender has sent: `Manifest(3, 0x1a2b, {}, [17, 4])`."""
+    """State what the sender has sent: `Manifest(3, 0x1a2b, {}, [17, 4])`."""
 
     number: int
     """Of the refit, by the sender's count."""
@@ -35,7 +35,7 @@ class Manifest(NamedTuple):
 
 
 def hash_of(names: Iterable[str]) -> int:
-    """64 bits of a hash over names in their order."""
+    """Hash names in their order to 64 bits."""
     text = "\n".join(names).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big", signed=True)
 
@@ -47,7 +47,7 @@ def manifest(
     sums: Sequence[Tensor],
     device: torch.device | None,
 ) -> Tensor:
-    """Its bytes, on the device.
+    """Write a manifest's bytes on the device.
 
     Args:
         number: of the refit.
@@ -62,7 +62,7 @@ def manifest(
 
 
 def read_manifest(numbers: Sequence[int], kv_names: Sequence[str]) -> Manifest | None:
-    """What `manifest` wrote; None if it did not arrive whole.
+    """Read what `manifest` wrote; None if it did not arrive whole.
 
     Args:
         numbers: the INT64 that its bytes hold.
@@ -80,5 +80,5 @@ def _bits(scale: float) -> int:
 
 
 def scale_of(bits: int) -> float:
-    """The FP32 that 32 bits stand for, given as an integer."""
+    """Return the FP32 that 32 bits stand for, given as an integer."""
     return struct.unpack("f", struct.pack("I", bits & 0xFFFFFFFF))[0]

@@ -1,4 +1,4 @@
-"""One vLLM worker's model: what a refit fills in it, and where that lies."""
+"""Find what a refit fills in one vLLM worker's model, and where that lies."""
 
 # pyright: reportMissingImports=false
 # vLLM stands on the path of a run, not of a type check.
@@ -68,7 +68,7 @@ class EngineMemory:
         return self.known
 
     def lying(self, rank: Rank) -> Destination:
-        """The same, looked up anew for a worker of this place; no memory is read."""
+        """Look the same up anew for a worker of this place; no memory is read."""
         parameters = self.look_again().parameters()
         found = engine_parts(parameters, self.shape, self.precision, rank)
         found |= {name: Part(scale.view(1)) for name, scale in self._kv_scales()}
@@ -111,12 +111,12 @@ def _mapped(_: Any, numbers: Tensor) -> dict[int, int]:
 
 
 def _as_many(module: Any, _: Tensor) -> dict[int, int]:
-    """Some experts, as many as are here: which they are stands in memory that may be asleep."""
+    """Name some experts, as many as are here: which they are lies in memory that may be asleep."""
     return {number: number for number in range(len(module.w13_weight))}
 
 
 def rank_of(model: Any, experts_of: Callable[[Any, Tensor], dict[int, int]] = _mapped) -> Rank:
-    """A worker's place among those that share its model."""
+    """Return a worker's place among those that share its model."""
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
@@ -134,7 +134,7 @@ def rank_of(model: Any, experts_of: Callable[[Any, Tensor], dict[int, int]] = _m
 
 
 def _expert_map(module: Any) -> Tensor | None:
-    """Local numbers of all experts, as vLLM 0.25 or 0.20 names it; None if all are here."""
+    """Return local numbers of all experts, vLLM 0.25's or 0.20's; None if all are here."""
     return getattr(module, "_expert_map", getattr(module, "expert_map", None))
 
 

@@ -115,7 +115,7 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
             return asdict(proof) if proof is not None else {}
 
         def fp8_nemo_layout_problems(self) -> list[str]:
-            """What lies otherwise than a refit will look for it; before the first one, asleep."""
+            """List what lies otherwise than a refit will look for it; before the first, asleep."""
             settings = self.fp8_nemo_settings
             if not settings.glue.has_receiver or settings.glue.verify == "off":
                 return []
