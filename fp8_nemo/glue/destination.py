@@ -32,7 +32,7 @@ ARE_FINE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Part(NamedTuple):
-    """State what one engine holds of a tensor on the wire: `Part(view, (slice(0, 512), slice(None)))`."""
+    """State what an engine holds of a wire tensor: `Part(view, (slice(0, 512), slice(None)))`."""
 
     tensor: Tensor
     """The engine's own memory."""

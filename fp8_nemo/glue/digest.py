@@ -40,7 +40,7 @@ class Placed(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Say where a group's digests are added up: `Sums(torch.zeros(3, dtype=torch.int64), [0, 2])`."""
+    """Say where digests are added up: `Sums(torch.zeros(3, dtype=torch.int64), [0, 2])`."""
 
     sums_T: Tensor
     """INT64, one a tensor of the wire."""
