@@ -9,9 +9,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +24,8 @@ from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, V0_7_0_DEFECTS
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import PlanError, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
-from fp8_nemo.recipe.options import Correction
+from fp8_nemo.recipe.options import Correction, Precision, Recipe
+from fp8_nemo.recipe.settled import LOCAL_BASE, settle
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
 pytestmark = pytest.mark.skipif(not ROOT, reason="NEMO_RL_ROOT: no checkout of NeMo RL")
@@ -220,12 +221,9 @@ def test_each_correction_through_nemo_rls_own_loss_is_the_multiplier_times_its_c
     assert pair.log_ratio_BT.abs().max() <= 20
     multiplier = correct(pair, correction)
 
-    recipe = SimpleNamespace(
-        correction=correction,
-        precision=SimpleNamespace(rollout_linear="fp8"),
-        grpo=SimpleNamespace(kl_penalty=penalty),
-    )
-    keys = {key.removeprefix("loss_fn."): value for key, value in _loss(recipe).items()}
+    recipe = Recipe(correction=correction, precision=Precision(rollout_linear="fp8"))
+    settled = replace(settle(recipe, LOCAL_BASE), kl_penalty=penalty)
+    keys = {key.removeprefix("loss_fn."): value for key, value in _loss(settled).items()}
     assert keys["use_importance_sampling_correction"] is True  # NeMo RL insists on it under FP8
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(**keys))
     sent = data
