@@ -11,10 +11,11 @@ weights, prompts, process and machine.
 `refit` times `refit_policy_generation`, and of it what `transfer_and_update_weights` takes;
 the rest of it is offloading the policy and waking the engine, each with its seconds; `export` is
 NeMo RL's export alone, `encode` the whole stream made and thrown away; what remains of a refit is
-transfer and load, and what `ledger` adds to `fp8` is the proof. As many rounds again, with clocks
-inside the workers, say where each side's host was (`where`), Python's collections included: refits
-vary by more than a ledger costs. What its opening takes may be what the receiver would have waited
-`for the first tensors`; `for the device` is waited apart before settling, with and without a book.
+transfer and load, and what `names` or `bytes` adds to `fp8` is the proof. As many rounds again,
+with clocks inside the workers, say where each side's host was (`where`), Python's collections
+included: refits vary by more than a proof costs. What its opening takes may be what the receiver
+would have waited `for the first tensors`; `for the device` is waited apart before settling, with
+and without a book.
 `--buffers 0.3,0.03` does it again with other buffers than NeMo RL's own share of the free memory,
 by NRL_REFIT_BUFFER_MEMORY_RATIO.
 `mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and
@@ -64,9 +65,9 @@ GLUES = {
     "stock": Glue("stock", "stock", "bf16", "off", FORWARD),
     "fused": Glue("fused", "fused", "bf16", "off"),
     "fp8": Glue("fp8", "fused", "fp8", "off"),
-    "ledger": Glue("ledger", "fused", "fp8", "ledger"),
-    "full": Glue("full", "fused", "fp8", "full"),
-    "stock bytes": Glue("stock bytes", "stock", "fp8", "ledger"),
+    "names": Glue("names", "fused", "fp8", "names"),
+    "bytes": Glue("bytes", "fused", "fp8", "bytes"),
+    "stock rule": Glue("stock rule", "stock", "fp8", "bytes"),
 }
 TRANSFER = "prepare_for_generation/transfer_and_update_weights"
 AROUND = ("policy.offload_before_refit", "policy.offload_after_refit",
@@ -368,11 +369,13 @@ def refits(
     Args:
         bench: the set-up.
         repetitions: rounds.
-        shares: of the free memory, for the buffers through which a colocated refit goes. `full` is
-            timed with the first alone.
+        shares: of the free memory, for the buffers through which a colocated refit goes. `bytes`
+            is timed with the first alone.
         keep: takes what is known after each round.
     """
-    glues = ["stock", "fused", "fp8", "ledger", "full"]
+    from fp8_nemo.nemo.policy import refit_bytes
+
+    glues = ["stock", "fused", "fp8", "names", "bytes"]
     kinds = {name: (name, shares[0]) for name in glues}
     kinds |= {f"{name}, {share}": (name, share) for share in shares[1:] for name in glues[:-1]}
     found: dict[str, Any] = {name: {"rounds": []} for name in kinds}
@@ -382,7 +385,7 @@ def refits(
             _clean(bench, glue)
             found[name]["rounds"].append(bench.refit())
             bench.rest()
-            found[name]["bytes"] = bench.parts.policy.refit_bytes
+            found[name]["bytes"] = refit_bytes(bench.parts.policy.refit_info)
         keep(found)
     for round_ in range(repetitions):  # apart from the refits, whose memory they would take
         for name, (glue, _) in kinds.items():
@@ -423,7 +426,7 @@ def _clocked_refit(bench: Bench) -> dict[str, float]:
 def mismatches(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
     """What the same prompts show after a refit by each glue; rows are kept as they come."""
     found, prompts = {}, bench.prompts(SAMPLES["mismatch"])
-    for name in ("stock", "ledger", "stock bytes"):
+    for name in ("stock", "bytes", "stock rule"):
         bench.switch(GLUES[name])
         try:
             bench.refit()
@@ -444,7 +447,7 @@ def bytes_alike(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     prompts = bench.prompts(1)
-    for name in ("stock", "ledger", "stock bytes"):
+    for name in ("stock", "bytes", "stock rule"):
         bench.switch(GLUES[name])
         bench.refit()
         [engine, *_] = bench.in_vllm(fp8_of_engine)  # asleep, it holds nothing
@@ -516,7 +519,7 @@ def ranges(bench: Bench, tokens: int, sequences: int, repetitions: int) -> dict[
         )
         seconds["stock"].append(time.perf_counter() - start)
         scales["stock"] = stock["layers"]
-        bench.switch(GLUES["ledger"])
+        bench.switch(GLUES["bytes"])
         seconds["watched"].append(_seconds(lambda: policy.get_logprobs(data)))
         start = time.perf_counter()
         amax = policy.run_all_workers_single_data("fp8_nemo_take_ranges")[0]
@@ -636,7 +639,7 @@ FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
 
 
 def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
-    """Each fault with stock, ledger and full: the error, or the mismatch of a refit that passed.
+    """Each fault with stock, names and bytes: the error, or the mismatch of a refit that passed.
 
     Every faulty refit follows a clean one and an update (weights times 4, exactly undone after), so
     that what is lost leaves something old. Rows are kept as they come.
@@ -647,10 +650,10 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
     for fault, (side, inject) in FAULTS.items():
         if fault == "KV scales lost" and bench.recipe.precision.rollout_kv != "fp8":
             continue
-        for glue in ("ledger", "full", "stock"):
+        for glue in ("names", "bytes", "stock"):
             if fault == "plugin missing" and not GLUES[glue].has_receiver:
                 continue
-            _clean(bench, "stock" if glue == "stock" else "ledger")
+            _clean(bench, "stock" if glue == "stock" else "bytes")
             bench.switch(GLUES[glue])
             bench.in_policy(four_times, 4.0)
             bench.parts.policy.kv_scales = {n: 1.5 * scale for n, scale in usual.items()}
@@ -675,7 +678,7 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
             found.append(row)
             keep(found)
             print(row, flush=True)
-    _clean(bench, "ledger")
+    _clean(bench, "bytes")
     found.append({"fault": "none, after all", "mismatch": bench.sampled(prompts)})
     print(found[-1], flush=True)
     return found

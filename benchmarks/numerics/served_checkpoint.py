@@ -102,7 +102,7 @@ def scored(
     engine = Engine(config, precision, batch.tokens_BT.device)
     named = ((name, weight.detach()) for name, weight in model.named_parameters())
     count = config.num_hidden_layers
-    engine.refit(refit_stream(named, precision, kv_scales, num_layers=count), "ledger")
+    engine.refit(refit_stream(named, precision, kv_scales, num_layers=count), "bytes")
     found = []
     for part in micro_batches(batch):
         logits = engine.model(

@@ -140,7 +140,7 @@ def engine_model(policy: Policy, precision: Precision, batch: Batch) -> PreTrain
     policy.logprobs(batch, observer)
     scales = kv_scales(observer.read(), Recalibrate().margin)
     stream = refit_stream(policy.named_weights(), precision, scales, num_layers=count)
-    engine.refit(stream, "ledger")
+    engine.refit(stream, "bytes")
     return engine.model
 
 

@@ -4,11 +4,12 @@ python -m benchmarks.speed.refit --out benchmarks/results/refit-h200.json [--mod
     [--repetitions 5] [--rows 768,8192,32768]
 
 Weights of the model's shape lie on one device, random. `stream`: what the trainer makes of them for
-one refit, thrown away; in BF16, in FP8, with checksums, and in FP8 into a copy of the engine's
-tensors, unproven, under the ledger and under `full`; all by turns. `seconds` is by the host's clock
-up to the last byte, `of_loaded` the median over rounds of its ratio to the unproven one's, `device`
-the sum of the device's own work in one more run, `allocations` how often memory was asked of the
-device: each starts with an empty cache, as NeMo RL's refits do (`offload_before_refit`).
+one refit, thrown away; in BF16, in FP8, in FP8 with digests, and in FP8 into a copy of the engine's
+tensors with each `glue.verify`: off, names, bytes; all by turns. `seconds` is by the host's clock
+up to the last byte, `of_loaded` the median over rounds of its ratio to that of verify=off, and
+`more_ms` of its difference, `device` the sum of the device's own work in one more run,
+`allocations` how often memory was asked of the device: each starts with an empty cache, as NeMo
+RL's refits do (`offload_before_refit`).
 `watch`: one layer's Q, K and V in a micro-batch of so many rows: microseconds of the host and of
 the device. What glue.py measures in a real set-up has these parts. Runs on a CPU too, to be tested.
 """
@@ -30,7 +31,8 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks import record
-from fp8_nemo.glue.ledger import Destination, Ledger
+from fp8_nemo.glue.destination import Destination
+from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import kv_scale_names, named_shapes, wire_specs
@@ -39,7 +41,8 @@ from fp8_nemo.recipe.options import Precision, Shape
 
 CALLS = 200  # of the observer, between two looks at the clock
 KV_SCALE = 0.02
-UNPROVEN = "FP8, loaded"
+UNPROVEN = "FP8, loaded, verify=off"
+LOADED = "FP8, loaded"
 ERRORS = Console(stderr=True)
 MOST_PROFILED = 5000  # tensors of a stream: the profiler takes minutes over those of experts
 
@@ -82,30 +85,30 @@ class Refit:
         }
         self.destination = Destination(self.engine, self.specs)
 
-    def stream(self, precision: Precision, checksums: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def stream(self, precision: Precision, verify: str) -> Iterator[tuple[str, Tensor]]:
         """One refit's tensors, as the policy worker makes them."""
         return refit_stream(
             iter(self.weights.items()), precision, self.kv_scales,
-            num_layers=self.shape.layers, checksums=checksums,
+            num_layers=self.shape.layers, verify=verify,
         )  # fmt: skip
 
-    def thrown_away(self, precision: Precision, checksums: bool = False) -> int:
+    def thrown_away(self, precision: Precision, verify: str) -> int:
         """The bytes of a stream that nobody takes."""
-        return sum(tensor.nbytes for _, tensor in self.stream(precision, checksums))
+        return sum(tensor.nbytes for _, tensor in self.stream(precision, verify))
 
     def unproven(self) -> int:
         """The bytes of a stream that the engine's tensors take, with no book kept of it."""
         sent = 0
-        for name, tensor in self.stream(self.precision):
+        for name, tensor in self.stream(self.precision, "off"):
             if name in self.engine:
                 self.engine[name].copy_(tensor)
                 sent += tensor.nbytes
         return sent
 
-    def loaded(self, checksums: bool) -> int:
+    def loaded(self, verify: str) -> int:
         """The bytes of a stream that the engine's tensors take, proven."""
-        ledger = Ledger(self.specs, self.destination, checksums=checksums)
-        for name, tensor in self.stream(self.precision, checksums):
+        ledger = Ledger(self.specs, self.destination, verify=verify)
+        for name, tensor in self.stream(self.precision, verify):
             if ledger.receive(name, tensor):
                 self.engine[name].copy_(tensor)
         return ledger.close().bytes
@@ -114,23 +117,24 @@ class Refit:
         """Every kind of stream, timed."""
         bf16 = Precision(rollout_kv=self.precision.rollout_kv)
         kinds: dict[str, Callable[[], int]] = {
-            "BF16": partial(self.thrown_away, bf16),
-            "FP8": partial(self.thrown_away, self.precision),
-            "FP8, checksums": partial(self.thrown_away, self.precision, True),
+            "BF16": partial(self.thrown_away, bf16, "off"),
+            "FP8": partial(self.thrown_away, self.precision, "off"),
+            "FP8, digests": partial(self.thrown_away, self.precision, "bytes"),
             UNPROVEN: self.unproven,
-            "FP8, loaded under the ledger": partial(self.loaded, False),
-            "FP8, loaded under full": partial(self.loaded, True),
+            f"{LOADED}, verify=names": partial(self.loaded, "names"),
+            f"{LOADED}, verify=bytes": partial(self.loaded, "bytes"),
         }
         is_short = len(self.specs) < MOST_PROFILED
         rounds = [{kind: self._once(work) for kind, work in kinds.items()}
                   for _ in track(range(repetitions + 1), "rounds", console=ERRORS)][1:]  # fmt: skip
         for kind, work in kinds.items():
             sent, seconds, asked = zip(*(each[kind] for each in rounds), strict=True)
-            loads = kind.startswith(UNPROVEN)
-            ratios = [each[kind].seconds / each[UNPROVEN].seconds for each in rounds]
+            loads = kind.startswith(LOADED)
+            pairs = [(each[kind].seconds, each[UNPROVEN].seconds) for each in rounds]
             yield {
                 "stream": kind, "bytes": sent[-1], "seconds": record.repeated(seconds),
-                "of_loaded": median(ratios) if loads else None,
+                "of_loaded": median(one / other for one, other in pairs) if loads else None,
+                "more_ms": median(one - other for one, other in pairs) * 1e3 if loads else None,
                 "device": device_seconds(work, self.device) if is_short else None,
                 "allocations": record.repeated(asked),
             }  # fmt: skip

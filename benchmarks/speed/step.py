@@ -11,7 +11,7 @@ rollout      prompts at the measured prompt speed, then `tokens` at the measured
              nearest batch and context (speed.rollout; each within 15%)
 logprob      one forward per micro-batch, twice with a reference policy (speed.train, `scored`)
 train        forward and backward; the first micro-batch of each optimizer step quantizes weights
-refit        a refit of this precision (glue --parts refit: `ledger`; `fused` of BF16)
+refit        a refit of this precision (glue --parts refit: `bytes`; `fused` of BF16)
 recalibrate  what watching the ranges adds, per token (glue --parts ranges), under FP8 KV
 
 Each number names its file; one that was not measured is an error that names the command. A
@@ -207,10 +207,11 @@ def refit(settled: Settled, _: Load, files: Files) -> Found:
     recipe, fp8 = settled.recipe, [name for name in ROLLOUT if name != "bf16"]
     quantized = recipe.precision.rollout_linear == "fp8"
     content, file = _glue(recipe, files, "refit", fp8 if quantized else ["bf16", *fp8])
-    kind = "ledger" if quantized else "fused"
-    if kind not in content:
+    kinds = ("bytes", "ledger") if quantized else ("fused",)  # of before: `ledger`
+    kind = next((each for each in kinds if each in content), None)
+    if kind is None:
         raise Missing(
-            f"refit: {file} has no `{kind}`; benchmarks.glue.compare --parts refit makes it"
+            f"refit: {file} has no `{kinds[0]}`; benchmarks.glue.compare --parts refit makes it"
         )
     return Found(content[kind]["median"]["refit"], file)
 

@@ -53,7 +53,7 @@ class UnstableError(RuntimeError):
     """Name the step after which a run was not to go on; one line."""
 
 
-STALE = "a refit may have brought stale weights or scales: set glue.verify=full"
+STALE = "without glue.verify=bytes a refit may have brought stale weights or scales"
 SIGNALS = (
     Signal(KL, 0.02, 0.1, STALE),
     Signal(

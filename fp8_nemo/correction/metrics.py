@@ -38,9 +38,6 @@ METRICS = {
     "correction/masked_fraction": Metric(SHARE, "tokens that were rejected"),
     "refit/bytes": Metric("bytes", "sent by the last refit"),
     "refit/verified_weights": Metric("weights", "FP8 weights proven to have arrived; 0 unverified"),
-    "refit/probe_abs_log_ratio_median": Metric(
-        "nats", "median log ratio on fixed prompts, local backend with verify=full"
-    ),
     "recalibrate/saturated_fraction": Metric(
         SHARE, "of the Q, K and V ranges of all layers: those beyond the scale in force"
     ),

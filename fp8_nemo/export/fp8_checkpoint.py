@@ -9,10 +9,12 @@ What it takes care of
     before a shard is made again. A conversion that was killed goes on after its last shard, if the
     source and the settings are the same; its KV scales are not measured again. Of another source,
     or of one that changed, it is refused: half of it, and its KV scales, would be the old one's.
+    Files appear whole (`whole_files.py`), and the book keeps a digest of each shard.
 
 What it refuses
-    A checkpoint that is FP8 already, of another family than Llama, Qwen3 and Qwen3-MoE, or that
-    holds a weight which is not finite; and a folder with anything else in it.
+    A checkpoint that is FP8 already, of another family than Llama, Qwen3 and Qwen3-MoE, that holds
+    an empty tensor or one that is not finite, or whose index and shards disagree; and a folder with
+    anything else in it.
 
 Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts.
 """
@@ -35,6 +37,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fp8_nemo.export.whole_files import PART, part_of, put, sha256_of, without_parts, write_json
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.quantize import FP8, Fp8Weight, dequantize_blocks
 from fp8_nemo.glue.refit import encode, pieces_of
@@ -103,9 +106,9 @@ def quantize_checkpoint(
     book = _opened_book(source, target, shards, settings)
     if calibration and book["kv_scales"] is None:
         book["kv_scales"] = calibration.scales()
-        _write_json(target / BOOK, book)
+        write_json(target / BOOK, book)
     for number, shard in enumerate(shards):
-        if shard.name in book["shards"] and _is_whole(target / shard.name):
+        if _is_whole(target / shard.name, book["shards"].get(shard.name)):
             continue
         (target / "config.json").unlink(missing_ok=True)
         scales = book["kv_scales"] if number == 0 else None
@@ -113,15 +116,15 @@ def quantize_checkpoint(
         layers = config["num_hidden_layers"]
         found = _convert(shard, target / shard.name, precision, layers, extra, progress)
         book["shards"][shard.name] = found
-        _write_json(target / BOOK, book)
+        write_json(target / BOOK, book)
     done = book["shards"]
     tensors = {name: shard for shard in done for name in done[shard]["tensors"]}
     _copy_rest(source, target)
     if (source / INDEX).is_file():
         total = sum(each["bytes"] for each in done.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(tensors.items()))}
-        _write_json(target / INDEX, index)
-    _write_json(target / "config.json", config | {"quantization_config": _quantization(tensors)})
+        write_json(target / INDEX, index)
+    write_json(target / "config.json", config | {"quantization_config": _quantization(tensors)})
     return [WeightError(*each) for shard in shards for each in done[shard.name]["errors"]]
 
 
@@ -194,19 +197,28 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _shards(source: Path) -> list[Path]:
-    names = ["model.safetensors"]
+    names, weight_map = ["model.safetensors"], {}
     if (source / INDEX).is_file():
         weight_map = _json(source / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConversionError(f"{source / INDEX}: has no weight_map")
+        if strange := [n for n, shard in weight_map.items() if not isinstance(shard, str)]:
+            raise ConversionError(f"{source / INDEX}: gives {strange[0]} no file's name")
         names = sorted(set(weight_map.values()))
+    held: dict[str, str] = {}
     for name in names:
-        _check_shard(source / name)
+        for tensor in _tensors_of(source / name):
+            if tensor in held:
+                raise ConversionError(f"{tensor}: is in {held[tensor]} and in {name} ({source})")
+            held[tensor] = name
+    for tensor, name in weight_map.items():
+        if held.get(tensor) != name:
+            raise ConversionError(f"{tensor}: is not in {name}, where {source / INDEX} has it")
     return [source / name for name in names]
 
 
-def _check_shard(file: Path) -> None:
-    """Check by its header alone that a shard is whole, and of numbers that can be quantized."""
+def _tensors_of(file: Path) -> list[str]:
+    """Name what a shard holds; check that it is whole, and of numbers that can be quantized."""
     if not file.is_file():
         raise ConversionError(f"{file.parent}: lacks {file.name}; its weights must be safetensors")
     with file.open("rb") as stream:
@@ -216,12 +228,17 @@ def _check_shard(file: Path) -> None:
         raise ConversionError(f"{file}: {found}")
     try:
         with safe_open(file, framework="pt") as opened:
-            dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+            found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            dtypes = {name: each.get_dtype() for name, each in found.items()}
+            empty = [name for name, each in found.items() if 0 in each.get_shape()]
     except SafetensorError as error:
         raise ConversionError(f"{file}: is no safetensors file ({error})") from None
     for name, dtype in dtypes.items():
         if dtype not in DTYPES or name.endswith(weights.SCALE_SUFFIX):
             raise ConversionError(f"{name}: is {dtype}, must be BF16 or F32 ({file})")
+    if empty:
+        raise ConversionError(f"{empty[0]}: is empty ({file})")
+    return list(dtypes)
 
 
 def _check_blocks(file: Path, precision: Precision, layers: int) -> None:
@@ -250,6 +267,8 @@ def _opened_book(
     config = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
     identity = {"config.json": config, "shards": {each.name: _fingerprint(each) for each in shards}}
     begun = {"source": identity, "settings": settings}
+    if target.is_dir() and _is_begun(target):
+        without_parts(target)
     if (target / BOOK).is_file():
         book = _json(target / BOOK)
         for what, value in begun.items():
@@ -266,12 +285,20 @@ def _opened_book(
         raise ConversionError(f"{target}: is not empty, and holds no conversion of ours")
     target.mkdir(parents=True, exist_ok=True)
     book = begun | {"kv_scales": None, "shards": {}}
-    _write_json(target / BOOK, book)
+    write_json(target / BOOK, book)
     return book
 
 
-def _is_whole(file: Path) -> bool:
-    return file.is_file() and not damage(file)
+def _is_begun(target: Path) -> bool:
+    names = {each.name for each in target.iterdir()}
+    return BOOK in names or names == {PART}
+
+
+def _is_whole(file: Path, booked: dict[str, Any] | None) -> bool:
+    """Check that a shard is there with the bytes of the book; one of before has no digests."""
+    if booked is None or not file.is_file() or damage(file):
+        return False
+    return booked.get("sha256") in (None, sha256_of(file))
 
 
 def _fingerprint(file: Path) -> list[int]:
@@ -301,12 +328,18 @@ def _convert(
             if weights.is_fp8_weight(name, tuple(weight.shape), precision, layers):
                 errors.append(_error(name, weight, made))
             tensors |= {each: tensor.cpu().contiguous() for each, tensor in made.items()}
-    whole = target.with_suffix(".part")
-    save_file(tensors, whole, metadata={"format": "pt"})
-    shutil.copymode(source, whole)
-    whole.rename(target)
+    part = part_of(target)
+    try:
+        save_file(tensors, part, metadata={"format": "pt"})
+    except SafetensorError as error:  # its own word for a full disk
+        text = f"{target}: cannot be written ({error}); make room, and the same line goes on"
+        raise ConversionError(text) from None
+    shutil.copymode(source, part)
+    digest = sha256_of(part)
+    put(part, target)
     progress(source.name, len(names), len(names))
     return {
+        "sha256": digest,
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
         "tensors": {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
         "errors": errors,
@@ -351,9 +384,3 @@ def _rest(source: Path) -> Iterator[Path]:
         written = file.name in (BOOK, "config.json") or file.name.endswith(".index.json")
         if file.is_file() and not written and file.suffix not in LEFT_OUT:
             yield file
-
-
-def _write_json(file: Path, content: Any) -> None:
-    part = file.with_name(file.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.rename(file)

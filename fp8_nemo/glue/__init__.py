@@ -4,7 +4,8 @@
   `quantize_groups`, `dequantize_groups` for activations, `quantize_tensor` for Q, K and V
 - `refit`: `refit_stream`, everything that one refit sends; `encode`, one group of it
 - `ledger`: `Destination` and `Ledger`, by which a receiver proves a refit or names what failed
-- `manifest`: `checksum`, and the first and the last tensor of a stream
+- `digest`: a number for a tensor's bytes, over parts of it too
+- `manifest`: the first and the last tensor of a stream
 - `recalibrate`: `AmaxObserver`, `kv_scales`, `check_scales`
 - `wire`: names, types and shapes, free of torch; `FAMILIES` of models
 - `kernels`: the same on a CUDA device, called by the others

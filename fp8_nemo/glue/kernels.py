@@ -1,4 +1,4 @@
-"""The FP8 contract as Triton kernels: quantizing, ranges and checksums.
+"""The FP8 contract as Triton kernels: quantizing, ranges and digests.
 
 What they guarantee
     Every byte, scale and value equals the torch reference of `quantize.py`. Of weights one program
@@ -20,23 +20,28 @@ R rows (tokens), H heads, D head dimension, T tokens.
 # Triton comes with a CUDA build of torch, and only there is this module imported.
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8_nemo.glue.digest import Placed, Sums
+
 BLOCK = tl.constexpr(128)
 FP8_MAX = tl.constexpr(448.0)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 WARPS = 4  # within 3 points of the fastest of 4, 8, 16 (benchmarks/results/quantize-h200.json)
-COLUMNS = tl.constexpr(8)  # of the table of weights: three addresses, first block, O, I, P, Q
+COLUMNS = tl.constexpr(9)  # of the table of weights: three addresses, first block, O, I, P, Q, slot
 ROWS_AT_ONCE = 16
 GROUPS_AT_ONCE = 32  # rows of activations that one program takes, one group of 128 of each
 HEADS_AT_ONCE = tl.constexpr(1024)  # values of a row that one turn reads
-BYTES_AT_ONCE = 8192  # of a checksum, that one program sums
 ALIGNED = 16  # bytes; what a thread loads at once
+WORD = 4
+RUN = tl.constexpr(10)  # columns of the table of what is digested: `Run`, and the slot
+TILE_ROWS, TILE_WORDS = tl.constexpr(32), tl.constexpr(128)  # that one program digests
 
 
 def quantize(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,25 +62,26 @@ def quantize(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> tuple[Tensor, 
 
 
 def quantize_list(
-    weights: Sequence[Tensor], pow2: bool, nonfinite_N: Tensor
+    weights: Sequence[Tensor], pow2: bool, nonfinite_N: Tensor, sums: Sums | None = None
 ) -> list[tuple[Tensor, Tensor]]:
     """Quantize N weights or slabs in one launch.
 
     The table of their addresses travels from pinned memory without a wait; a CUDA graph would
-    hold the addresses of its capture. `nonfinite_N` are boolean slots, one a weight.
+    hold the addresses of its capture. `nonfinite_N` are boolean slots, one a weight. To `sums` are
+    added the digests of each matrix's bytes and scales, made of what the registers hold.
     """
     results = [_results(weight) for weight in weights]
     rows, blocks = [], 0
-    for weight, (fp8, scale_inv) in zip(weights, results, strict=True):
+    for n, (weight, (fp8, scale_inv)) in enumerate(zip(weights, results, strict=True)):
         addresses = (weight.data_ptr(), fp8.data_ptr(), scale_inv.data_ptr())
-        rows.append((*addresses, blocks, *_sizes(weight)))
+        rows.append((*addresses, blocks, *_sizes(weight), sums.slots[n] if sums else 0))
         blocks += scale_inv.numel()
     if blocks:
         with torch.cuda.device(weights[0].device):
-            table = torch.tensor(rows, dtype=torch.int64).pin_memory()
             _quantize_listed[(blocks,)](
-                table.to(weights[0].device, non_blocking=True), nonfinite_N, len(rows),
-                POW2=pow2, EVEN=all(_is_even(*row[4:6]) for row in rows), num_warps=WARPS,
+                _sent(rows, weights[0].device), nonfinite_N,
+                sums.sums_T if sums else nonfinite_N, len(rows), POW2=pow2, SUMS=sums is not None,
+                EVEN=all(_is_even(*row[4:6]) for row in rows), num_warps=WARPS,
             )  # fmt: skip
     return results
 
@@ -114,20 +120,75 @@ def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None
         )  # fmt: skip
 
 
-def checksum(bytes_N: Tensor, period: int) -> Tensor:
-    """`sum_n (1 + n mod period) byte_n`, an INT64 scalar, in one launch that reads each byte once.
+class Run(NamedTuple):
+    """Describe rows of bytes on the device, as `_digest` reads them; strides in bytes."""
 
-    Args:
-        bytes_N: UINT8 on a CUDA device, contiguous.
-        period: at most 2**23, so that a product fits INT32.
+    address: int
+    first_tile: int
+    rows: int
+    length: int
+    row_stride: int
+    value_stride: int
+    itemsize: int
+    pitch: int
+    """Words of the wire's tensor from row to row."""
+    first: int
+    """Index of the first word."""
+
+    @property
+    def is_even(self) -> bool:
+        """Say whether its words are loaded as such, four by four."""
+        aligned = not (self.address % ALIGNED or self.length % ALIGNED)
+        return aligned and self.value_stride == self.itemsize and not self.row_stride % ALIGNED
+
+    @property
+    def tiles(self) -> int:
+        """Count the programs that it takes."""
+        across = triton.cdiv(triton.cdiv(self.length, WORD), TILE_WORDS.value)
+        return triton.cdiv(self.rows, TILE_ROWS.value) * across
+
+
+def digests(parts: Sequence[Placed], slots: Sequence[int]) -> Callable[[Tensor], None]:
+    """Make what adds each part's digest to its slot: one launch, or two if some lie unevenly.
+
+    The table of where they lie stays on the device: it holds for as long as they do.
     """
-    total = torch.zeros((), dtype=torch.int64, device=bytes_N.device)
-    if N := bytes_N.numel():
-        with torch.cuda.device(bytes_N.device):
-            _checksum[(triton.cdiv(N, BYTES_AT_ONCE),)](
-                bytes_N, total, N, period, SIZE=BYTES_AT_ONCE, num_warps=WARPS
-            )
-    return total
+    device = parts[0].tensor.device
+    found: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
+    tiles = {True: 0, False: 0}
+    for part, slot in zip(parts, slots, strict=True):
+        for run in _runs(part):
+            found[run.is_even].append((*run._replace(first_tile=tiles[run.is_even]), slot))
+            tiles[run.is_even] += run.tiles
+    tables = {even: _sent(rows, device) for even, rows in found.items() if tiles[even]}
+
+    def add_to(sums_N: Tensor) -> None:
+        with torch.cuda.device(device):
+            for even, table in tables.items():
+                _digest[(tiles[even],)](table, sums_N, len(table), EVEN=even, num_warps=WARPS)
+
+    return add_to
+
+
+def _runs(part: Placed) -> Iterator[Run]:
+    """List a part's rows; whole ones that follow each other are taken in a tile's width."""
+    x, size = part.tensor, part.tensor.itemsize
+    rows, length, wide = len(x), x.shape[1] * size, TILE_WORDS.value
+    if x.is_contiguous() and length == part.pitch * WORD:
+        full, rest = divmod(rows * part.pitch, wide)
+        at = x.data_ptr(), part.first
+        for count, words in ((full, wide), (1, rest)):
+            if count and words:
+                yield Run(at[0], 0, count, words * WORD, wide * WORD, size, size, wide, at[1])
+            at = at[0] + full * wide * WORD, at[1] + full * wide
+    elif x.numel():
+        row, value = (size * stride for stride in x.stride())
+        yield Run(x.data_ptr(), 0, rows, length, row, value, size, part.pitch, part.first)
+
+
+def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Send a table from pinned memory without a wait."""
+    return torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 
 
 def _sizes(weight_OI: Tensor) -> tuple[int, int, int, int]:
@@ -154,18 +215,17 @@ def _quantize_one(
     weight, fp8, scale_inv, nonfinite, O, I, P, Q, POW2: tl.constexpr, EVEN: tl.constexpr
 ):
     block = tl.program_id(0).to(tl.int64)
-    _quantize_block(weight, fp8, scale_inv, nonfinite, block, O, I, P, Q, POW2, EVEN)
+    _quantize_block(
+        weight, fp8, scale_inv, nonfinite, nonfinite, block, O, I, P, Q, POW2, EVEN, False
+    )
 
 
 @triton.jit
-def _quantize_listed(table, nonfinite, N, POW2: tl.constexpr, EVEN: tl.constexpr):
+def _quantize_listed(
+    table, nonfinite, sums, N, POW2: tl.constexpr, EVEN: tl.constexpr, SUMS: tl.constexpr
+):
     block = tl.program_id(0).to(tl.int64)
-    weight, end = 0, N  # the weight whose first block is the last at or below this one
-    while end - weight > 1:
-        middle = (weight + end) // 2
-        below = tl.load(table + middle * COLUMNS + 3) <= block
-        weight = tl.where(below, middle, weight)
-        end = tl.where(below, end, middle)
+    weight = _last_below(table + 3, COLUMNS, block, N)
     row = table + weight * COLUMNS
     source = tl.load(row).to(tl.pointer_type(tl.bfloat16))
     fp8 = tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv))
@@ -178,6 +238,7 @@ def _quantize_listed(table, nonfinite, N, POW2: tl.constexpr, EVEN: tl.constexpr
         tl.multiple_of(fp8, 16),
         scale_inv,
         nonfinite + weight,
+        sums + tl.load(row + 8),
         block - tl.load(row + 3),
         tl.load(row + 4),
         I,
@@ -185,13 +246,15 @@ def _quantize_listed(table, nonfinite, N, POW2: tl.constexpr, EVEN: tl.constexpr
         tl.load(row + 7),
         POW2,
         EVEN,
+        SUMS,
     )
 
 
 @triton.jit
 def _quantize_block(
-    weight, fp8, scale_inv, nonfinite, block, O, I, P, Q, POW2: tl.constexpr, EVEN: tl.constexpr
-):
+    weight, fp8, scale_inv, nonfinite, sums, block, O, I, P, Q,
+    POW2: tl.constexpr, EVEN: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
     expert, inner = block // (P * Q), block % (P * Q)
     rows = (inner // Q) * BLOCK + tl.arange(0, BLOCK)[:, None]
     columns = (inner % Q) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -205,13 +268,25 @@ def _quantize_block(
     amax = (tl.max(tl.max(bits, 1), 0) << 16).to(tl.float32, bitcast=True)
     scale, inverse = _scales(amax, BF16_MAX, POW2)
     scaled = value.to(tl.float32) * scale
-    scaled = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
+    scaled = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX).to(tl.float8e4nv)
     if EVEN:
-        tl.store(fp8 + at, scaled.to(tl.float8e4nv))
+        tl.store(fp8 + at, scaled)
     else:
-        tl.store(fp8 + at, scaled.to(tl.float8e4nv), mask=inside)
+        tl.store(fp8 + at, scaled, mask=inside)
     tl.store(scale_inv + block, inverse)
     tl.store(nonfinite, True, mask=(amax != amax) | (amax == float("inf")))
+    if SUMS:
+        byte = tl.reshape(scaled.to(tl.uint8, bitcast=True), (BLOCK, BLOCK // 4, 2, 2))
+        even, odd = tl.split(byte)
+        low, high = tl.split(even.to(tl.int32) | (odd.to(tl.int32) << 8))
+        word = low | (high << 16)  # not shifted and summed: ptxas of CUDA 12.8 dies of that
+        words = (inner % Q) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+        index = (rows * tl.cdiv(I, 4)).to(tl.int32) + words.to(tl.int32)
+        held = _mixed_sum(word, index, EVEN | ((rows < O) & (words * 4 < I)))
+        tl.atomic_add(sums + 2 * expert, held, sem="relaxed")
+        scale_word = inverse.to(tl.int32, bitcast=True)
+        held = _mixed(scale_word, inner).to(tl.int64)
+        tl.atomic_add(sums + 2 * expert + 1, held, sem="relaxed")
 
 
 @triton.jit
@@ -275,9 +350,55 @@ def _amax_of_rows(x, values, D, row_stride, head_stride, keep, amax, R, ROWS: tl
 
 
 @triton.jit
-def _checksum(bytes_, total, N, period, SIZE: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    inner = tl.arange(0, SIZE)
-    byte = tl.load(bytes_ + start + inner, mask=start + inner < N, other=0).to(tl.int32)
-    factor = 1 + ((start % period).to(tl.int32) + inner) % period
-    tl.atomic_add(total, tl.sum((byte * factor).to(tl.int64), 0))
+def _digest(table, sums, N, EVEN: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    run = table + _last_below(table + 1, RUN, tile, N) * RUN
+    R, length, row_stride = tl.load(run + 2), tl.load(run + 3), tl.load(run + 4)
+    tile -= tl.load(run + 1)
+    across = tl.cdiv(tl.cdiv(length, 4), TILE_WORDS)
+    rows = (tile // across) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    columns = (tile % across) * TILE_WORDS + tl.arange(0, TILE_WORDS)[None, :]
+    if EVEN:
+        source = tl.multiple_of(tl.load(run).to(tl.pointer_type(tl.int32)), 16)
+        at = rows * tl.multiple_of(row_stride // 4, 4) + columns
+        inside = (rows < R) & (columns < tl.multiple_of(length // 4, 4))
+        word = tl.load(source + at, mask=inside, other=0)
+    else:
+        inside = (rows < R) & (columns * 4 < length)
+        source = tl.load(run).to(tl.pointer_type(tl.uint8))
+        value_stride, itemsize = tl.load(run + 5), tl.load(run + 6)
+        word = tl.zeros((TILE_ROWS, TILE_WORDS), tl.int32)
+        for byte in tl.static_range(4):
+            n = columns * 4 + byte
+            at = rows * row_stride + n // itemsize * value_stride + n % itemsize
+            held = tl.load(source + at, mask=inside & (n < length), other=0)
+            word |= held.to(tl.int32) << (8 * byte)
+    index = (tl.load(run + 8) + rows * tl.load(run + 7)).to(tl.int32) + columns.to(tl.int32)
+    found = _mixed_sum(word, index, inside)
+    tl.atomic_add(sums + tl.load(run + 9), found, sem="relaxed")
+
+
+@triton.jit
+def _mixed_sum(word, index, inside):
+    return tl.sum(tl.where(inside, _mixed(word, index), 0).to(tl.int64))
+
+
+@triton.jit
+def _mixed(word, index):
+    """Mix INT32 words as `digest._mixed` does."""
+    x = word.to(tl.uint32, bitcast=True) ^ (index.to(tl.uint32) * 0x9E3779B1)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return (x ^ (x >> 16)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _last_below(firsts, STRIDE: tl.constexpr, wanted, N):
+    """Find the last of N ascending numbers that is at or below one, by halving."""
+    found, end = 0, N
+    while end - found > 1:
+        middle = (found + end) // 2
+        below = tl.load(firsts + middle * STRIDE) <= wanted
+        found = tl.where(below, middle, found)
+        end = tl.where(below, end, middle)
+    return found

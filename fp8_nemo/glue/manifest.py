@@ -1,10 +1,15 @@
-"""What a refit sends besides tensors: a sentinel first, a manifest of all that was sent last."""
+"""Make what a refit sends besides tensors: a sentinel first, a manifest of all that was sent last.
+
+A manifest is INT64 numbers, as many in every refit, since NeMo RL's receiver knows shapes from its
+set-up: a mark, the number of the refit, a hash of the names, each KV scale and each tensor's
+digest, in the order sent. Digests go from device to device; nobody reads them before the end.
+"""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,58 +18,67 @@ from torch import Tensor
 SENTINEL = "fp8_nemo.sentinel"
 MANIFEST = "fp8_nemo.manifest"
 KV_SUFFIXES = (".q_scale", ".k_scale", ".v_scale")
-CHECKSUM_PERIOD = 65521  # prime: shifting bytes by any block or row size changes their factors
-CHECKSUM_AT_ONCE = 2**26  # bytes, each of which takes 16 while it is summed
+MARK = 0x46_50_38_52_45_46_49_54
+"""`FP8REFIT`: what a stream that was cut short, or filled up with ones, does not begin with."""
 
 
 class Manifest(NamedTuple):
-    """What the sender has sent: `Manifest(["lm_head.weight", ...], [], {})`."""
+    """State what the sender has sent: `Manifest(3, 0x1a2b, {}, [17, 4])`."""
 
-    names: list[str]
-    sums: list[int]
-    """Of each name's bytes, with `verify: full`."""
+    number: int
+    """Of the refit, by the sender's count."""
+    names: int
+    """`hash_of` the names that were sent."""
     kv_scales: dict[str, float]
+    sums: list[int]
+    """Digest of each tensor but KV scales, in the order sent; none with `verify: names`."""
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """An order-sensitive sum of a tensor's bytes, INT64 scalar on its device.
-
-    Byte i counts `1 + i mod 65521` times, so a permutation of blocks shows; 5e11 bytes fit.
-    """
-    bytes_N = tensor.detach().contiguous().view(torch.uint8).flatten()
-    if bytes_N.is_cuda:
-        from fp8_nemo.glue import kernels
-
-        return kernels.checksum(bytes_N, CHECKSUM_PERIOD)
-    total = torch.zeros((), dtype=torch.int64, device=bytes_N.device)
-    for start in range(0, bytes_N.numel(), CHECKSUM_AT_ONCE):
-        some_N = bytes_N[start : start + CHECKSUM_AT_ONCE].long()
-        index_N = torch.arange(start, start + some_N.numel(), device=some_N.device)
-        total += (some_N * (1 + index_N % CHECKSUM_PERIOD)).sum()
-    return total
+def hash_of(names: Iterable[str]) -> int:
+    """Hash names in their order to 64 bits."""
+    text = "\n".join(names).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big", signed=True)
 
 
-def manifest(names: list[str], sums: list[Tensor], kv_scales: Mapping[str, float]) -> Tensor:
-    """Bytes of it, as many in every refit: NeMo RL's receiver knows shapes from its set-up.
+def manifest(
+    number: int,
+    names: Iterable[str],
+    kv_scales: Mapping[str, float],
+    sums: Sequence[Tensor],
+    device: torch.device | None,
+) -> Tensor:
+    """Write a manifest's bytes on the device.
 
     Args:
-        names: of all tensors, in the order sent.
-        sums: their `checksum`, or none.
-        kv_scales: in FP32, in the order of `names`.
+        number: of the refit.
+        names: of all tensors in the order sent, but KV scales.
+        kv_scales: in FP32, in the order sent, after all others.
+        sums: their digests, INT64 on the device, or none.
+        device: where they are to be.
     """
-    host_sums = torch.stack(sums).tolist() if sums else []
-    scales = struct.pack(f">{len(kv_scales)}f", *kv_scales.values()).hex()
-    book = {"names": names, "sums": [f"{value:016x}" for value in host_sums], "kv_scales": scales}
-    return torch.frombuffer(bytearray(json.dumps(book).encode()), dtype=torch.uint8)
+    head = [MARK, number, hash_of([*names, *kv_scales]), *map(_bits, kv_scales.values())]
+    numbers = [torch.tensor(head).to(device, non_blocking=True), *sums]
+    return torch.cat(numbers).view(torch.uint8)
 
 
-def read_manifest(tensor: Tensor) -> Manifest | None:
-    """What `manifest` wrote; None if it did not arrive whole."""
-    try:
-        book = json.loads(tensor.cpu().numpy().tobytes())
-        names = [name for name in book["names"] if name.endswith(KV_SUFFIXES)]
-        scales = struct.unpack(f">{len(names)}f", bytes.fromhex(book["kv_scales"]))
-        sums = [int(value, 16) for value in book["sums"]]
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+def read_manifest(numbers: Sequence[int], kv_names: Sequence[str]) -> Manifest | None:
+    """Read what `manifest` wrote; None if it did not arrive whole.
+
+    Args:
+        numbers: the INT64 that its bytes hold.
+        kv_names: of the KV scales that came, in their order.
+    """
+    if len(numbers) < 3 + len(kv_names) or numbers[0] != MARK:
         return None
-    return Manifest(book["names"], sums, dict(zip(names, scales, strict=True)))
+    _, number, names, *rest = numbers
+    bits, sums = rest[: len(kv_names)], rest[len(kv_names) :]
+    return Manifest(number, names, dict(zip(kv_names, map(scale_of, bits), strict=True)), sums)
+
+
+def _bits(scale: float) -> int:
+    return struct.unpack("i", struct.pack("f", scale))[0]
+
+
+def scale_of(bits: int) -> float:
+    """Return the FP32 that 32 bits stand for, given as an integer."""
+    return struct.unpack("f", struct.pack("I", bits & 0xFFFFFFFF))[0]

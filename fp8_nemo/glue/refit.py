@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
+from fp8_nemo.glue.digest import Digests, Sums, placed
 from fp8_nemo.glue.ledger import Ledger, RefitProof
-from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum, manifest
+from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, manifest
 from fp8_nemo.glue.quantize import QUANTIZERS
 from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
 from fp8_nemo.glue.wire import RefitError
@@ -44,6 +46,8 @@ class Encoded(NamedTuple):
     tensors: list[tuple[str, Tensor]]
     names: list[str]
     nonfinite_N: Tensor
+    sums_T: Tensor | None = None
+    """Digest of each of `tensors`, with `verify: bytes`."""
 
 
 def refit_stream(
@@ -53,7 +57,8 @@ def refit_stream(
     *,
     num_layers: int,
     metadata_only: bool = False,
-    checksums: bool = False,
+    verify: str = "bytes",
+    number: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
     """Everything that one refit sends, by name.
 
@@ -64,24 +69,23 @@ def refit_stream(
         num_layers: layers of the model.
         metadata_only: NeMo RL runs the stream once at set-up for names, types and shapes, before
             any KV scale exists: NaN stands in for them.
-        checksums: let the manifest carry one per tensor (`verify: full`).
+        verify: with `bytes` the manifest carries the digest of every tensor.
+        number: of this refit, which the receiver counts too: one of before is told by it.
 
     Raises:
         RefitError: a weight is not finite, or a KV scale is missing or not finite and positive.
     """
     names: list[str] = []
-    sums: list[Tensor] = []
     verdicts: list[Encoded] = []
     device: torch.device | None = None
     for group in in_groups(named_weights):
         if device is None:
             device = group[0][1].device
             yield SENTINEL, torch.zeros(SENTINEL_BYTES, dtype=torch.uint8, device=device)
-        encoded = encode(group, precision, num_layers=num_layers)
+        encoded = encode(group, precision, num_layers=num_layers, digests=verify == "bytes")
         group.clear()  # one group lives at a time
         verdicts.append(encoded._replace(tensors=[]))
         names += [name for name, _ in encoded.tensors]
-        sums += [checksum(tensor) for _, tensor in encoded.tensors] if checksums else []
         yield from _handed_over(encoded.tensors)
         del encoded
     if device is not None and device.type == "cuda":
@@ -92,15 +96,17 @@ def refit_stream(
     if precision.cache.is_quantized:
         scales = _checked_kv_scales(kv_scales or {}, num_layers, metadata_only)
         together_N = torch.tensor([*scales.values()]).to(device)
-        for name, tensor in zip(scales, together_N.split(1), strict=True):
-            names.append(name)
-            sums += [checksum(tensor)] if checksums else []
-            yield name, tensor
-    yield MANIFEST, manifest(names, sums, scales).to(device)
+        yield from zip(scales, together_N.split(1), strict=True)
+    sums = [each.sums_T for each in verdicts if each.sums_T is not None]
+    yield MANIFEST, manifest(number, names, scales, sums, device)
 
 
 def encode(
-    group: Sequence[tuple[str, Tensor]], precision: Precision, *, num_layers: int
+    group: Sequence[tuple[str, Tensor]],
+    precision: Precision,
+    *,
+    num_layers: int,
+    digests: bool = False,
 ) -> Encoded:
     """Weights and slabs as they travel: by checkpoint name, each FP8 one with its scales.
 
@@ -108,20 +114,26 @@ def encode(
         group: at least one, all on one device.
         precision: decides which are FP8.
         num_layers: layers of the model.
+        digests: take those of what travels.
     """
     is_fp8 = {
         name: weights.is_fp8_weight(name, tuple(weight.shape), precision, num_layers)
         for name, weight in group
     }
+    device = group[0][1].device
     pieces = {name: pieces_of(name, weight) for name, weight in group}
+    counts = [len(pieces[name]) * (2 if is_fp8[name] else 1) for name in pieces]
+    slots = dict(zip(pieces, accumulate(counts, initial=0), strict=False))
+    sums_T = torch.zeros(sum(counts), dtype=torch.int64, device=device) if digests else None
     chosen = [name for name in pieces if is_fp8[name]]
-    nonfinite_N = torch.zeros(len(chosen), dtype=torch.bool, device=group[0][1].device)
+    nonfinite_N = torch.zeros(len(chosen), dtype=torch.bool, device=device)
     found = {}
     if chosen:
         quantized = QUANTIZERS[precision.rollout.name](
             [pieces[name] for name in chosen],
             pow2=precision.scales == "pow2",
             nonfinite_N=nonfinite_N,
+            sums=None if sums_T is None else Sums(sums_T, [slots[name] for name in chosen]),
         )
         found = dict(zip(chosen, quantized, strict=True))
     plain = {name: pieces[name].to(torch.bfloat16) for name in pieces if not is_fp8[name]}
@@ -133,11 +145,14 @@ def encode(
                 tensors += [(wire, fp8_OI), (weights.scale_name(wire), scale_inv_PQ)]
         else:
             tensors += zip(wires, plain[name], strict=True)
-    if plain:
+    if plain and sums_T is not None:
+        here = [slots[name] + n for name in plain for n in range(len(plain[name]))]
+        Digests([placed(x, x.shape) for name in plain for x in plain[name]], here).add_to(sums_T)
+    if filled := {name: x for name, x in plain.items() if x.numel()}:  # an empty one has no norm
         # One launch and one pass over all of them, with nothing in between; it keeps NaN.
-        largest_N = torch.stack(torch._foreach_norm(list(plain.values()), math.inf))
+        largest_N = torch.stack(torch._foreach_norm(list(filled.values()), math.inf))
         nonfinite_N = torch.cat([nonfinite_N, ~torch.isfinite(largest_N)])
-    return Encoded(tensors, [*chosen, *plain], nonfinite_N)
+    return Encoded(tensors, [*chosen, *filled], nonfinite_N, sums_T)
 
 
 def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

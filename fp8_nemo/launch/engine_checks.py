@@ -82,6 +82,21 @@ def check_receivers(generation: Any) -> None:
         )
 
 
+def check_layouts(generation: Any) -> None:
+    """Check, before a step is paid for, that refits will find every tensor in vLLM's memory.
+
+    Raises:
+        EngineError: they would not; it names the first of those that lie otherwise.
+    """
+    asked = _ask_workers(generation, _layout_problems)
+    if found := list(dict.fromkeys(problem for each in asked for problem in each)):
+        raise EngineError(
+            f"vLLM's memory is not laid out as our refits expect: {found[0]}"
+            f"{f', and {len(found) - 1} more' if len(found) > 1 else ''}; use a NeMo RL that "
+            "docs/nemo.md names, or glue.verify=off, which looks at none of it"
+        )
+
+
 def _ask_workers(generation: Any, question: Callable[[Any], Any]) -> list[Any]:
     """Call a function of this module in every one of vLLM's workers; return all answers.
 
@@ -120,6 +135,10 @@ def _report(worker: Any) -> dict[str, Any]:
 
 def _problems(worker: Any) -> list[str]:
     return list(getattr(worker, "fp8_nemo_problems", ()))
+
+
+def _layout_problems(worker: Any) -> list[str]:
+    return worker.fp8_nemo_layout_problems()
 
 
 def _stock_worker(worker: Any) -> str:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.launch.engine_checks import (
     check_engine,
+    check_layouts,
     check_receivers,
     engine_dtypes,
     refit_problems,
@@ -166,12 +167,13 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
 
 
 def _prove_engine(parts: Session, plan: Plan, record: Path) -> None:
-    """Record the engine's dtypes, compare them with the plan, and find our receivers."""
+    """Record the engine's dtypes, compare them with the plan, and ask our receivers its layout."""
     dtypes = engine_dtypes(parts.generation)
     record.write_text(json.dumps(dtypes, indent=1) + "\n")
     check_engine(dtypes, plan.recipe)
     if settings_of(plan.recipe).needs_plugin:
         check_receivers(parts.generation)
+        check_layouts(parts.generation)
         parts.policy.proofs = lambda: refit_reports(parts.generation)
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import Destination, Ledger, RefitProof
+from fp8_nemo.glue.destination import Destination
+from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.modules import attention
 from fp8_nemo.local.modules.experts import without_host_reads
@@ -74,8 +75,15 @@ class Engine:
         set_rollout_precision(self.model, precision)
 
     @torch.no_grad()
-    def refit(self, stream: Iterable[tuple[str, Tensor]], verify: str) -> RefitProof:
+    def refit(
+        self, stream: Iterable[tuple[str, Tensor]], verify: str, number: int = 0
+    ) -> RefitProof:
         """Load what a refit sends; unless `verify` is off, by a ledger that must close.
+
+        Args:
+            stream: `glue.refit.refit_stream`.
+            verify: the recipe's, as the sender was told.
+            number: of the refit that is due.
 
         Raises:
             RefitError: something did not land; the engine must not be used.
@@ -84,7 +92,7 @@ class Engine:
         if verify == "off":
             return _load_unproven(stream, tensors)
         destination = Destination(tensors, self.expected)
-        ledger = Ledger(self.expected, destination, checksums=verify == "full")
+        ledger = Ledger(self.expected, destination, verify=verify, number=number)
         for name, tensor in stream:
             if ledger.receive(name, tensor):
                 tensors[name].copy_(tensor)

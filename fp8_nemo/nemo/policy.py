@@ -30,6 +30,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 
 from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.kv_scales import KvScales
 from fp8_nemo.nemo.step_metrics import OPENED
@@ -52,7 +53,7 @@ class WatchedPolicy(Policy):
     def __init__(self, settings: WorkerSettings, **arguments: Any) -> None:
         self.settings, self.correction = settings, settings.correction
         self.row: dict[str, float] = {}
-        self.refit_bytes = 0
+        self.refit_info: dict[str, Any] = {}
         self.proofs: Callable[[], list[dict[str, Any]]] = list
         self.kv_scales = KvScales(settings.shape.layers, settings.glue.recalibrate)
         if settings.needs_plugin:
@@ -73,7 +74,7 @@ class WatchedPolicy(Policy):
         self.row |= mismatch_metrics(pair) | correction_metrics(multiplier, pair, self.correction)
         tokens, sequences = int(pair.mask_BT.sum()), len(pair.mask_BT)
         self.row |= {"rollout/tokens": tokens, "rollout/mean_length": tokens / max(1, sequences)}
-        self.row |= refit_metrics(self.proofs(), self.refit_bytes)
+        self.row |= refit_metrics(self.proofs(), self.refit_info)
         if not self.settings.loss_corrects:
             data = corrected(data, multiplier, self.correction.renormalize_denominator)
         results = super().train(data, loss_fn, *arguments, **options)
@@ -82,9 +83,9 @@ class WatchedPolicy(Policy):
         return results
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """`Policy.prepare_refit_info`, its bytes noted: what each refit will send."""
+        """`Policy.prepare_refit_info`, noted: what each refit will send."""
         info = super().prepare_refit_info()
-        self.refit_bytes = refit_bytes(info or {})
+        self.refit_info = info or {}
         return info
 
     def get_logprobs(self, *arguments: Any, **options: Any) -> Any:
@@ -206,23 +207,28 @@ def ranges_file(weights_path: str | os.PathLike[str]) -> Path:
     return Path(weights_path).parent / RANGES
 
 
-def refit_metrics(proofs: list[dict[str, Any]], sent: int) -> dict[str, float]:
+def refit_metrics(proofs: list[dict[str, Any]], info: dict[str, Any]) -> dict[str, float]:
     """Bytes and proven weights of the last refit, of the worker that proved least.
 
     Args:
         proofs: what each of vLLM's workers reports; none with `verify: off`.
-        sent: bytes by NeMo RL's handshake.
+        info: NeMo RL's handshake, `{name: (shape, dtype)}` in the order of the stream.
 
     Raises:
-        RefitError: with `verify: full`, what two ranks of the trainer sent is not the same; each
+        RefitError: with `verify: bytes`, what two ranks of the trainer sent is not the same; each
             engine holds what it was sent, so no engine can know.
     """
     proven = [proof for proof in proofs if proof]
     if not proven:
-        return {"refit/bytes": sent, "refit/verified_weights": 0}
-    first = proven[0]["sent"]
-    if apart := [n for n in first if any(proof["sent"][n] != first[n] for proof in proven[1:])]:
-        raise RefitError([f"{name}: the trainer's ranks sent different bytes" for name in apart])
+        return {"refit/bytes": refit_bytes(info), "refit/verified_weights": 0}
+    if len({proof["sent"] for proof in proven}) > 1:
+        names = [n for n in info if n not in (SENTINEL, MANIFEST) and not n.endswith(KV_SUFFIXES)]
+        digests = zip(*(memoryview(proof["sent"]).cast("q") for proof in proven), strict=True)
+        raise RefitError(
+            f"{name}: the trainer's ranks sent different bytes"
+            for name, each in zip(names, digests, strict=True)
+            if len(set(each)) > 1
+        )
     return {
         "refit/bytes": min(proof["bytes"] for proof in proven),
         "refit/verified_weights": min(proof["verified_weights"] for proof in proven),

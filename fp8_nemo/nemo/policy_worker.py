@@ -34,6 +34,8 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     fp8_nemo_wire: dict[str, tuple[torch.Size, torch.dtype]] | None = None
     """Names, shapes and types of the stream, from NeMo RL's handshake; None before it."""
     fp8_nemo_refused: RefitError | None = None
+    fp8_nemo_refits = 0
+    """Since the handshake; the engine's receiver counts them too."""
     fp8_nemo_observer: AmaxObserver | None = None
     fp8_nemo_is_reference = False
     fp8_nemo_host_state: HostState | None = None
@@ -46,7 +48,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         them: 1.45 s of 2.4 in stock's refit of 8B's shape (benchmarks/results/glue-8b-h200.json).
         None looks at them from here on, as in vLLM's own workers.
         """
-        self.fp8_nemo_wire = None
+        self.fp8_nemo_wire, self.fp8_nemo_refits = None, 0
         wire: dict[str, Any] = super().prepare_refit_info()
         self.fp8_nemo_wire = wire
         if _settings().glue.has_receiver:
@@ -84,6 +86,8 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         if not settings.glue.has_receiver:
             yield from super()._iter_params_with_optional_kv_scales(kv_scales, **options)
             return
+        is_handshake = self.fp8_nemo_wire is None
+        self.fp8_nemo_refits += not is_handshake
         exported = super()._iter_params_with_optional_kv_scales(None, **options)
         left_out = KV_SUFFIXES
         if settings.shape.tied:
@@ -93,8 +97,9 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             settings.wire_precision,
             kv_scales,
             num_layers=settings.shape.layers,
-            metadata_only=self.fp8_nemo_wire is None,
-            checksums=settings.glue.verify == "full",
+            metadata_only=is_handshake,
+            verify=settings.glue.verify,
+            number=self.fp8_nemo_refits,
         )
         yield from self.fp8_nemo_to_the_end(stream)
 

@@ -16,29 +16,22 @@ for ever in a broadcast; what fails is kept, the stream is taken to its end, and
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple
-from functools import cached_property
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import Destination, Ledger, Part, RefitProof
+from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
-from fp8_nemo.glue.wire import RefitError, WireSpec, named_shapes, wire_specs
-from fp8_nemo.nemo.vllm_layout import (
-    ParameterCache,
-    Rank,
-    engine_parts,
-    layers_with_experts,
-    place_of,
-)
+from fp8_nemo.glue.wire import RefitError
+from fp8_nemo.nemo.engine_memory import EngineMemory, attentions
 from fp8_nemo.nemo.worker_settings import WorkerSettings
-from fp8_nemo.recipe.options import Precision
 
 EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
 
@@ -73,12 +66,18 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
         fp8_nemo_refit: Refit | None = None
         fp8_nemo_proof: RefitProof | None = None
         fp8_nemo_problems: Sequence[str] = ()
+        fp8_nemo_refits = 0
+
+        def prepare_refit_info(self, *arguments: Any, **options: Any) -> None:
+            self.fp8_nemo_refits = 0  # both sides count from their handshake
+            super().prepare_refit_info(*arguments, **options)
 
         def update_weights_via_ipc_zmq(self) -> bool:
             return self.fp8_nemo_proven(super().update_weights_via_ipc_zmq)
 
-        def update_weights_from_collective(self) -> bool:
-            return self.fp8_nemo_proven(super().update_weights_from_collective)
+        def update_weights_from_collective(self, *arguments: Any, **options: Any) -> bool:
+            update = super().update_weights_from_collective  # takes none before NeMo RL #3651
+            return self.fp8_nemo_proven(partial(update, *arguments, **options))
 
         def _load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
             if self.fp8_nemo_refit is None:
@@ -98,7 +97,8 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
             else:
                 if self.fp8_nemo_engine is None:
                     self.fp8_nemo_engine = EngineMemory(model, settings)
-                self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, settings)
+                self.fp8_nemo_refits += 1
+                self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, settings, self.fp8_nemo_refits)
                 try:
                     self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
                 except RefitError as error:  # NeMo RL's actor prints it, and says False
@@ -114,80 +114,21 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
             proof = self.fp8_nemo_proof
             return asdict(proof) if proof is not None else {}
 
+        def fp8_nemo_layout_problems(self) -> list[str]:
+            """List what lies otherwise than a refit will look for it; before the first, asleep."""
+            settings = self.fp8_nemo_settings
+            if not settings.glue.has_receiver or settings.glue.verify == "off":
+                return []
+            try:
+                EngineMemory(self.model_runner.model, settings).check_asleep()
+            except RefitError as error:
+                return error.problems
+            except (AttributeError, KeyError) as error:  # a module of vLLM's has another name
+                return [_reason(error)]
+            return []
+
     Receiver.__qualname__ = Receiver.__name__ = stock.__name__
     return Receiver
-
-
-class EngineMemory:
-    """One worker's model, and where in its memory each tensor of the wire lies.
-
-    A mixture of experts has 37,000 of them: they are looked up when something has moved.
-
-    Args:
-        model: vLLM's.
-        settings: of the run; its shape and its precision count.
-    """
-
-    def __init__(self, model: Any, settings: WorkerSettings) -> None:
-        self.model, self.shape, self.precision = model, settings.shape, settings.precision
-        self.cache: ParameterCache | None = None
-        self.attentions: list[Any] = []
-        self.known_at: list[tuple | None] = []
-        self.known: Destination | None = None
-        self.specs: dict[tuple, dict[str, WireSpec]] = {}
-
-    @cached_property
-    def rank(self) -> Rank:
-        """This worker's place; one read on the host for each layer with experts."""
-        return _rank(self.model)
-
-    def sent(self, precision: Precision) -> dict[str, WireSpec]:
-        """What the wire brings in this precision; 0.2 s for 37,000 tensors, so once."""
-        key = astuple(precision)
-        if key not in self.specs:
-            self.specs[key] = wire_specs(named_shapes(self.shape), precision, self.shape.layers)
-        return self.specs[key]
-
-    @cached_property
-    def held(self) -> dict[str, WireSpec]:
-        """What a refit fills here, whole."""
-        specs = self.sent(self.precision)
-        return {name: spec for name, spec in specs.items() if self.rank.holds(name)}
-
-    def destination(self) -> Destination:
-        """Everything that a refit fills in this worker, by wire name, as it lies now.
-
-        Raises:
-            RefitError: it is not what the recipe's engine holds.
-        """
-        cache, scales = self.look_again(), dict(self._kv_scales())
-        at = [*cache.places(), *map(place_of, scales.values())]
-        # `known` keeps the storages of what a refit fills: no other tensor gets their addresses.
-        if self.known is None or at != self.known_at:
-            found = engine_parts(cache.parameters(), self.shape, self.precision, self.rank)
-            found |= {name: Part(scale.view(1)) for name, scale in scales.items()}
-            self.known_at, self.known = at, Destination(found, self.held)
-        return self.known
-
-    def last_seen(self) -> Destination:
-        """Return `destination` as the last refit left it, without the 2.4 ms that 8B takes to look.
-
-        What has moved since then ends the refit, when it is settled, as what moves in it does.
-        """
-        return self.known or self.destination()
-
-    def look_again(self) -> ParameterCache:
-        """Walk the model, at first and if it has changed since; what attends is known after it."""
-        if self.cache is None or not self.cache.are_all():
-            fp8_kv = self.precision.cache.is_quantized
-            self.cache, self.known = ParameterCache(self.model), None
-            self.attentions = attentions(self.model, self.shape.layers) if fp8_kv else []
-        return self.cache
-
-    def _kv_scales(self) -> Iterator[tuple[str, Tensor]]:
-        for layer, attention in enumerate(self.attentions):
-            held = (attention._q_scale, attention._k_scale, attention._v_scale)
-            yield from zip(weights.kv_scale_names(layer), held, strict=True)
 
 
 class Refit:
@@ -196,9 +137,10 @@ class Refit:
     Args:
         engine: the worker's.
         settings: of the run.
+        number: by this worker's count, from 1 on.
     """
 
-    def __init__(self, engine: EngineMemory, settings: WorkerSettings) -> None:
+    def __init__(self, engine: EngineMemory, settings: WorkerSettings, number: int) -> None:
         self.engine, self.settings = engine, settings
         self.failed: Exception | None = None
         self.ledger: Ledger | None = None
@@ -206,7 +148,7 @@ class Refit:
             engine.look_again()
             _clear_kv_scales(engine.attentions)
             if settings.glue.verify != "off":
-                self.ledger = _open(engine, settings)
+                self.ledger = _open(engine, settings, number)
                 if torch.cuda.is_available():  # NCCL's receiver loads on streams of its own
                     torch.cuda.synchronize()  # so the poison must be in before
         except Exception as error:  # raised when the stream has ended
@@ -219,6 +161,8 @@ class Refit:
         try:
             ours = [pair for pair in tensors if self._is_ours(*pair)]
             if not self.failed:
+                if self.ledger is not None:
+                    self.ledger.arrived(ours)
                 self._load(ours, load_as_stock)
         except Exception as error:  # raised when the stream has ended
             traceback.print_exc()  # which Ray may not hand on
@@ -279,10 +223,10 @@ class Refit:
         plain = [pair for pair in group if pair[1].dtype != torch.float32]
         if plain:
             layers = self.settings.shape.layers
-            found += encode(plain, self.settings.precision, num_layers=layers).tensors
-        if self.ledger is not None:
-            for name, tensor in found:
-                self.ledger.loading(name, tensor)
+            quantized = encode(plain, self.settings.precision, num_layers=layers).tensors
+            if self.ledger is not None:
+                self.ledger.loading(quantized)
+            found += quantized
         self.engine.model.load_weights(weights=found)
 
 
@@ -294,38 +238,13 @@ def _reason(error: Exception) -> str:
     return ", ".join([f"{text} at {at.filename}:{at.lineno}, `{at.line}`", *notes])
 
 
-def _open(engine: EngineMemory, settings: WorkerSettings) -> Ledger:
+def _open(engine: EngineMemory, settings: WorkerSettings, number: int) -> Ledger:
     return Ledger(
         engine.sent(settings.wire_precision),
         engine.last_seen(),
-        checksums=settings.glue.verify == "full",
+        verify=settings.glue.verify,
+        number=number,
     )
-
-
-def _rank(model: Any) -> Rank:
-    from vllm.distributed import (
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
-
-    modules = dict(model.named_modules())
-    maps = {
-        layer: getattr(modules[name], "_expert_map", getattr(modules[name], "expert_map", None))
-        for layer, name in layers_with_experts(modules)
-    }
-    experts = {
-        layer: {number: local for number, local in enumerate(found.tolist()) if local >= 0}
-        for layer, found in maps.items()
-        if found is not None
-    }
-    return Rank(
-        get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), experts or None
-    )
-
-
-def attentions(model: Any, layers: int) -> list[Any]:
-    """Attention modules of vLLM, which hold the scales of the cache, by layer."""
-    return [model.get_submodule(f"model.layers.{layer}.self_attn.attn") for layer in range(layers)]
 
 
 def _clear_kv_scales(of: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_nemo.glue.ledger import Part
+from fp8_nemo.glue.destination import Part
 from fp8_nemo.glue.wire import (
     BLOCK,
     expert_slab,

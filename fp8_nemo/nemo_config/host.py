@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_nemo.nemo_config.keys import ADDED
-from fp8_nemo.nemo_config.versions import MAIN_DEFECTS
+from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, SUPPORTED, TESTED
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.settled import Base
 
@@ -65,6 +65,14 @@ class Host:
     """Version of vLLM that its lock file pins."""
     declared: Mapping[str, str] = field(default_factory=lambda: ADDED)
     """Key to the type that NeMo RL's classes declare, as `typed_keys.py` writes them."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say of a checkout that it is neither of those that were run."""
+        if self.root is None or any(word in TESTED for word in self.name.split()):
+            return ()
+        text = f"untested: what our code calls is there; tested are {' and '.join(SUPPORTED)}"
+        return (f"NeMo RL {self.name}: {text}",)
 
     def base(self, path: str) -> Base:
         """Return what the plan inherits from a base YAML.

@@ -134,6 +134,7 @@ ABSENT = {
     f"{GENERATION}.quant_cfg": (None, "precision says what is quantized"),
     f"{GENERATION}.refit_transport": (None, "not supported yet"),
     f"{VLLM}.is_mx": (False, "blockwise FP8 is what is driven here"),
+    f"{VLLM}.refit_with_reload_api": (False, "not supported yet: it goes around our receiver"),
     f"{MEGATRON}.peft.enabled": (
         False,
         "not supported yet: memory and refit are counted of all weights",

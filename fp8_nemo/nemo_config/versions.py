@@ -31,9 +31,41 @@ TRAIN_TAKES = (
     *("loss_fn", "task_to_env", "val_task_to_env", "logger", "checkpointer"),
     *("grpo_save_state", "master_config"),
 )
-POLICY_HAS = ("train", "prepare_refit_info", "calibrate_qkv_fp8_scales")
+LOSS = "nemo_rl/algorithms/loss/loss_functions.py"
+POLICY_WORKER = "nemo_rl/models/policy/workers/megatron_policy_worker.py"
+
+
+class Needed(NamedTuple):
+    """Name what one class, or a file without one, must hold: methods, or what `self` is given."""
+
+    file: str
+    of: str
+    names: tuple[str, ...]
+
+
+NEEDED = (
+    Needed(POLICY, "Policy", ("train", "prepare_refit_info", "calibrate_qkv_fp8_scales")),
+    Needed(
+        POLICY_WORKER,
+        "MegatronPolicyWorkerImpl",
+        ("prepare_refit_info", "_iter_params_with_optional_kv_scales", "use_reference_model"),
+    ),
+    Needed(
+        f"{ENGINE}/vllm_backend.py",
+        "VllmInternalWorkerExtension",
+        ("_load_weights", "update_weights_via_ipc_zmq", "update_weights_from_collective"),
+    ),
+    Needed(
+        f"{ENGINE}/vllm_generation.py",
+        "VllmGeneration",
+        ("finish_generation", "prepare_for_generation"),
+    ),
+    Needed(LOSS, "ClippedPGLossFn", ("use_importance_sampling_correction",)),
+    Needed("nemo_rl/utils/venvs.py", "", ("create_local_venv_on_each_node",)),
+)
+"""What is overridden, called or set by name, besides `setup` and `grpo_train`."""
 BF16_LAYERS = "precision.first_layers_bf16 + precision.last_layers_bf16"
-SUPPORTED = ("main 7ea279a", "v0.7.0")
+SUPPORTED, TESTED = ("main 7ea279a", "v0.7.0"), ("7ea279a", "0.7.0")
 LATER = "use NeMo RL main 7ea279a or later, or "
 
 
@@ -79,10 +111,9 @@ class Source:
         taken = _arguments(self.function(GRPO, "grpo_train"))[: len(TRAIN_TAKES)]
         if tuple(taken) != TRAIN_TAKES:
             yield f"{GRPO}: grpo_train takes {', '.join(taken)}"
-        methods = {each.name for each in _functions(self.named_class(POLICY, "Policy"))}
-        for name in POLICY_HAS:
-            if name not in methods:
-                yield f"{POLICY}: Policy has no {name}"
+        for file, of, names in NEEDED:
+            held = _held(self.named_class(file, of) if of else self.tree(file))
+            yield from (f"{file}: {of or 'it'} has no {name}" for name in names if name not in held)
 
     def defects(self) -> frozenset[str]:
         """Name the known defects that this checkout has."""
@@ -257,6 +288,16 @@ def defect_limits(settled: Settled, defects: frozenset[str]) -> Iterator[Limit]:
 def _functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     body = getattr(node, "body", [])
     return [each for each in body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _held(node: ast.AST) -> set[str]:
+    """Names of the functions in a class or file, and of what its functions give `self`."""
+    given = {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+    }
+    return given | {each.name for each in _functions(node)}
 
 
 def _arguments(function: ast.AST) -> list[str]:

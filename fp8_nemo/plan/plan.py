@@ -36,6 +36,10 @@ ONLY_CHECKED = ("measurement", "max_reject")
 """Correction keys that only a plan checks: they change no step, so the hash leaves them out."""
 RETIRED = {"cluster": ("launcher",)}
 """Keys that earlier versions froze into plan.json, which say nothing now."""
+RENAMED = {("glue", "verify"): {"ledger": "bytes", "full": "bytes"}}
+"""Values that earlier versions froze, and what such a run goes on with: the present default."""
+HASHED_AS = {("glue", "verify"): {"bytes": "ledger"}}
+"""Values that enter the hash by an older name, so that a run keeps its own."""
 
 
 class PlanError(ValueError):
@@ -90,7 +94,8 @@ class Plan:
     def hash6(self) -> str:
         """Six hex digits over the backend and most of the recipe.
 
-        Left out are keys that are null, cluster, logging, outputs, `grpo.steps`,
+        Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
+        null, cluster, logging, outputs, `grpo.steps`,
         `grpo.stop_when_unstable`, `correction.measurement` and `correction.max_reject`.
         """
         content = self.to_json()["recipe"]
@@ -100,6 +105,7 @@ class Plan:
             del content["grpo"][key]
         for key in ONLY_CHECKED:
             del content["correction"][key]
+        content = _with_values(content, HASHED_AS)
         text = json.dumps([self.backend, _given(content)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:6]
 
@@ -111,6 +117,17 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return plain data, the inverse of `plan_from_json`."""
         return dataclasses.asdict(self)
+
+
+def _with_values(
+    recipe: Mapping[str, Any], table: Mapping[tuple[str, str], Mapping[str, str]]
+) -> dict[str, Any]:
+    """A recipe as plain data whose values are exchanged by a table."""
+    changed = dict(recipe)
+    for (group, key), names in table.items():
+        if (held := changed.get(group, {}).get(key)) in names:
+            changed[group] = {**changed[group], key: names[held]}
+    return changed
 
 
 def _given(content: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +154,7 @@ def plan_from_json(content: dict[str, Any]) -> Plan:
     return Plan(
         content["cell"],
         content["backend"],
-        from_plain(Recipe, recipe),
+        from_plain(Recipe, _with_values(recipe, RENAMED)),
         tuple(content["notes"]),
         NemoPlan(**content["nemo"]) if content["nemo"] else None,
     )
@@ -188,7 +205,7 @@ def _nemo_plan(recipe: Recipe, host: Host, layout: Layout | None) -> Plan:
         _cell(recipe),
         "nemo",
         settled.recipe,
-        notes=tuple(nemo_notes(settled, memory, nemo.loss_corrects)),
+        notes=(*host.notes, *nemo_notes(settled, memory, nemo.loss_corrects)),
         nemo=NemoPlan(
             host.name,
             base,

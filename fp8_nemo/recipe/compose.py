@@ -36,6 +36,7 @@ from yaml import YAMLError
 from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
+from fp8_nemo.recipe.secrets import secrets_of, secrets_of_line
 
 CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
@@ -255,7 +256,12 @@ def _cells(overrides: list[Override], multirun: bool) -> list[list[str]]:
 
 def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
     try:
+        if found := [*secrets_of_line(cell)]:
+            return None, found
         composed = hydra_compose(CONFIG, cell)
+        unread: Any = OmegaConf.to_container(composed, resolve=False)
+        if found := [*secrets_of(leaves(unread))]:
+            return None, found
         tree: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         return None, [_first_line(error)]

@@ -352,8 +352,8 @@ class Glue:
     """`fused`: our kernel; `stock`: NeMo RL's receiver quantizes."""
     transfer: str = one_of("fp8", "bf16")
     """What travels to the engine."""
-    verify: str = one_of("ledger", "off", "full")
-    """`ledger` proves each refit; `full` adds checksums on both sides."""
+    verify: str = one_of("bytes", "names", "off")
+    """`bytes` proves every byte of each refit; `names` that each tensor came and was loaded."""
     recalibrate: Recalibrate = field(default_factory=Recalibrate)
 
     @property

@@ -352,9 +352,13 @@ def _unmake(folder: Path) -> None:
 
 def _write(plan: Plan, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / PLAN).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
     recipe = escape_interpolation(dataclasses.asdict(plan.recipe))
-    (folder / RECIPE).write_text(OmegaConf.to_yaml(OmegaConf.create(recipe)))
+    for name, text in (
+        (PLAN, json.dumps(plan.to_json(), indent=1) + "\n"),
+        (RECIPE, OmegaConf.to_yaml(OmegaConf.create(recipe))),
+    ):
+        (folder / name).touch(mode=0o600)  # its owner's alone before anything is in it
+        (folder / name).write_text(text)
 
 
 def _move(staged: Path, path: Path) -> list[Path]:

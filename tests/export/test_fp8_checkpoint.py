@@ -5,7 +5,13 @@ The source is the tiny model that ships, cut into three shards; read back with s
 
 import gc
 import json
+import random
+import resource
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -24,6 +30,7 @@ from fp8_nemo.export.fp8_checkpoint import (
     by_layer,
     quantize_checkpoint,
 )
+from fp8_nemo.export.whole_files import PART
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local.grpo import GrpoLoop
@@ -169,6 +176,69 @@ def test_a_conversion_killed_while_it_writes_its_first_shard_goes_on(
     assert recipe.main(line) == 0
     assert same(tensors_of(tmp_path / "fp8"), stream_of(source))
     assert not list((tmp_path / "fp8").glob("*.part"))
+    assert not (tmp_path / "fp8" / PART).exists()
+
+
+@pytest.mark.parametrize("after", ["nothing", "a shard"])
+def test_a_full_disk_is_one_line_and_the_same_line_goes_on(source, tmp_path, after, capsys):
+    """A limit on the size of files stands for it; libraries meet it as they do a full disk."""
+    line = [str(source), str(tmp_path / "fp8")]
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = 2000 if after == "nothing" else 250_000
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most[1]))
+    try:
+        assert recipe.main(line) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        signal.signal(signal.SIGXFSZ, previous)
+    [said] = capsys.readouterr().err.splitlines()
+    assert "cannot be written" in said and "make room, and the same line goes on" in said
+    assert not (tmp_path / "fp8" / "config.json").exists()
+    assert recipe.main(line) == 0
+    assert same(tensors_of(tmp_path / "fp8"), stream_of(source))
+    assert {file.name for file in (tmp_path / "fp8").iterdir()} == names_of(source)
+
+
+def test_after_any_kill_the_result_is_that_of_an_uninterrupted_one(source, tmp_path):
+    """Eight SIGKILLs at times drawn over a conversion's own length; nothing is left over."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    draw, kills = random.Random(0), 0
+    converting(source, whole).communicate(timeout=120)
+    start = time.monotonic()
+    quantize_checkpoint(source, tmp_path / "timed", FP8)
+    seconds = time.monotonic() - start
+    while kills < 8:
+        running = converting(source, killed)
+        assert running.stdout.readline() == b"begins\n"
+        time.sleep(draw.uniform(0, 1.2 * seconds))
+        if running.poll() is None:
+            running.kill()
+            kills += 1
+        running.communicate(timeout=120)
+        if (killed / "config.json").exists() and draw.random() < 0.5:
+            shutil.rmtree(killed)
+    converting(source, killed).communicate(timeout=120)
+    assert {f.name: f.read_bytes() for f in killed.iterdir()} == {
+        f.name: f.read_bytes() for f in whole.iterdir()
+    }
+
+
+def converting(source, target):
+    code = (
+        "import sys, pathlib\n"
+        "from fp8_nemo.export.fp8_checkpoint import quantize_checkpoint\n"
+        "from fp8_nemo.recipe.options import Precision\n"
+        "print('begins', flush=True)\n"
+        "source, target = map(pathlib.Path, sys.argv[1:])\n"
+        "quantize_checkpoint(source, target, Precision(rollout_linear='fp8'))\n"
+    )
+    words = [sys.executable, "-c", code, str(source), str(target)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE)
+
+
+def names_of(source):
+    return {file.name for file in source.iterdir()} | {BOOK}
 
 
 def test_a_source_that_changed_is_refused_and_what_was_made_of_it_stays(source, tmp_path):
@@ -191,13 +261,20 @@ def test_another_source_in_the_same_folder_is_refused(source, tmp_path):
             quantize_checkpoint(other, target, FP8)
 
 
-@pytest.mark.parametrize("damage", ["cut short", "gone"])
+@pytest.mark.parametrize("damage", ["cut short", "gone", "one bit", "a tail of zeros"])
 def test_a_shard_that_is_not_what_the_book_says_is_made_again(source, tmp_path, damage):
     target = tmp_path / "fp8"
     quantize_checkpoint(source, target, FP8)
     if damage == "cut short":
         whole = (target / SHARDS[1]).read_bytes()
         (target / SHARDS[1]).write_bytes(whole[:-100])
+    elif damage == "one bit":
+        bits = bytearray((target / SHARDS[1]).read_bytes())
+        bits[-1000] ^= 1
+        (target / SHARDS[1]).write_bytes(bits)
+    elif damage == "a tail of zeros":
+        whole = (target / SHARDS[1]).read_bytes()
+        (target / SHARDS[1]).write_bytes(whole[:-4096] + bytes(4096))
     else:
         (target / SHARDS[1]).unlink()
     seen = []
@@ -209,6 +286,11 @@ def edited(file, **changes):
     content = json.loads(file.read_text())
     kept = {key: value for key, value in (content | changes).items() if value is not ...}
     file.write_text(json.dumps(kept))
+
+
+def indexed(folder, more):
+    content = json.loads((folder / INDEX).read_text())
+    edited(folder / INDEX, weight_map=content["weight_map"] | more)
 
 
 def with_tensor(file, change):
@@ -243,6 +325,17 @@ FAULTS = {
     ),
     "has a broken header": lambda s, t: (s / SHARDS[2]).write_bytes(
         (9).to_bytes(8, "little") + b"{broken}}"
+    ),
+    "gives lm_head.weight no file's name": lambda s, t: indexed(s, {"lm_head.weight": 3}),
+    f"ghost.weight: is not in {SHARDS[1]}, where": lambda s, t: indexed(
+        s, {"ghost.weight": SHARDS[1]}
+    ),
+    f"is in {SHARDS[0]} and in {SHARDS[2]}": lambda s, t: save_file(
+        load_file(s / SHARDS[2]) | dict([*load_file(s / SHARDS[0]).items()][:1]), s / SHARDS[2]
+    ),
+    "model.extra.weight: is empty": lambda s, t: save_file(
+        load_file(s / SHARDS[2]) | {"model.extra.weight": torch.empty(0, 4).bfloat16()},
+        s / SHARDS[2],
     ),
     "is a pointer of git-lfs, not weights": lambda s, t: (s / SHARDS[2]).write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"

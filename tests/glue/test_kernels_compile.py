@@ -1,9 +1,11 @@
-"""Every Triton kernel compiles for Hopper, which takes Triton and no GPU.
+"""Every Triton kernel compiles for Hopper, and digests as torch does; neither takes a GPU.
 
 Triton makes a constant of every number that is 1, and trusts aligned addresses; so do some cases.
 """
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,20 +22,23 @@ ADDRESSES = {
     "values": ["weight", "x", "q", "k", "v", "result", "query", "key", "value"],
     "fp8e4nv": ["fp8", "a", "b"],
     "fp32": ["scale_inv", "a_scale", "b_scale", "exponent", "v_scale", "output"],
-    "i64": ["table", "total"],
+    "i64": ["table", "sums"],
     "i32": ["amax"],
     "i1": ["nonfinite", "keep", "mask"],
-    "u8": ["bytes_"],
 }
 NUMBERS = {"largest": "fp32", "tiny": "fp32", "block": "i64"}
 CASES = [
     ("_quantize_one", "bf16", {"POW2": False, "EVEN": True}),
     ("_quantize_one", "bf16", {"POW2": True, "EVEN": False}),
-    ("_quantize_listed", "bf16", {"POW2": False, "EVEN": True}),
-    ("_quantize_listed", "bf16", {"POW2": True, "EVEN": False}),
+    ("_quantize_listed", "bf16", {"POW2": False, "EVEN": True, "SUMS": True}),
+    ("_quantize_listed", "bf16", {"POW2": True, "EVEN": False, "SUMS": True}),
+    ("_quantize_listed", "bf16", {"POW2": False, "EVEN": True, "SUMS": False}),
+    ("_quantize_listed", "bf16", {"POW2": False, "EVEN": True, "SUMS": True, "N": 1}),
     ("_quantize_groups", "bf16", {"ROWS": kernels.GROUPS_AT_ONCE, "POW2": False}),
     ("_quantize_groups", "fp32", {"ROWS": kernels.GROUPS_AT_ONCE, "POW2": True}),
-    ("_checksum", "bf16", {"SIZE": kernels.BYTES_AT_ONCE}),
+    ("_digest", "bf16", {"EVEN": True}),
+    ("_digest", "bf16", {"EVEN": True, "N": 1}),
+    ("_digest", "bf16", {"EVEN": False}),
     ("_amax_rows", "bf16", {"ROWS": kernels.ROWS_AT_ONCE}),
 ]
 
@@ -68,3 +73,9 @@ def test_a_kernel_compiles_for_hopper(name, values, constants):
 
 def test_every_kernel_that_is_launched_is_compiled_here():
     assert launched(kernels) == {name for name, *_ in CASES}
+
+
+def test_digests_by_the_kernels_are_those_of_torch_to_the_bit():
+    script = Path(__file__).with_name("interpreted_kernels.py")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]

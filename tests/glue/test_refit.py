@@ -9,15 +9,15 @@ import pickle
 import re
 import weakref
 from contextlib import contextmanager
-from itertools import pairwise
 
 import pytest
 import torch
 
 from fp8_nemo.glue import refit
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.ledger import Destination, Ledger
-from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum
+from fp8_nemo.glue.destination import Destination
+from fp8_nemo.glue.ledger import Ledger
+from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.quantize import quantize_blocks
 from fp8_nemo.glue.recalibrate import kv_scales
 from fp8_nemo.glue.refit import refit_stream
@@ -27,6 +27,7 @@ from fp8_nemo.recipe.options import Precision
 L = 2
 FP8 = Precision(rollout_linear="fp8")
 FP8_KV = Precision(rollout_linear="fp8", rollout_kv="fp8")
+BF16_KV = Precision(rollout_kv="fp8")
 PRECISIONS = [
     Precision(), FP8, FP8_KV, Precision(rollout_linear="fp8", scales="pow2", first_layers_bf16=1)
 ]  # fmt: skip
@@ -76,9 +77,9 @@ def engine_for(shapes, precision=FP8_KV):
     return expected, engine
 
 
-def deliver(stream, expected, engine, load=lambda name: True, checksums=False):
+def deliver(stream, expected, engine, load=lambda name: True, verify="bytes"):
     """Receive a stream as an engine does, in place; `load` says which tensors its loader takes."""
-    ledger = Ledger(expected, Destination(engine, expected), checksums=checksums)
+    ledger = Ledger(expected, Destination(engine, expected), verify=verify)
     for name, tensor in stream:
         if ledger.receive(name, tensor) and load(name):
             engine[name].copy_(tensor)
@@ -113,7 +114,7 @@ def one_by_one(named):
 def test_a_whole_refit_lands_byte_by_byte(shapes, dtype, precision):
     named = made(shapes, dtype=dtype)
     expected, engine = engine_for(shapes, precision)
-    proof = deliver(stream_of(named, precision, checksums=True), expected, engine, checksums=True)
+    proof = deliver(stream_of(named, precision), expected, engine)
     wanted = {}
     for name, weight in one_by_one(named).items():
         wanted[name] = weight.bfloat16()
@@ -126,20 +127,18 @@ def test_a_whole_refit_lands_byte_by_byte(shapes, dtype, precision):
     assert all(raw(engine[name]) == raw(wanted[name]) for name in wanted)
     assert proof.bytes == sum(map(len, map(raw, wanted.values())))
     assert proof.verified_weights == sum(name.endswith("_scale_inv") for name in wanted)
-    assert proof.checksums == len(wanted)
+    assert proof.checksums == len(wanted.keys() - KV.keys())
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("verify", ["names", "bytes"])
 @MODELS
-def test_names_types_and_shapes_are_those_of_wire_specs_in_every_refit(
-    shapes, precision, checksums
-):
+def test_names_types_and_shapes_are_those_of_wire_specs_in_every_refit(shapes, precision, verify):
     found = []
     for size, metadata_only in ((1, True), (1, False), (0, False)):
         named = {name: weight * size for name, weight in made(shapes).items()}
         scales = None if metadata_only else {name: scale + size for name, scale in KV.items()}
-        how = {"metadata_only": metadata_only, "checksums": checksums}
+        how = {"metadata_only": metadata_only, "verify": verify}
         stream = stream_of(named, precision, scales, **how)
         found.append([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in stream])
     assert found[0] == found[1] == found[2], "the manifest's shape included"
@@ -180,9 +179,9 @@ def test_the_stream_takes_one_group_at_a_time_and_holds_none_of_those_before(mon
 
 def test_a_group_ends_at_its_size_whatever_it_holds(monkeypatch):
     monkeypatch.setattr(refit, "GROUP_BYTES", 1)
-    one_by_one = [(name, raw(tensor)) for name, tensor in stream_of(made(MOE), checksums=True)]
+    one_by_one = [(name, raw(tensor)) for name, tensor in stream_of(made(MOE))]
     monkeypatch.undo()
-    assert [(n, raw(t)) for n, t in stream_of(made(MOE), checksums=True)] == one_by_one
+    assert [(n, raw(t)) for n, t in stream_of(made(MOE))] == one_by_one
 
 
 def edited(name, edit):
@@ -204,6 +203,12 @@ def twice(name):
 
 def gate_as_fp8(gate):
     return [(GATE, gate.to(torch.float8_e4m3fn)), (f"{GATE}_scale_inv", torch.ones(1, 2))]
+
+
+def flipped(tensor, bit=0):
+    changed = tensor.clone()
+    changed.view(torch.uint8).view(-1)[changed.nbytes // 2] ^= 1 << bit
+    return changed
 
 
 S, K1 = f"{Q}_scale_inv", "model.layers.1.self_attn.k_scale"
@@ -249,22 +254,33 @@ def test_a_buffer_that_the_wire_uses_again_spoils_no_proof():
             yield name, buffer
             buffer.view(torch.uint8).fill_(0)
 
-    proof = deliver(
-        reusing(stream_of(made(DENSE), checksums=True)), *engine_for(DENSE), checksums=True
-    )
-    assert proof.checksums == len(weights.wire_specs(DENSE, FP8_KV, L))
+    proof = deliver(reusing(stream_of(made(DENSE))), *engine_for(DENSE))
+    assert proof.checksums == len(weights.wire_specs(DENSE, FP8_KV, L).keys() - KV.keys())
 
 
-def test_without_an_engine_the_wire_alone_is_proven():
+@pytest.mark.parametrize("name", [None, Q, GATE])
+def test_without_an_engine_the_wire_alone_is_proven(name):
     ledger = Ledger(weights.wire_specs(MOE, FP8_KV, L))
-    taken = [
-        name
-        for name, tensor in stream_of(made(MOE), checksums=True)
-        if ledger.receive(name, tensor)
-    ]
-    proof = ledger.close()
-    assert taken == list(ledger.expected)
-    assert (proof.verified_weights, proof.checksums) == (10, 0)
+    pairs = edited(name, lambda t: [(name, flipped(t))])(stream_of(made(MOE)))
+    taken = [(each, tensor) for each, tensor in pairs if ledger.receive(each, tensor)]
+    ledger.arrived(taken)
+    assert [each for each, _ in taken] == list(ledger.expected)
+    if name is None:
+        proof = ledger.close()
+        assert (proof.verified_weights, proof.checksums) == (10, 0)
+    else:
+        with fails(name) as error:
+            ledger.close()
+        assert "arrived with other bytes than were sent" in str(error.value)
+
+
+def test_whatever_nobody_digested_on_arrival_is_named_and_not_believed():
+    ledger = Ledger(specs := weights.wire_specs(DENSE, FP8, L))
+    for name, tensor in stream_of(made(DENSE), FP8, None):
+        ledger.receive(name, tensor)
+    with fails(*specs) as error:
+        ledger.close()
+    assert "was not digested on arrival" in str(error.value)
 
 
 def test_a_refused_tensor_is_not_handed_to_the_engine():
@@ -310,23 +326,48 @@ def test_a_kv_scale_that_is_missing_or_not_positive_and_finite_in_fp32_is_refuse
     assert str(error.value).count("KV scale None") == len(KV)
 
 
-def test_opening_the_ledger_poisons_block_scales_whole_and_one_element_of_the_rest():
+def test_opening_a_ledger_of_names_poisons_block_scales_and_both_ends_of_the_rest():
     expected, engine = engine_for(MOE)
-    Ledger(expected, Destination(engine, expected))
+    Ledger(expected, Destination(engine, expected), verify="names")
     for name, tensor in engine.items():
         poison = tensor.float().isnan().flatten()
         if name.endswith("_scale_inv"):
             assert poison.all()
         else:
-            assert poison[0] and not poison[1:].any()
-            assert (tensor.float().flatten()[1:] == 0.25).all()
+            assert poison[0] and poison[-1] and not poison[1:-1].any()
+            assert (tensor.float().flatten()[1:-1] == 0.25).all()
+
+
+def test_opening_a_ledger_of_bytes_poisons_only_what_the_engine_makes_for_itself():
+    expected, engine = engine_for(MOE)
+    Ledger(expected, Destination(engine, expected))
+    assert not any(tensor.float().isnan().any() for tensor in engine.values())
+    Ledger(weights.wire_specs(MOE, BF16_KV, L), Destination(engine, expected))
+    poisoned = {name for name, tensor in engine.items() if tensor.float().isnan().any()}
+    fp8 = {name for name, spec in expected.items() if spec.dtype == "float8_e4m3fn"}
+    assert poisoned == fp8 | {f"{name}_scale_inv" for name in fp8}
+
+
+@pytest.mark.parametrize("name", [Q, S, EMBED, "model.layers.1.input_layernorm.weight"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_names_tells_what_arrived_and_was_not_loaded_or_half(name, share):
+    expected, engine = engine_for(DENSE)
+    stream = stream_of(made(DENSE), verify="names")
+    ledger = Ledger(expected, Destination(engine, expected), verify="names")
+    for each, tensor in stream:
+        if ledger.receive(each, tensor):
+            count = int(tensor.numel() * (share if each == name else 1))
+            engine[each].flatten()[:count].copy_(tensor.flatten()[:count])
+    with fails(name) as error:
+        ledger.close()
+    assert "still holds its poison" in str(error.value)
 
 
 @pytest.mark.parametrize("name", [Q, S, EMBED, "model.layers.1.input_layernorm.weight"])
 def test_whatever_arrived_and_was_not_loaded_is_named(name):
     with fails(name) as error:
         deliver(stream_of(made(DENSE)), *engine_for(DENSE), name.__ne__)
-    assert "still holds its poison" in str(error.value)
+    assert "the engine's bytes are not the sender's (checksum)" in str(error.value)
 
 
 def test_an_engine_with_other_tensors_is_refused_and_left_untouched():
@@ -343,31 +384,37 @@ def test_an_engine_with_other_tensors_is_refused_and_left_untouched():
     )
 
 
-@pytest.mark.parametrize("checksums", [False, True])
-def test_a_scale_that_the_engine_did_not_load_keeps_its_poison_and_is_named(checksums):
-    with pytest.raises(RefitError, match=f"{S}: arrived, and was not loaded"):
-        deliver(
-            stream_of(made(DENSE), checksums=checksums),
-            *engine_for(DENSE),
-            S.__ne__,
-            checksums,
-        )
-
-
 def test_a_kv_scale_that_the_engine_did_not_take_is_named():
     with fails(K1) as error:
         deliver(stream_of(made(DENSE)), *engine_for(DENSE), K1.__ne__)
-    assert "the engine holds nan, sent " in str(error.value)
+    assert "the engine holds 0.25, sent " in str(error.value)
 
 
 @pytest.mark.parametrize("name", [Q, S, EMBED, "model.layers.1.input_layernorm.weight"])
-def test_what_is_stale_but_plausible_is_seen_by_full_and_only_by_full(name):
+def test_what_is_stale_but_plausible_is_seen_by_bytes_and_not_by_names(name):
     before = {each: 3 * weight for each, weight in made(DENSE, salt=5).items()}
     stale = edited(name, lambda t: [(name, dict(stream_of(before))[name])])
-    assert deliver(stale(stream_of(made(DENSE))), *engine_for(DENSE)).checksums == 0
+    by_names = deliver(stale(stream_of(made(DENSE))), *engine_for(DENSE), verify="names")
+    assert by_names.checksums == 0
     with fails(name) as error:
-        deliver(stale(stream_of(made(DENSE), checksums=True)), *engine_for(DENSE), checksums=True)
+        deliver(stale(stream_of(made(DENSE))), *engine_for(DENSE))
     assert "checksum" in str(error.value)
+
+
+@pytest.mark.parametrize("verify", ["names", "bytes"])
+def test_a_whole_refit_of_before_is_told_by_its_number(verify):
+    before = list(stream_of(made(DENSE), verify=verify, number=1))
+    expected, engine = engine_for(DENSE)
+    for number in (1, 2):
+        ledger = Ledger(expected, Destination(engine, expected), verify=verify, number=number)
+        for name, tensor in before:
+            if ledger.receive(name, tensor):
+                engine[name].copy_(tensor)
+        if number == 1:
+            ledger.close()
+    with fails(MANIFEST) as error:
+        ledger.close()
+    assert "is of refit 1, this engine expects refit 2" in str(error.value)
 
 
 @pytest.mark.parametrize("name", [Q, S, EMBED, K1])
@@ -375,7 +422,7 @@ def test_what_is_stale_but_plausible_is_seen_by_full_and_only_by_full(name):
 def test_storage_that_moved_is_named(name, how):
     expected, engine = engine_for(DENSE)
     ledger = Ledger(expected, Destination(engine, expected))
-    for wire, tensor in stream_of(made(DENSE), checksums=True):
+    for wire, tensor in stream_of(made(DENSE)):
         if ledger.receive(wire, tensor):
             engine[wire].copy_(tensor)
     if how == "set_":
@@ -387,58 +434,65 @@ def test_storage_that_moved_is_named(name, how):
     assert "storage moved" in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
-def test_checksum_weighs_byte_i_by_one_plus_i_mod_65521(dtype):
-    tensor = (torch.arange(300 * 257).view(300, 257) % 251).to(dtype)
-    wanted = sum(byte * (1 + i % 65521) for i, byte in enumerate(raw(tensor)))
-    assert checksum(tensor).item() == checksum(tensor.T.contiguous().T).item() == wanted
-
-
-def test_checksum_sees_any_neighbouring_blocks_swapped_and_rows_shifted():
-    fp8_OI = quantize_blocks(made({Q: (384, 256)})[Q]).fp8_OI.view(torch.uint8)
-    blocks = [(slice(r, r + 128), slice(c, c + 128)) for r in (0, 128, 256) for c in (0, 128)]
-    sums = [checksum(fp8_OI).item()]
-    for one, other in pairwise(blocks):
-        swapped = fp8_OI.clone()
-        swapped[one], swapped[other] = fp8_OI[other], fp8_OI[one]
-        sums.append(checksum(swapped).item())
-    sums += [checksum(fp8_OI.roll(rows, 0)).item() for rows in (1, 128, 255)]
-    assert len(set(sums)) == len(sums) == 1 + 5 + 3
-
-
-def test_a_manifest_that_cannot_be_read_or_lacks_checksums_is_named():
+def test_a_manifest_that_cannot_be_read_or_lacks_digests_is_named():
     expected, engine = engine_for(DENSE)
-    stream = list(stream_of(made(DENSE)))
 
-    def received(*manifests):
-        ledger = Ledger(expected, Destination(engine, expected), checksums=True)
-        for name, tensor in [*stream, *((MANIFEST, each) for each in manifests)]:
+    def problem(sent, **how):
+        ledger = Ledger(expected, Destination(engine, expected), **how)
+        for name, tensor in sent:
             if ledger.receive(name, tensor):
                 engine[name].copy_(tensor)
-            elif name == MANIFEST and manifests:
+            elif name == MANIFEST:
                 tensor.zero_()  # its buffer is used again
-        return ledger
-
-    with fails(MANIFEST) as error:
-        received().close()
-    assert "lacks checksums, which verify=full needs" in str(error.value)
-    whole = stream[-1][1].clone()
-    with fails(MANIFEST) as error:
-        received(whole).close()
-    assert "lacks checksums, which verify=full needs" in str(error.value)
-    broken = (
-        "\0",
-        "[]",
-        '{"names": [], "sums": []}',
-        '{"names": [3], "sums": [], "kv_scales": ""}',
-        '{"names": ["a.k_scale"], "sums": [], "kv_scales": "00"}',
-        '{"names": [], "sums": ["x"], "kv_scales": ""}',
-    )
-    for text in broken:
-        sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         with fails(MANIFEST) as error:
-            received(sent).close()
-        assert "never arrived whole" in str(error.value)
+            ledger.close()
+        return str(error.value)
+
+    def stream(**how):
+        return [(name, tensor.clone()) for name, tensor in stream_of(made(DENSE), **how)]
+
+    assert "lacks digests, which verify=bytes needs" in problem(stream(verify="names"))
+    for edit in (
+        torch.zeros_like,
+        torch.ones_like,  # what follows a stream that the sender refused
+        lambda whole: whole[1:],
+        lambda whole: whole[:16],
+        lambda whole: whole[:0],
+        lambda whole: whole.flip(0),
+    ):
+        for verify in ("names", "bytes"):
+            sent = resent(MANIFEST, lambda t, edit=edit: edit(t).clone())(stream(verify=verify))
+            assert "never arrived whole" in problem(sent, verify=verify)
+    for verify in ("names", "bytes"):
+        gone_astray = stream(verify=verify)
+        gone_astray[1], gone_astray[2] = gone_astray[2], gone_astray[1]
+        assert "lists other tensors" in problem(gone_astray, verify=verify)
+    for short in (8, 16):
+        sent = resent(MANIFEST, lambda t, short=short: t[:-short])(stream())
+        assert "lacks digests" in problem(sent)
+
+
+def test_every_bit_of_a_manifest_counts_but_those_that_no_kv_scale_has():
+    expected, engine = engine_for(DENSE)
+    pairs = list(stream_of(made(DENSE), number=7))
+    missed = []
+    for bit in range(0, 8 * len(pairs[-1][1])):
+        sent = dict(pairs)
+        sent[MANIFEST] = pairs[-1][1].clone()
+        sent[MANIFEST][bit // 8] ^= 1 << bit % 8
+        try:
+            ledger = Ledger(expected, Destination(engine, expected), number=7)
+            for name, tensor in sent.items():
+                if ledger.receive(name, tensor):
+                    engine[name].copy_(tensor)
+            ledger.close()
+        except RefitError as error:
+            [problem] = error.problems
+            assert problem.split(":")[0] in {MANIFEST, *expected}
+        else:
+            missed.append(bit)
+    upper = [64 * (3 + n) + 32 + bit for n in range(len(KV)) for bit in range(32)]
+    assert missed == upper, "a scale is FP32: the upper half of its number says nothing"
 
 
 def test_tensors_that_loading_put_in_place_of_others_are_seen_when_looked_up_again():

@@ -8,7 +8,9 @@ from fp8_nemo.launch.engine_checks import EngineError, check_engine, engine_weig
 from fp8_nemo.recipe.compose import compose
 
 
-def test_workers_are_asked_through_their_actors_and_a_stock_one_is_named(answers_with_ray):
+def test_workers_are_asked_through_their_actors_and_those_that_are_not_ours_or_lie_otherwise_named(
+    answers_with_ray,
+):
     code = """
 import ray
 from types import SimpleNamespace
@@ -39,8 +41,18 @@ try:
     asked(engine.check_receivers, [ours, stock], [])
 except engine.EngineError as error:
     answers += [str(error)]
+ours.fp8_nemo_layout_problems = list
+moved = SimpleNamespace(fp8_nemo_layout_problems=lambda: ["a.weight: no such", "b.weight: no such"])
+answers += [asked(engine.check_layouts, [ours], [])]
+try:
+    asked(engine.check_layouts, [ours, moved], [moved], [])
+except engine.EngineError as error:
+    answers += [str(error)]
 """
-    [reports, nothing, error], _ = answers_with_ray(code)
+    [reports, nothing, error, nothing_moved, layout], _ = answers_with_ray(code)
+    assert (
+        nothing_moved is None and "as our refits expect: a.weight: no such, and 1 more; " in layout
+    )
     assert reports == [{"bytes": 7}, {}, {"bytes": 7}] and nothing is None
     assert error.startswith(f"vLLM worker 1 on {socket.gethostname()}: runs NeMo RL's own receiver")
 

@@ -12,7 +12,6 @@ import torch
 from rich.text import Text
 from safetensors.torch import load_file, save_file
 
-from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import GrpoLoop, clipped_loss, group_advantages, k3
 from fp8_nemo.local.run import progress
@@ -79,7 +78,7 @@ def test_every_cell_runs_two_steps(make_plan, model, precision, correction):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["glue.verify=full"], ["glue.verify=off"], ["glue=stock"],
+        ["glue.verify=names"], ["glue.verify=off"], ["glue=stock"],
         ["glue.recalibrate.source=forward"],
         ["grpo.kl_penalty=0.1"], ["grpo.updates_per_step=4"], ["correction.normalize=true"],
         ["correction=mis", "correction.renormalize_denominator=true"], ["correction.veto=0.5"],
@@ -160,32 +159,6 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_checkpoint_before_
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
     assert [path.name for path in run_dir.checkpoints(frozen.path)] == ["step-000002"]
     assert GrpoLoop(plan, frozen.path).train(lambda row: None) == 4
-
-
-def test_full_verification_scores_a_fixed_prompt_on_both_sides(make_plan):
-    rows = rows_of(make_plan("glue.verify=full", "precision=fp8-e2e-kv-attn"))
-    assert all(0 < row["refit/probe_abs_log_ratio_median"] < 0.1 for row in rows)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_weight_that_landed_upside_down_stops_the_run_at_the_probe(make_plan, model):
-    plan = make_plan(f"model={model}", "glue.verify=full", "precision=fp8-linear")
-    [frozen] = run_dir.freeze([plan])
-    run = GrpoLoop(plan, frozen.path)
-    refit = run.engine.refit
-
-    def refit_upside_down(stream, verify):
-        proof = refit(stream, verify)
-        weight = run.engine.wire_tensors()["model.layers.0.self_attn.o_proj.weight"].view(
-            torch.uint8
-        )
-        weight.copy_(weight.flip(0))
-        return proof
-
-    run.engine.refit = refit_upside_down
-    with pytest.raises(RefitError, match=r"probe: median \|log_ratio\|"):
-        run.train(lambda row: None)
-    assert metrics.read_metrics(frozen.path) == []
 
 
 def test_fp8_rollouts_send_about_half_the_bytes(make_plan):

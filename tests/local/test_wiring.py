@@ -215,7 +215,7 @@ def test_both_sides_compute_the_stock_model_of_the_weights_that_they_hold(model,
     precision, cpu = Precision(rollout_linear=fp8, train_linear=fp8), torch.device("cpu")
     policy = policy_module.Policy(SHIPPED / model, precision, 1e-4, cpu)
     engine = Engine(policy.model.config, precision, cpu)
-    engine.refit(refit_stream(policy.named_weights(), precision, None, num_layers=2), "ledger")
+    engine.refit(refit_stream(policy.named_weights(), precision, None, num_layers=2), "bytes")
     chat, stock = Chat.load(SHIPPED / model), stock_model(model)
     prompts = [chat.prompt(text) for text in ["12+7", "98-45", "5+5", "71-8", "33+48"] * 12]
     batch = engine.generate(prompts, chat, 6, torch.Generator().manual_seed(0))
@@ -246,11 +246,11 @@ def test_kv_scales_follow_from_the_ranges_attention_showed(make_plan, monkeypatc
             seen = x.transpose(1, 2)[mask_BT].abs().max().item()
             maxima[-1][name] = max(seen, maxima[-1].get(name, 0.0))
 
-    def on_refit(stream, verify):
+    def on_refit(stream, verify, number):
         held = list(stream)
         sent.append({name: float(scale) for name, scale in held if name in maxima[-1]})
         events.append([]), maxima.append({})
-        return refit(held, verify)
+        return refit(held, verify, number)
 
     spied(monkeypatch, AmaxObserver, "observe", on_observe)
     spied(monkeypatch, run.policy, "update", lambda *_: events[-1].append("update"))

@@ -9,13 +9,16 @@ import importlib.util
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.launch.engine_checks import EngineError, stop_if_it_cannot_sleep_or_wake
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
@@ -189,7 +192,8 @@ def test_a_head_that_a_tied_checkpoint_holds_twice_is_not_sent(nemo_path, monkey
     monkeypatch.setattr(MegatronPolicyWorkerImpl, stock, lambda *_, **__: iter(exported.items()))
     worker = Fp8PolicyWorkerImpl.__new__(Fp8PolicyWorkerImpl)
     worker.fp8_nemo_wire = {}
-    ledger = Ledger(wire_specs(shapes, recipe.precision, recipe.model.shape.layers))
+    specs = wire_specs(shapes, recipe.precision, recipe.model.shape.layers)
+    ledger = Ledger(specs, verify="names", number=1)
     for name, tensor in worker._iter_params_with_optional_kv_scales():
         ledger.receive(name, tensor)
     assert ledger.close().verified_weights == 14
@@ -200,14 +204,17 @@ def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weight
     from fp8_nemo.glue.wire import RefitError
     from fp8_nemo.nemo.policy import refit_metrics
 
-    def proof(**sent):
-        return {"bytes": 8, "verified_weights": 2, "checksums": len(sent), "sent": sent}
+    def proof(*digests):
+        sent = struct.pack(f"{len(digests)}q", *digests)
+        return {"bytes": 8, "verified_weights": 2, "checksums": len(digests), "sent": sent}
 
+    info = dict.fromkeys((SENTINEL, "a", "b", "x.k_scale", MANIFEST), ((4,), torch.bfloat16))
     alike = {"refit/bytes": 8, "refit/verified_weights": 2}
-    assert refit_metrics([proof(a=1, b=2), {}, proof(a=1, b=2)], 9) == alike
-    assert refit_metrics([proof(), proof()], 9) == alike  # verify: ledger
+    assert refit_metrics([proof(1, 2), {}, proof(1, 2)], info) == alike
+    assert refit_metrics([proof(), proof()], info) == alike  # verify: names
+    assert refit_metrics([{}], info) == {"refit/bytes": 40, "refit/verified_weights": 0}
     with pytest.raises(RefitError) as error:
-        refit_metrics([proof(a=1, b=2), proof(a=1, b=2), proof(a=1, b=3)], 9)
+        refit_metrics([proof(1, 2), proof(1, 2), proof(1, 3)], info)
     assert error.value.problems == ["b: the trainer's ranks sent different bytes"]
 
 

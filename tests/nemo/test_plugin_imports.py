@@ -6,6 +6,8 @@ import sys
 LOADED = [
     "fp8_nemo",
     "fp8_nemo.glue",
+    "fp8_nemo.glue.destination",
+    "fp8_nemo.glue.digest",
     "fp8_nemo.glue.ledger",
     "fp8_nemo.glue.manifest",
     "fp8_nemo.glue.quantize",
@@ -13,6 +15,7 @@ LOADED = [
     "fp8_nemo.glue.refit",
     "fp8_nemo.glue.wire",
     "fp8_nemo.nemo",
+    "fp8_nemo.nemo.engine_memory",
     "fp8_nemo.nemo.receiver",
     "fp8_nemo.nemo.vllm_layout",
     "fp8_nemo.nemo.worker_settings",

@@ -5,16 +5,18 @@ one is held against the same class in tests/nemo/test_with_a_checkout.py and on 
 """
 
 import dataclasses
+import struct
 
 import pytest
 import torch
 from torch import nn
 
-from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, checksum
+from fp8_nemo.glue.digest import digest
+from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
 from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError, is_fp8_weight, kv_scale_names, named_shapes
-from fp8_nemo.nemo import receiver
+from fp8_nemo.nemo import engine_memory, receiver
 from fp8_nemo.nemo.vllm_layout import ParameterCache, Rank
 from fp8_nemo.nemo.worker_settings import VARIABLE, WorkerSettings
 from fp8_nemo.recipe.options import Correction, Glue, Precision, Recalibrate, Shape
@@ -27,14 +29,14 @@ GLUES = [
     Glue(quantize=quantize, transfer=transfer, verify=verify)
     for quantize in ("fused", "stock")
     for transfer in ("fp8", "bf16")
-    for verify in ("ledger", "full", "off")
+    for verify in ("bytes", "names", "off")
     if (quantize, transfer, verify) != ("stock", "bf16", "off")
 ]
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setattr(receiver, "_rank", lambda model: Rank())
+    monkeypatch.setattr(engine_memory, "rank_of", lambda model, experts_of=None: Rank())
 
 
 def told(glue=None, precision=E2E):
@@ -156,6 +158,9 @@ class Worker:
 
     update_weights_from_collective = update_weights_via_ipc_zmq
 
+    def prepare_refit_info(self, state_dict_info):
+        self.state_dict_info = state_dict_info
+
     def _load_weights(self, weights):
         """NeMo RL's own: quantizes what its engine holds in FP8, by a rule of its own."""
         found = []
@@ -185,12 +190,12 @@ def weights_of(salt=0):
     }
 
 
-def wire_of(run, named=None):
+def wire_of(run, named=None, number=1):
     return list(
         refit_stream(
             (named or weights_of()).items(), run.wire_precision,
             KV if run.precision.rollout_kv == "fp8" else None, num_layers=2,
-            checksums=run.glue.verify == "full",
+            verify=run.glue.verify, number=number,
         )
     )  # fmt: skip
 
@@ -199,15 +204,21 @@ def worker_of(run):
     return receiver.receiver(Worker, run)(run.precision)
 
 
+def refit(worker, named=None):
+    """The next refit of a worker, by the sender's count."""
+    worker.wire = wire_of(worker.fp8_nemo_settings, named, worker.fp8_nemo_refits + 1)
+    return worker.update_weights_via_ipc_zmq()
+
+
 @pytest.mark.parametrize("glue", GLUES, ids=str)
 @pytest.mark.parametrize("precision", [E2E, BF16], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("path", ["update_weights_via_ipc_zmq", "update_weights_from_collective"])
 def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision, path):
     run = told(glue, precision)
     worker = worker_of(run)
-    for salt in (0, 1):  # the second refit is held to the same as the first
-        named = weights_of(salt)
-        worker.wire = wire_of(run, named)
+    for number in (1, 2):  # the second refit is held to the same as the first
+        named = weights_of(number)
+        worker.wire = wire_of(run, named, number)
         assert getattr(worker, path)() is True
         held = worker.model_runner.model.tensors
         rounded = quantize_blocks if glue.quantize == "fused" else rounded_as_stock
@@ -228,9 +239,14 @@ def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision,
     else:
         sent = sum(t.nbytes for n, t in worker.wire if n not in (SENTINEL, MANIFEST))
         assert report["bytes"] == sent and report["verified_weights"] == fp8_weights
-        booked = {name: checksum(tensor).item() for name, tensor in worker.wire}
-        del booked[SENTINEL], booked[MANIFEST]
-        assert report["sent"] == (booked if glue.verify == "full" else {})
+        others = (SENTINEL, MANIFEST, *KV_SUFFIXES)
+        booked = [digest(x).item() for name, x in worker.wire if not name.endswith(others)]
+        wanted = struct.pack(f"{len(booked)}q", *booked) if glue.verify == "bytes" else b""
+        assert report["sent"] == wanted
+        digested = len(named) + fp8_weights if glue.verify == "bytes" else 0
+        if glue.quantize == "stock" and precision is E2E:  # those that NeMo RL makes
+            digested -= 2 * fp8_weights if digested else 0
+        assert report["checksums"] == digested
     assert bool(worker.as_stock) == (precision is E2E and glue.quantize == "stock")
     on_wire = {tensor.dtype for name, tensor in worker.wire if name.endswith("_proj.weight")}
     fp8 = precision is E2E and glue.transfer == "fp8" and glue.quantize == "fused"
@@ -253,7 +269,10 @@ def test_kv_scales_survive_the_waking_of_the_cache_refit_after_refit(glue):
     worker = worker_of(run)
     for factor in (1.0, 2.0):
         scales = {name: factor * scale for name, scale in KV.items()}
-        stream = refit_stream(weights_of().items(), run.wire_precision, scales, num_layers=2)
+        stream = refit_stream(
+            weights_of().items(), run.wire_precision, scales, num_layers=2,
+            number=worker.fp8_nemo_refits + 1,
+        )  # fmt: skip
         ours = glue.has_receiver
         worker.wire = [pair for pair in stream if ours or pair[0] not in (SENTINEL, MANIFEST)]
         assert worker.update_weights_via_ipc_zmq()
@@ -269,13 +288,12 @@ def test_kv_scales_survive_the_waking_of_the_cache_refit_after_refit(glue):
 def test_scales_that_are_lost_are_named_even_if_they_have_not_changed():
     run = told()
     worker = worker_of(run)
-    worker.wire = wire_of(run)
-    worker.update_weights_via_ipc_zmq()
+    refit(worker)
     engine = worker.model_runner.model
     load = engine.load_weights
     engine.load_weights = lambda weights: load([p for p in weights if p[0] not in KV])
     with pytest.raises(RefitError, match=r"q_scale: the engine holds -1\.0, sent"):
-        worker.update_weights_via_ipc_zmq()
+        refit(worker)
 
 
 def test_a_failure_is_kept_for_the_driver_to_ask_and_gone_after_the_next_refit():
@@ -286,19 +304,17 @@ def test_a_failure_is_kept_for_the_driver_to_ask_and_gone_after_the_next_refit()
     with pytest.raises(RefitError):
         worker.update_weights_via_ipc_zmq()
     assert worker.fp8_nemo_problems[0] == f"{Q}: never arrived"
-    worker.wire = wire
-    worker.update_weights_via_ipc_zmq()
+    refit(worker)
     assert list(worker.fp8_nemo_problems) == []
 
 
 def test_the_engine_is_looked_up_again_only_where_a_parameter_has_moved():
     run = told()
     worker = worker_of(run)
-    worker.wire = wire_of(run)
-    worker.update_weights_via_ipc_zmq()
+    refit(worker)
     engine = worker.fp8_nemo_engine
     first = engine.destination()
-    worker.update_weights_via_ipc_zmq()
+    refit(worker)
     assert engine.destination() is first
     model = worker.model_runner.model
     norm = model.get_submodule("model.norm")
@@ -317,13 +333,13 @@ def test_the_engine_is_looked_up_again_only_where_a_parameter_has_moved():
         move()
         address = model.tensors[NORM].data_ptr()
         assert engine.destination().parts[NORM].tensor.data_ptr() == address, move
-        worker.update_weights_via_ipc_zmq()
+        refit(worker)
         assert worker.fp8_nemo_proof.verified_weights == 14
         move()  # and nobody has looked before the next refit, which sees another module by itself
         if move is not another_module:
             with pytest.raises(RefitError, match=f"{NORM}: its storage moved"):
-                worker.update_weights_via_ipc_zmq()
-        worker.update_weights_via_ipc_zmq()  # as it lies now
+                refit(worker)
+        refit(worker)  # as it lies now
         assert worker.fp8_nemo_proof.verified_weights == 14
 
 
@@ -352,12 +368,15 @@ def test_a_models_parameters_are_found_by_the_names_that_it_gives_them():
     assert not cache.are_all(), "as many, by another name"
 
 
-@pytest.mark.parametrize("where", ["_open", "attentions", "ParameterCache"])
-def test_whatever_fails_before_the_stream_is_raised_after_it(where, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "where"),
+    [(receiver, "_open"), (engine_memory, "attentions"), (engine_memory, "ParameterCache")],
+)
+def test_whatever_fails_before_the_stream_is_raised_after_it(module, where, monkeypatch):
     run = told()
     worker = worker_of(run)
     worker.wire = wire_of(run)
-    monkeypatch.setattr(receiver, where, lambda *_: 1 / 0)
+    monkeypatch.setattr(module, where, lambda *_: 1 / 0)
     with pytest.raises(RefitError, match="division by zero"):
         worker.update_weights_via_ipc_zmq()
     assert worker.ended == 1 and "division by zero" in worker.fp8_nemo_problems[0]
@@ -379,16 +398,16 @@ K_SCALE = "model.layers.0.self_attn.k_scale"
 @pytest.mark.parametrize(
     ("verify", "fault", "message"),
     [
-        ("ledger", without(Q), rf"{Q}: never arrived"),
-        ("ledger", without(Q + "_scale_inv"), "q_proj.weight_scale_inv: never arrived"),
-        ("ledger", without(K_SCALE), rf"{K_SCALE}: never arrived"),
-        ("ledger", without(SENTINEL), "sentinel: never arrived"),
-        ("ledger", without(MANIFEST), "manifest: never arrived whole"),
-        ("ledger", changed(MANIFEST, torch.zeros_like), "manifest: never arrived whole"),
-        ("ledger", changed(Q, lambda t: t.view(torch.uint8)), "wrong dtype uint8"),
-        ("ledger", changed(Q, lambda t: t[:128]), r"wrong shape \[128, 256\]"),
-        ("full", changed(Q + "_scale_inv", lambda t: 2 * t), "arrived with other bytes"),
-        ("full", changed(Q, lambda t: t.flip(0)), f"{Q}: arrived with other bytes"),
+        ("bytes", without(Q), rf"{Q}: never arrived"),
+        ("names", without(Q + "_scale_inv"), "q_proj.weight_scale_inv: never arrived"),
+        ("names", without(K_SCALE), rf"{K_SCALE}: never arrived"),
+        ("names", without(SENTINEL), "sentinel: never arrived"),
+        ("names", without(MANIFEST), "manifest: never arrived whole"),
+        ("names", changed(MANIFEST, torch.zeros_like), "manifest: never arrived whole"),
+        ("names", changed(Q, lambda t: t.view(torch.uint8)), "wrong dtype uint8"),
+        ("names", changed(Q, lambda t: t[:128]), r"wrong shape \[128, 256\]"),
+        ("bytes", changed(Q + "_scale_inv", lambda t: 2 * t), "bytes are not the sender's"),
+        ("bytes", changed(Q, lambda t: t.flip(0)), f"{Q}: the engine's bytes are not"),
     ],
 )  # fmt: skip
 def test_a_fault_on_the_wire_stops_the_refit_by_name_after_the_stream_has_ended(
@@ -402,6 +421,22 @@ def test_a_fault_on_the_wire_stops_the_refit_by_name_after_the_stream_has_ended(
     assert worker.ended == 1, "the sender is answered to the end"
 
 
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("quantize", ["fused", "stock"])
+def test_a_bit_that_changes_on_the_way_is_named_also_where_the_engine_quantizes(quantize, name):
+    def flipped(tensor):
+        changed = tensor.clone()
+        changed.view(torch.uint8).view(-1)[7] ^= 1
+        return changed
+
+    worker = worker_of(run := told(Glue(transfer="bf16", quantize=quantize)))
+    worker.wire = changed(name, flipped)(wire_of(run))
+    with pytest.raises(RefitError) as error:
+        worker.update_weights_via_ipc_zmq()
+    [problem] = error.value.problems
+    assert problem.startswith(f"{name}: ")
+
+
 def test_a_loader_that_skips_a_weight_or_breaks_is_named_after_the_stream_has_ended():
     run = told()
     worker = worker_of(run)
@@ -409,7 +444,7 @@ def test_a_loader_that_skips_a_weight_or_breaks_is_named_after_the_stream_has_en
     engine = worker.model_runner.model
     load = engine.load_weights
     engine.load_weights = lambda weights: load([p for p in weights if p[0] != Q])
-    with pytest.raises(RefitError, match=rf"{Q}: arrived, and was not loaded"):
+    with pytest.raises(RefitError, match=rf"{Q}: the engine's bytes are not the sender's"):
         worker.update_weights_via_ipc_zmq()
 
     def breaks(weights):
@@ -441,11 +476,11 @@ def test_a_loader_that_asserts_without_a_message_is_named_by_its_line_and_its_te
 def test_scales_that_the_kernels_do_not_read_are_named():
     run = told()
     worker = worker_of(run)
-    worker.wire, worker.processes = wire_of(run), False
-    with pytest.raises(RefitError, match=r"q_scale: the engine holds nan, sent 0\.003"):
-        worker.update_weights_via_ipc_zmq()
+    worker.processes = False
+    with pytest.raises(RefitError, match=r"q_scale: the engine holds 1\.0, sent 0\.003"):
+        refit(worker)
     worker.processes = True
-    worker.update_weights_via_ipc_zmq()
+    refit(worker)
     attention = worker.model_runner.model.attention[0]
     attention.take_scales = lambda: (
         attention._q_scale.copy_(attention.q_scale),
@@ -454,7 +489,7 @@ def test_scales_that_the_kernels_do_not_read_are_named():
         setattr(attention, "_k_scale_float", 1.0),
     )
     with pytest.raises(RefitError, match=r"layers\.0.*k_scale: the engine's host copy is 1\.0"):
-        worker.update_weights_via_ipc_zmq()
+        refit(worker)
 
 
 @pytest.mark.parametrize("glue", [Glue(), Glue(transfer="bf16")], ids=["fp8", "bf16"])
@@ -468,6 +503,71 @@ def test_an_engine_that_holds_other_weights_in_fp8_is_refused_and_nothing_is_loa
     with pytest.raises(RefitError, match=rf"{name}: the engine holds float8_e4m3fn"):
         worker.update_weights_via_ipc_zmq()
     assert engine.loaded == [] and worker.ended == 1
+
+
+@pytest.mark.parametrize("precision", [E2E, BF16], ids=["fp8", "bf16"])
+def test_the_engines_layout_is_told_before_any_refit_and_no_memory_is_read(precision):
+    worker = worker_of(told(precision=precision))
+    assert worker.fp8_nemo_layout_problems() == []
+    engine = worker.model_runner.model
+    engine.to("meta")  # as good as asleep
+    for attention in engine.attention:
+        attention.to("meta")
+    assert worker.fp8_nemo_layout_problems() == []
+    engine.put(NORM, torch.zeros(128, dtype=torch.bfloat16))
+    fused = "model.layers.0.mlp.gate_up_proj.weight"
+    engine.put(fused, torch.zeros(512, 256))
+    problems = worker.fp8_nemo_layout_problems()
+    held = "float8_e4m3fn" if precision is E2E else "bfloat16"
+    assert problems == [
+        f"model.layers.0.mlp.{x}_proj.weight: the engine holds float32 [256, 256], a refit sends "
+        f"{held} [256, 256]"
+        for x in ("gate", "up")
+    ] + [f"{NORM}: the engine holds bfloat16 [128], a refit sends bfloat16 [256]"]
+
+
+def test_another_name_of_vllms_is_told_as_a_layout_and_verify_off_looks_at_none():
+    worker, blind = worker_of(told()), worker_of(told(Glue(verify="off")))
+    for each in (worker, blind):
+        layer = each.model_runner.model.get_submodule("model.layers.1.self_attn")
+        layer.attention = layer.attn
+        del layer.attn
+    [problem] = worker.fp8_nemo_layout_problems()
+    assert problem.startswith("AttributeError") and "attn" in problem
+    assert blind.fp8_nemo_layout_problems() == []
+
+
+def test_which_experts_are_here_is_not_asked_of_an_engine_asleep():
+    module = nn.Module()
+    module.w13_weight = nn.Parameter(torch.zeros(2, 4, 4))
+    module.expert_map = torch.tensor([-1, -1, 0, 1])
+    assert engine_memory._mapped(module, module.expert_map) == {2: 0, 3: 1}
+    assert engine_memory._as_many(module, module.expert_map.to("meta")) == {0: 0, 1: 1}
+
+
+def test_a_whole_refit_of_before_is_refused_and_a_handshake_begins_the_count_anew():
+    worker = worker_of(told())
+    refit(worker, weights_of(1))
+    before = list(worker.wire)
+    refit(worker, weights_of(2))
+    worker.wire = before
+    with pytest.raises(RefitError, match=f"{MANIFEST}: is of refit 1, this engine expects refit 3"):
+        worker.update_weights_via_ipc_zmq()
+    worker.prepare_refit_info({"a": 1})
+    assert worker.state_dict_info == {"a": 1} and worker.update_weights_via_ipc_zmq() is True
+
+
+def test_nemo_rl_3651s_argument_is_handed_on():
+    class Later(Worker):
+        def update_weights_from_collective(self, refit_with_reload_api=False):
+            self.reloads = refit_with_reload_api
+            return super().update_weights_via_ipc_zmq()
+
+    run = told()
+    worker = receiver.receiver(Later, run)(run.precision)
+    worker.wire = wire_of(run)
+    assert worker.update_weights_from_collective(refit_with_reload_api=False) is True
+    assert worker.reloads is False and worker.fp8_nemo_proof.verified_weights == 14
 
 
 def test_an_error_of_nemo_rls_own_is_told_with_what_was_lost():
@@ -502,7 +602,7 @@ def test_with_recalibration_alone_ours_nemo_rl_receives_as_it_does():
 
 
 def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
-    for run in (told(Glue(verify="full")), told(precision=BF16)):
+    for run in (told(Glue(verify="names")), told(precision=BF16)):
         run = dataclasses.replace(run, loss_corrects=False)
         for name, value in run.to_environment().items():
             monkeypatch.setenv(name, value)

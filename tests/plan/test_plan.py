@@ -82,7 +82,7 @@ def test_slurms_options_without_slurm_are_told(words):
     "argument",
     [
         "grpo.learning_rate=1.0e-3",
-        "glue.verify=full",
+        "glue.verify=names",
         "precision.scales=pow2",
         "correction.veto=1.0e-4",
         "data.difficulty=1",
@@ -186,3 +186,14 @@ def test_runs_of_before_are_found_again():
         precision, correction = saved.recipe.precision.name, saved.recipe.correction.name
         words = [f"precision={precision}", f"correction={correction}", f"seed={saved.recipe.seed}"]
         assert plan_recipe(compose(words)[0]).run_name == saved.run_name
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [("ledger", "bytes"), ("full", "bytes"), ("off", "off")]
+)
+def test_a_proof_frozen_by_its_name_of_before_goes_on_as_the_present_default(before, now):
+    content = plan().to_json()
+    content["recipe"]["glue"]["verify"] = before
+    again = plan_from_json(json.loads(json.dumps(content)))
+    assert again.recipe.glue.verify == now
+    assert (again.run_name == plan().run_name) is (now == "bytes")

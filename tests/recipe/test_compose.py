@@ -32,7 +32,7 @@ MISTAKES = {
     "grpo.learning_rate=inf": "grpo.learning_rate=inf: must be above 0 and at most 1, and finite",
     "grpo.learning_rate=nan": "grpo.learning_rate=nan: must be above 0",
     "precision.train_linear=fp9": "precision.train_linear=fp9: must be one of bf16, fp8",
-    "glue.verify=ledgr": "glue.verify=ledgr: must be one of ledger, off, full",
+    "glue.verify=byte": "glue.verify=byte: must be one of bytes, names, off",
     "correction.veto=2": "correction.veto=2.0: must be above 0 and at most 1",
     "correction.low=0.5": "correction.low=0.5: bounds a mask, and correction.mask=none",
     "correction.mask=token": "correction.mask=token: needs correction.low or correction.high",

@@ -181,14 +181,14 @@ def test_runs_that_differ_in_a_setting_are_never_averaged_and_the_label_says_in_
     paths = [
         make(finished(0.5)),
         make(finished(0.9), correction=loose),
-        make(finished(), glue=Glue(verify="full")),
+        make(finished(), glue=Glue(verify="names")),
     ]
     comparison = compare(map(read_run, paths))
     labels = [cell.label for cell in comparison.cells]
     assert labels == [
-        "fp8-kv-attn-tis correction.truncate=2.0 glue.verify=ledger",
-        "fp8-kv-attn-tis correction.truncate=3.0 glue.verify=ledger",
-        "fp8-kv-attn-tis correction.truncate=2.0 glue.verify=full",
+        "fp8-kv-attn-tis correction.truncate=2.0 glue.verify=bytes",
+        "fp8-kv-attn-tis correction.truncate=3.0 glue.verify=bytes",
+        "fp8-kv-attn-tis correction.truncate=2.0 glue.verify=names",
     ]
     assert [shown(cell)["last acc."] for cell in comparison.cells] == ["50.0%", "90.0%", "70.0%"]
 

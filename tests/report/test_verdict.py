@@ -201,9 +201,9 @@ def test_where_nothing_was_timed_health_decides_and_then_bytes(write, chosen, wo
 
 def test_what_is_not_matched_is_not_judged(write, chosen):
     write(BF16)
-    write((*E2E, "glue.verify=full"))
+    write((*E2E, "glue.verify=names"))
     choice = chosen()
-    said = "fp8-e2e-tis is not matched to bf16-none (glue.verify is full, the baseline's ledger)"
+    said = "fp8-e2e-tis is not matched to bf16-none (glue.verify is names, the baseline's bytes)"
     assert choice.headline == "Undecided" and choice.why == said
     assert choice.commands == () and choice.remedy == ""
 

@@ -86,7 +86,7 @@ def test_with_everything_in_fp8_logprobs_are_those_that_an_engine_samples_with(n
     scales = kv_scales(observer.read(), 1.05)
     engine = Engine(models.policy.model.config, FP8_KV_ATTN, sources.CPU)
     stream = refit_stream(models.policy.named_weights(), FP8_KV_ATTN, scales, num_layers=2)
-    engine.refit(stream, "ledger")
+    engine.refit(stream, "bytes")
     prompts = [chat.prompt(each.input) for each in PROBLEMS]
     batch = engine.generate(prompts, chat, 4, torch.Generator().manual_seed(0))
     logprobs = sources.answer_logprobs(models.with_source(EVERYTHING), batch, cached=True)

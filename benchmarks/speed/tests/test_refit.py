@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fp8_nemo.glue.wire import named_shapes, wire_specs
 from fp8_nemo.plan.memory import count
 from fp8_nemo.recipe.compose import compose
 
@@ -25,13 +26,16 @@ def test_what_is_streamed_are_the_bytes_of_the_estimate_and_all_of_it_lands(mode
     assert content["model"] == model and [row["rows"] for row in content["watch"]] == [8, 16]
     [recipe] = compose([f"model={model}", "precision=fp8-kv-attn"])
     weighs = count(recipe.model.shape, recipe.precision)
+    specs = wire_specs(named_shapes(shape := recipe.model.shape), recipe.precision, shape.layers)
+    digested = len(specs) - 3 * shape.layers
     sent = {row["stream"]: row["bytes"] for row in content["stream"]}
-    assert sent["FP8, loaded under the ledger"] == sent["FP8, loaded under full"]
-    assert sent["FP8, loaded under full"] == sent["FP8, loaded"] == weighs.refit_bytes
-    assert 0 < sent["FP8"] - weighs.refit_bytes < 2e5  # sentinel and manifest, which names all
+    loaded = [sent[f"FP8, loaded, verify={verify}"] for verify in ("off", "names", "bytes")]
+    assert loaded == [weighs.refit_bytes] * 3
+    assert 0 < sent["FP8"] - weighs.refit_bytes < 2e3  # sentinel and manifest
+    assert sent["FP8, digests"] - sent["FP8"] == 8 * digested
     assert 0 < sent["BF16"] - weighs.refit_bytes_bf16 < 2e5
     for row in content["stream"]:
         assert len(row["seconds"]["repetitions"]) == 3 and row["seconds"]["median"] > 0
-    ratios = {row["stream"]: row["of_loaded"] for row in content["stream"]}
-    assert ratios["FP8, loaded"] == 1 and ratios["FP8"] is None
-    assert ratios["FP8, loaded under full"] > 1  # checksums of every byte, thrice
+    found = {row["stream"]: (row["of_loaded"], row["more_ms"]) for row in content["stream"]}
+    assert found["FP8, loaded, verify=off"] == (1, 0) and found["FP8"] == (None, None)
+    assert all(isinstance(x, float) for x in found["FP8, loaded, verify=bytes"])

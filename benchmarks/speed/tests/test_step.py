@@ -62,7 +62,8 @@ def glue_file(precision="bf16", **parts):
 REFITS = {
     "stock": {"median": {"refit": 9.0}, "rounds": []},
     "fused": {"median": {"refit": 2.0}, "rounds": []},
-    "ledger": {"median": {"refit": 2.5}, "rounds": []},
+    "ledger": {"median": {"refit": 9.5}, "rounds": []},
+    "bytes": {"median": {"refit": 2.5}, "rounds": []},
 }
 RANGES = {"tokens": 1000, "overhead": 0.1}
 
@@ -139,11 +140,13 @@ def test_without_a_penalty_there_is_no_pass_of_the_reference_policy():
     assert both.seconds == 2 * one.seconds
 
 
-def test_bf16_refits_unproven_and_fp8_with_the_ledger():
+def test_bf16_refits_unproven_and_fp8_with_every_byte_proven_or_as_a_file_of_before_has_it():
     load = Load(256, 3840, 4096, 1)
     for precision, seconds in (("bf16", 2.0), ("fp8-linear", 2.5)):
         run = plan_of(f"precision={precision}").settled
         assert step_time.refit(run, load, everything(precision)) == (seconds, "glue.json")
+    before = {"glue.json": glue_file("fp8-linear", refit={"ledger": REFITS["ledger"]})}
+    assert step_time.refit(run, load, before) == (9.5, "glue.json")
 
 
 def test_what_travels_alike_stands_for_another_precision_and_another_transport_for_none():

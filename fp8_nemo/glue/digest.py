@@ -1,0 +1,132 @@
+"""Sum a tensor's bytes up in one number: the place of each counts, and parts can be added.
+
+    digest = sum of mix(word xor 0x9E3779B1 * index), modulo 2^64
+
+A word is four bytes of one row, the last one filled up with zeros. Its index is its place among the
+words of the tensor on the wire, whatever part of it an engine holds and however that part lies: so
+the digests of a tensor-parallel cut add up to that of the whole. `mix` (lowbias32 by C. Wellons)
+maps 32 bits one to one and is linear in none of them: any one word that changes shows for certain,
+words that are exchanged or shifted but for one chance in 2^32.
+
+On a CUDA device all tensors of a list are read in one launch (`kernels.py`), which gives the same
+numbers; a CPU's torch operations are its reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+WORD = 4
+FACTOR, FIRST, SECOND = -0x61C8864F, 0x7FEB352D, -0x7B935975
+"""As INT32: 0x9E3779B1 of an index, 0x7FEB352D and 0x846CA68B of `mix`."""
+WORDS_AT_ONCE = 2**22
+"""Words that a CPU mixes at once, each of which takes 16 bytes meanwhile."""
+
+
+class Placed(NamedTuple):
+    """Place a tensor: the rectangle of the wire's tensor that it is."""
+
+    tensor: Tensor
+    """`[R, C]` of any strides, on the engine's own memory."""
+    first: int
+    """Index of its first word."""
+    pitch: int
+    """Words from one row of the wire's tensor to the next."""
+
+
+class Sums(NamedTuple):
+    """Say where digests are added up: `Sums(torch.zeros(3, dtype=torch.int64), [0, 2])`."""
+
+    sums_T: Tensor
+    """INT64, one a tensor of the wire."""
+    slots: Sequence[int]
+    """Of each weight; a slab's matrices follow each other, of each its bytes, then its scales."""
+
+
+def placed(tensor: Tensor, shape: Sequence[int], of_wire: tuple[slice, ...] = ()) -> Placed:
+    """Say where a part of a wire tensor stands in it.
+
+    Args:
+        tensor: the part, in one or two dimensions.
+        shape: of the whole.
+        of_wire: rows and columns that it is; the whole if empty.
+
+    Raises:
+        ValueError: it begins or ends within a word of the whole.
+    """
+    *rows, columns = of_wire or [slice(0, side) for side in shape]
+    length, row = tensor.itemsize * shape[-1], rows[0].start if rows else 0
+    start, stop = (tensor.itemsize * side for side in (columns.start, columns.stop))
+    if start % WORD or (stop % WORD and stop != length):
+        raise ValueError(f"bytes {start} to {stop} of {length} in a row are not whole words")
+    pitch = -(-length // WORD)
+    return Placed(torch.atleast_2d(tensor), row * pitch + start // WORD, pitch)
+
+
+class Digests:
+    """Digest tensors that stay where they are, as often as is asked.
+
+    Args:
+        parts: all on one device.
+        slots: where in `add_to`'s sums each digest goes; in turn if left out.
+    """
+
+    def __init__(self, parts: Sequence[Placed], slots: Sequence[int] | None = None) -> None:
+        self.parts = parts
+        self.slots = range(len(parts)) if slots is None else slots
+        self.device = parts[0].tensor.device if parts else torch.device("cpu")
+        self.launch: Callable[[Tensor], None] | None = None
+        if self.device.type == "cuda":
+            from fp8_nemo.glue import kernels
+
+            self.launch = kernels.digests(parts, self.slots)
+
+    def __call__(self) -> Tensor:
+        """Return INT64 `[N]`, one of each, on their device; nothing is read on the host."""
+        sums_N = torch.zeros(len(self.parts), dtype=torch.int64, device=self.device)
+        self.add_to(sums_N)
+        return sums_N
+
+    def add_to(self, sums_N: Tensor) -> None:
+        """Add each digest to its slot."""
+        if self.launch is not None:
+            self.launch(sums_N)
+            return
+        for slot, part in zip(self.slots, self.parts, strict=True):
+            sums_N[slot] += _in_torch(part)
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Digest a whole tensor; an INT64 scalar on its device."""
+    return Digests([placed(tensor, tensor.shape)])()[0]
+
+
+def _in_torch(part: Placed) -> Tensor:
+    """Sum, as the reference, rows of bytes filled up to words, some at a time."""
+    bytes_RC = part.tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    words_RC = pad(bytes_RC, (0, -bytes_RC.shape[1] % WORD)).view(torch.int32)
+    index_C = torch.arange(words_RC.shape[1]) + part.first
+    total = torch.zeros((), dtype=torch.int64)
+    rows = max(1, WORDS_AT_ONCE // max(1, words_RC.shape[1]))
+    for start in range(0, len(words_RC), rows):
+        some_RC = words_RC[start : start + rows]
+        index_R = torch.arange(start, start + len(some_RC)) * part.pitch
+        total += _mixed(some_RC, (index_R[:, None] + index_C).int()).sum(dtype=torch.int64)
+    return total
+
+
+def _mixed(word: Tensor, index: Tensor) -> Tensor:
+    x = word ^ (index * FACTOR)
+    x = (x ^ _shifted(x, 16)) * FIRST
+    x = (x ^ _shifted(x, 15)) * SECOND
+    return x ^ _shifted(x, 16)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shift to the right with zeros: torch's own shift repeats the sign of an INT32."""
+    return (x >> by) & ((1 << (32 - by)) - 1)

@@ -1,0 +1,59 @@
+"""Refuse what would freeze a secret into a run's files: by the name of its key, never by its value.
+
+A plan, a recipe and a job's files are read by others, copied and kept. What a run needs to know
+lies in the environment of the node that runs it; there, `cluster.setup` may name it as `$NAME`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+OF_ENVIRONMENT = "oc.env"
+NAME = r"(?:token|secret|passwd|password|api_?key|access_?key|private_?key|credentials?)"
+SECRET_VARIABLE = re.compile(rf"(?:.*_)?{NAME}(?:_id)?", re.IGNORECASE)
+"""Names of environment variables, where `token` means no piece of a text."""
+SECRET_KEY = re.compile(rf"(?:.*_)?(?!token){NAME}|(?:hf|wandb|auth|bearer)_token", re.IGNORECASE)
+SECRET_VALUE = re.compile(
+    r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16})"
+)
+"""How Hugging Face, OpenAI, GitHub, GitLab, Slack and AWS begin theirs."""
+ASSIGNED = re.compile(r"\b(\w+)=(?![\"']?\$)(?=[\"']?\w)")
+KEPT = (
+    "which a run's files would keep; leave it in the environment of the node that runs it, where "
+    "cluster.setup may name it as $NAME"
+)
+
+
+def secrets_of_line(words: list[str]) -> Iterator[str]:
+    """Name the keys of a command line that take their value from the environment."""
+    for word in words:
+        if OF_ENVIRONMENT in word:
+            yield _frozen(word.partition("=")[0].lstrip("+~"))
+
+
+def secrets_of(values: Mapping[str, Any]) -> Iterator[str]:
+    """Name the keys, or what a setup assigns, that hold a secret or look as if they did.
+
+    Args:
+        values: dotted keys and leaves, before interpolation.
+    """
+    for key, value in values.items():
+        group, _, name = key.rpartition(".")
+        text = str(value)
+        looks = SECRET_VARIABLE if group.endswith("env_vars") else SECRET_KEY
+        assigned = [each for each in ASSIGNED.findall(text) if SECRET_VARIABLE.fullmatch(each)]
+        if OF_ENVIRONMENT in text:
+            yield _frozen(key)
+        elif value is not None and looks.fullmatch(name):
+            yield f"{key}: looks like a secret, {KEPT}"
+        elif assigned:
+            yield f"{key}: gives {assigned[0]} a value, {KEPT}"
+        elif SECRET_VALUE.search(text):
+            yield f"{key}: holds what looks like a secret, {KEPT}"
+
+
+def _frozen(key: str) -> str:
+    return f"{key}: {OF_ENVIRONMENT} gives it a variable's value, {KEPT}"

@@ -1,0 +1,149 @@
+"""One number for all bytes of a tensor: what it is, that parts add up to it, and what it sees.
+
+The formula is stated here a second time, in Python's integers. A hundred thousand random changes,
+exchanges and shifts of buffers must all show; the same runs on a GPU over 8B-sized ones
+(tests/gpu/test_proof_on_a_gpu.py).
+"""
+
+import random
+
+import pytest
+import torch
+
+from fp8_nemo.glue.digest import Digests, Sums, digest, placed
+from fp8_nemo.glue.quantize import quantize_list
+
+WRAP = 2**32
+
+
+def mix(word, index):
+    x = word ^ (index * 0x9E3779B1) % WRAP
+    x = (x ^ x >> 16) * 0x7FEB352D % WRAP
+    x = (x ^ x >> 15) * 0x846CA68B % WRAP
+    x ^= x >> 16
+    return x - WRAP if x >= WRAP // 2 else x
+
+
+def by_hand(tensor):
+    """Of a tensor of one or two dimensions."""
+    rows = torch.atleast_2d(tensor).contiguous().view(torch.uint8).tolist()
+    pitch = -(-len(rows[0]) // 4)
+    total = 0
+    for r, row in enumerate(rows):
+        for c in range(pitch):
+            word = int.from_bytes(bytes(row[4 * c : 4 * c + 4]), "little")
+            total += mix(word, r * pitch + c)
+    return total
+
+
+def noise(*shape, dtype=torch.uint8, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (size,), generator=draw).to(torch.uint8).view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1,), (5,), (64,), (3, 4), (7, 33), (130, 66), (2, 1), (0, 4)])
+def test_a_digest_is_the_sum_of_its_mixed_words(shape, dtype):
+    tensor = noise(*shape, dtype=dtype)
+    assert digest(tensor).item() == (by_hand(tensor) if tensor.numel() else 0)
+    if tensor.ndim == 2 and tensor.numel():  # of the values as they are read, however they lie
+        across = torch.empty(shape[::-1], dtype=dtype).T.copy_(tensor)
+        assert digest(across).item() == digest(tensor).item()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (3, 2)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_parts_add_up_to_the_whole_however_they_are_cut(rows, columns, dtype):
+    whole = noise(12, 32, dtype=dtype)
+    total = 0
+    for r in range(rows):
+        for c in range(columns):
+            part = (
+                slice(12 // rows * r, 12 // rows * (r + 1)),
+                slice(32 // columns * c, 32 // columns * (c + 1)),
+            )
+            fused = torch.cat([noise(3, 32 // columns, dtype=dtype, seed=9), whole[part]])
+            total += Digests([placed(fused[3:], whole.shape, part)])().item()
+    assert total == digest(whole).item() == by_hand(whole)
+
+
+def test_a_bias_is_cut_along_its_one_side():
+    bias = noise(24, dtype=torch.bfloat16)
+    parts = [slice(0, 12), slice(12, 24)]
+    digests = Digests([placed(bias[each], bias.shape, (each,)) for each in parts])()
+    assert digests.sum() == digest(bias) and digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("columns", [slice(0, 6), slice(6, 12), slice(2, 12)])
+def test_a_cut_within_a_word_is_refused(columns):
+    with pytest.raises(ValueError, match=r"in a row are not whole words"):
+        placed(torch.zeros(2, 4).to(torch.uint8), (2, 12), (slice(0, 2), columns))
+
+
+def test_the_last_part_of_a_ragged_row_ends_with_it():
+    whole = noise(5, 131)
+    parts = [(slice(0, 5), slice(0, 64)), (slice(0, 5), slice(64, 131))]
+    found = Digests([placed(whole[each], whole.shape, each) for each in parts])()
+    assert found.sum() == digest(whole)
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_quantizing_digests_what_it_makes(pow2):
+    weights = [torch.randn(2, 200, 130), torch.randn(1, 128, 256), torch.zeros(3, 1, 1)]
+    sums_T = torch.zeros(14, dtype=torch.int64)
+    slots = [2, 0, 8]
+    nonfinite_N = torch.zeros(3, dtype=torch.bool)
+    sums = Sums(sums_T, slots)
+    found = quantize_list(weights, pow2=pow2, nonfinite_N=nonfinite_N, sums=sums)
+    wanted = torch.zeros_like(sums_T)
+    for slot, (fp8, scale_inv) in zip(slots, found, strict=True):
+        for n in range(len(fp8)):
+            wanted[slot + 2 * n], wanted[slot + 2 * n + 1] = digest(fp8[n]), digest(scale_inv[n])
+    assert torch.equal(sums_T, wanted)
+
+
+def changed(tensor, how, draw):
+    """A tensor with one random change, and whether there is any."""
+    bytes_N = tensor.clone().view(torch.uint8).flatten()
+    N, at, other = len(bytes_N), draw.randrange(len(bytes_N)), draw.randrange(len(bytes_N))
+    if how == "byte":
+        bytes_N[at] = bytes_N[at] ^ draw.randrange(1, 256)
+    elif how == "bit":
+        bytes_N[at] ^= 1 << draw.randrange(8)
+    elif how == "swap":
+        bytes_N[[at, other]] = bytes_N[[other, at]]
+    elif how == "swap words":
+        at, other = min(at, N - 4), min(other, N - 4)
+        one, two = bytes_N[at : at + 4].clone(), bytes_N[other : other + 4].clone()
+        bytes_N[at : at + 4], bytes_N[other : other + 4] = two, one
+    elif how == "shift":
+        start, stop = sorted((at, other))
+        bytes_N[start:stop] = bytes_N[start:stop].roll(draw.choice((1, 2, 4, 16, 128)))
+    else:
+        rows = bytes_N.view(tensor.shape[0], -1)
+        one, two = draw.randrange(len(rows)), draw.randrange(len(rows))
+        rows[[one, two]] = rows[[two, one]]
+    assert len(bytes_N) == N
+    new = bytes_N.view(tensor.dtype).view(tensor.shape)
+    return new, not torch.equal(new.view(torch.uint8), tensor.view(torch.uint8))
+
+
+HOWS = ["byte", "bit", "swap", "swap words", "shift", "rows"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("shape", [(16, 32), (5, 67), (64, 4)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_of_a_hundred_thousand_random_changes_none_is_missed(how, shape):
+    """5,556 each here: 100,008 in all."""
+    torch.set_num_threads(1)
+    draw = random.Random(f"{how} {shape}")
+    tensor = noise(*shape)
+    tensor[: shape[0] // 4] = 0  # zeros, of which a shift or an exchange changes little
+    before, tried, made = digest(tensor).item(), 0, []
+    while tried < 5556:
+        new, differs = changed(tensor, how, draw)
+        tried += differs
+        if differs:
+            made.append(placed(new, new.shape))
+    assert (Digests(made)() != before).all()
