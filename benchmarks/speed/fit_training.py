@@ -103,9 +103,9 @@ def compared(row: Row, half: str) -> dict[str, Any]:
     layout, model = row.settled.layout, row.settled.recipe.model
     return {
         "half": half, "file": row.file, "model": _named(model), "experts": model.shape.experts,
-        "format": row.format, "pass": PASSES[row.way],
-        "tokens": row.tokens, "tensor": layout.tensor, "recompute": layout.recompute, "measured": row.seconds, "predicted": predicted,
-        "error": predicted / row.seconds - 1,
+        "format": row.format, "pass": PASSES[row.way], "tokens": row.tokens,
+        "tensor": layout.tensor, "recompute": layout.recompute,
+        "measured": row.seconds, "predicted": predicted, "error": predicted / row.seconds - 1,
     }  # fmt: skip
 
 
