@@ -39,15 +39,6 @@ class Placed(NamedTuple):
     """Words from one row of the wire's tensor to the next."""
 
 
-class Sums(NamedTuple):
-    """Say where digests are added up: `Sums(torch.zeros(3, dtype=torch.int64), [0, 2])`."""
-
-    sums_T: Tensor
-    """INT64, one a tensor of the wire."""
-    slots: Sequence[int]
-    """Of each weight; a slab's matrices follow each other, of each its bytes, then its scales."""
-
-
 def placed(tensor: Tensor, shape: Sequence[int], of_wire: tuple[slice, ...] = ()) -> Placed:
     """Say where a part of a wire tensor stands in it.
 

@@ -28,13 +28,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8_nemo.glue.digest import Placed, Sums
+from fp8_nemo.glue.digest import Placed
 
 BLOCK = tl.constexpr(128)
 FP8_MAX = tl.constexpr(448.0)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 WARPS = 4  # within 3 points of the fastest of 4, 8, 16 (benchmarks/results/quantize-h200.json)
-COLUMNS = tl.constexpr(9)  # of the table of weights: three addresses, first block, O, I, P, Q, slot
+COLUMNS = tl.constexpr(8)  # of the table of weights: three addresses, first block, O, I, P, Q
 ROWS_AT_ONCE = 16
 GROUPS_AT_ONCE = 32  # rows of activations that one program takes, one group of 128 of each
 HEADS_AT_ONCE = tl.constexpr(1024)  # values of a row that one turn reads
@@ -62,25 +62,23 @@ def quantize(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> tuple[Tensor, 
 
 
 def quantize_list(
-    weights: Sequence[Tensor], pow2: bool, nonfinite_N: Tensor, sums: Sums | None = None
+    weights: Sequence[Tensor], pow2: bool, nonfinite_N: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
     """Quantize N weights or slabs in one launch.
 
     The table of their addresses travels from pinned memory without a wait; a CUDA graph would
-    hold the addresses of its capture. `nonfinite_N` are boolean slots, one a weight. To `sums` are
-    added the digests of each matrix's bytes and scales, made of what the registers hold.
+    hold the addresses of its capture. `nonfinite_N` are boolean slots, one a weight.
     """
     results = [_results(weight) for weight in weights]
     rows, blocks = [], 0
-    for n, (weight, (fp8, scale_inv)) in enumerate(zip(weights, results, strict=True)):
+    for weight, (fp8, scale_inv) in zip(weights, results, strict=True):
         addresses = (weight.data_ptr(), fp8.data_ptr(), scale_inv.data_ptr())
-        rows.append((*addresses, blocks, *_sizes(weight), sums.slots[n] if sums else 0))
+        rows.append((*addresses, blocks, *_sizes(weight)))
         blocks += scale_inv.numel()
     if blocks:
         with torch.cuda.device(weights[0].device):
             _quantize_listed[(blocks,)](
-                _sent(rows, weights[0].device), nonfinite_N,
-                sums.sums_T if sums else nonfinite_N, len(rows), POW2=pow2, SUMS=sums is not None,
+                _sent(rows, weights[0].device), nonfinite_N, len(rows), POW2=pow2,
                 EVEN=all(_is_even(*row[4:6]) for row in rows), num_warps=WARPS,
             )  # fmt: skip
     return results
@@ -215,15 +213,11 @@ def _quantize_one(
     weight, fp8, scale_inv, nonfinite, O, I, P, Q, POW2: tl.constexpr, EVEN: tl.constexpr
 ):
     block = tl.program_id(0).to(tl.int64)
-    _quantize_block(
-        weight, fp8, scale_inv, nonfinite, nonfinite, block, O, I, P, Q, POW2, EVEN, False
-    )
+    _quantize_block(weight, fp8, scale_inv, nonfinite, block, O, I, P, Q, POW2, EVEN)
 
 
 @triton.jit
-def _quantize_listed(
-    table, nonfinite, sums, N, POW2: tl.constexpr, EVEN: tl.constexpr, SUMS: tl.constexpr
-):
+def _quantize_listed(table, nonfinite, N, POW2: tl.constexpr, EVEN: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     weight = _last_below(table + 3, COLUMNS, block, N)
     row = table + weight * COLUMNS
@@ -238,7 +232,6 @@ def _quantize_listed(
         tl.multiple_of(fp8, 16),
         scale_inv,
         nonfinite + weight,
-        sums + tl.load(row + 8),
         block - tl.load(row + 3),
         tl.load(row + 4),
         I,
@@ -246,14 +239,13 @@ def _quantize_listed(
         tl.load(row + 7),
         POW2,
         EVEN,
-        SUMS,
     )
 
 
 @triton.jit
 def _quantize_block(
-    weight, fp8, scale_inv, nonfinite, sums, block, O, I, P, Q,
-    POW2: tl.constexpr, EVEN: tl.constexpr, SUMS: tl.constexpr,
+    weight, fp8, scale_inv, nonfinite, block, O, I, P, Q,
+    POW2: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     expert, inner = block // (P * Q), block % (P * Q)
     rows = (inner // Q) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -275,18 +267,6 @@ def _quantize_block(
         tl.store(fp8 + at, scaled, mask=inside)
     tl.store(scale_inv + block, inverse)
     tl.store(nonfinite, True, mask=(amax != amax) | (amax == float("inf")))
-    if SUMS:
-        byte = tl.reshape(scaled.to(tl.uint8, bitcast=True), (BLOCK, BLOCK // 4, 2, 2))
-        even, odd = tl.split(byte)
-        low, high = tl.split(even.to(tl.int32) | (odd.to(tl.int32) << 8))
-        word = low | (high << 16)  # not shifted and summed: ptxas of CUDA 12.8 dies of that
-        words = (inner % Q) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
-        index = (rows * tl.cdiv(I, 4)).to(tl.int32) + words.to(tl.int32)
-        held = _mixed_sum(word, index, EVEN | ((rows < O) & (words * 4 < I)))
-        tl.atomic_add(sums + 2 * expert, held, sem="relaxed")
-        scale_word = inverse.to(tl.int32, bitcast=True)
-        held = _mixed(scale_word, inner).to(tl.int64)
-        tl.atomic_add(sums + 2 * expert + 1, held, sem="relaxed")
 
 
 @triton.jit

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_nemo.glue.digest import Digests, Sums, placed
 from fp8_nemo.glue.wire import BLOCK
 
 FP8 = torch.float8_e4m3fn
@@ -87,7 +86,6 @@ def quantize_list(
     *,
     pow2: bool = False,
     nonfinite_N: Tensor,
-    sums: Sums | None = None,
 ) -> list[Fp8Weight]:
     """`quantize_blocks` of N weights or slabs, on a CUDA device in one launch.
 
@@ -95,23 +93,16 @@ def quantize_list(
         weights: all on one device; each as `quantize_blocks` takes it.
         pow2: scales that are powers of two.
         nonfinite_N: boolean slots, one a weight.
-        sums: take the digest of each matrix's bytes, and of its scales.
     """
     if weights and weights[0].is_cuda:
         from fp8_nemo.glue import kernels
 
-        found = kernels.quantize_list([_bf16(each) for each in weights], pow2, nonfinite_N, sums)
+        found = kernels.quantize_list([_bf16(each) for each in weights], pow2, nonfinite_N)
         return [Fp8Weight(*each) for each in found]
-    quantized = [
+    return [
         quantize_blocks(weight, pow2=pow2, nonfinite=slot)
         for weight, slot in zip(weights, nonfinite_N, strict=True)
     ]
-    for slot, each in zip(sums.slots if sums else (), quantized, strict=bool(sums)):
-        assert sums
-        matrices = zip(*(x.flatten(0, -3) if x.ndim > 2 else x[None] for x in each), strict=True)
-        parts = [placed(x, x.shape) for pair in matrices for x in pair]
-        Digests(parts, range(slot, slot + len(parts))).add_to(sums.sums_T)
-    return quantized
 
 
 QUANTIZERS = {"fp8": quantize_list}

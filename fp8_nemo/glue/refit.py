@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.digest import Digests, Sums, placed
+from fp8_nemo.glue.digest import Digests, placed
 from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, manifest
 from fp8_nemo.glue.quantize import QUANTIZERS
@@ -122,9 +121,6 @@ def encode(
     }
     device = group[0][1].device
     pieces = {name: pieces_of(name, weight) for name, weight in group}
-    counts = [len(pieces[name]) * (2 if is_fp8[name] else 1) for name in pieces]
-    slots = dict(zip(pieces, accumulate(counts, initial=0), strict=False))
-    sums_T = torch.zeros(sum(counts), dtype=torch.int64, device=device) if digests else None
     chosen = [name for name in pieces if is_fp8[name]]
     nonfinite_N = torch.zeros(len(chosen), dtype=torch.bool, device=device)
     found = {}
@@ -133,7 +129,6 @@ def encode(
             [pieces[name] for name in chosen],
             pow2=precision.scales == "pow2",
             nonfinite_N=nonfinite_N,
-            sums=None if sums_T is None else Sums(sums_T, [slots[name] for name in chosen]),
         )
         found = dict(zip(chosen, quantized, strict=True))
     plain = {name: pieces[name].to(torch.bfloat16) for name in pieces if not is_fp8[name]}
@@ -145,9 +140,8 @@ def encode(
                 tensors += [(wire, fp8_OI), (weights.scale_name(wire), scale_inv_PQ)]
         else:
             tensors += zip(wires, plain[name], strict=True)
-    if plain and sums_T is not None:
-        here = [slots[name] + n for name in plain for n in range(len(plain[name]))]
-        Digests([placed(x, x.shape) for name in plain for x in plain[name]], here).add_to(sums_T)
+    # A launch of its own: made in the quantizing kernel, Triton 3.6 wrote other bytes on an H100.
+    sums_T = Digests([placed(x, x.shape) for _, x in tensors])() if digests else None
     if filled := {name: x for name, x in plain.items() if x.numel()}:  # an empty one has no norm
         # One launch and one pass over all of them, with nothing in between; it keeps NaN.
         largest_N = torch.stack(torch._foreach_norm(list(filled.values()), math.inf))

@@ -10,8 +10,9 @@ import random
 import pytest
 import torch
 
-from fp8_nemo.glue.digest import Digests, Sums, digest, placed
-from fp8_nemo.glue.quantize import quantize_list
+from fp8_nemo.glue.digest import Digests, digest, placed
+from fp8_nemo.glue.refit import encode
+from fp8_nemo.recipe.options import Precision
 
 WRAP = 2**32
 
@@ -88,19 +89,14 @@ def test_the_last_part_of_a_ragged_row_ends_with_it():
     assert found.sum() == digest(whole)
 
 
-@pytest.mark.parametrize("pow2", [False, True])
-def test_quantizing_digests_what_it_makes(pow2):
-    weights = [torch.randn(2, 200, 130), torch.randn(1, 128, 256), torch.zeros(3, 1, 1)]
-    sums_T = torch.zeros(14, dtype=torch.int64)
-    slots = [2, 0, 8]
-    nonfinite_N = torch.zeros(3, dtype=torch.bool)
-    sums = Sums(sums_T, slots)
-    found = quantize_list(weights, pow2=pow2, nonfinite_N=nonfinite_N, sums=sums)
-    wanted = torch.zeros_like(sums_T)
-    for slot, (fp8, scale_inv) in zip(slots, found, strict=True):
-        for n in range(len(fp8)):
-            wanted[slot + 2 * n], wanted[slot + 2 * n + 1] = digest(fp8[n]), digest(scale_inv[n])
-    assert torch.equal(sums_T, wanted)
+def test_a_group_is_digested_as_it_travels():
+    """Each tensor by itself, in the order of the wire; a slab's matrices one by one."""
+    slab = "model.layers.0.mlp.experts.gate_up_proj"
+    group = [(slab, torch.randn(2, 512, 256)), ("model.norm.weight", torch.randn(256))]
+    encoded = encode(group, Precision(rollout_linear="fp8"), num_layers=1, digests=True)
+    wanted = [digest(tensor).item() for _, tensor in encoded.tensors]
+    assert len(wanted) == 2 * 2 * 2 + 1 and encoded.sums_T.tolist() == wanted
+    assert encode(group, Precision(), num_layers=1).sums_T is None
 
 
 def changed(tensor, how, draw):

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from fp8_nemo.glue.destination import Destination, Part
-from fp8_nemo.glue.digest import Digests, Sums, digest, placed
+from fp8_nemo.glue.digest import Digests, placed
 from fp8_nemo.glue.ledger import Ledger
-from fp8_nemo.glue.quantize import quantize_list
 from fp8_nemo.glue.refit import encode, refit_stream
 from fp8_nemo.glue.wire import RefitError, named_shapes, wire_specs
 from fp8_nemo.recipe.options import Precision, Shape
@@ -67,29 +66,6 @@ def test_digests_of_every_layout_are_those_of_a_cpu_and_are_not_waited_for():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(sums_N.cpu(), Digests(cpu)())
-
-
-@pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize(
-    "shapes", [[(256, 128), (2, 384, 256)], [(130, 257), (3, 1, 1), (2, 200, 70)]]
-)
-def test_what_quantizing_digests_is_what_it_wrote(shapes, pow2):
-    weights = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
-    counts = [2 * (shape[0] if len(shape) == 3 else 1) for shape in shapes]
-    slots = [sum(counts[:n]) for n in range(len(counts))]
-    sums = Sums(torch.zeros(sum(counts), dtype=torch.int64, device="cuda"), slots)
-    nonfinite_N = torch.zeros(len(shapes), dtype=torch.bool, device="cuda")
-    found = quantize_list(weights, pow2=pow2, nonfinite_N=nonfinite_N, sums=sums)
-    plain = quantize_list(weights, pow2=pow2, nonfinite_N=nonfinite_N)
-    wanted = []
-    for one, other in zip(found, plain, strict=True):
-        assert all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-            for a, b in zip(one, other, strict=True)
-        )
-        slabs = [x if x.ndim == 3 else x[None] for x in one]
-        wanted += [digest(x.cpu()).item() for pair in zip(*slabs, strict=True) for x in pair]
-    assert sums.sums_T.tolist() == wanted and not nonfinite_N.any()
 
 
 def test_a_stream_carries_on_a_gpu_what_it_carries_on_a_cpu():
