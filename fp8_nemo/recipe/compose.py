@@ -41,6 +41,8 @@ CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
 NAMES_A_CELL = ("experiment", "model", "precision", "correction")
 OPEN = "nemo"
+ADDED = "cluster.extra"
+"""A list to which a line adds, where Hydra would replace the one of the site's file."""
 SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.qos")
 QUOTE = "quote a value that holds = , : or brackets: \"key='a=b'\", \"key=['a=b']\""
 WORDS = {
@@ -254,8 +256,9 @@ def _cells(overrides: list[Override], multirun: bool) -> list[list[str]]:
 
 
 def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
+    beside = "of_the_line"
     try:
-        composed = hydra_compose(CONFIG, cell)
+        composed = hydra_compose(CONFIG, [_renamed(word, ADDED, f"+{beside}") for word in cell])
         tree: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         return None, [_first_line(error)]
@@ -263,6 +266,10 @@ def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
         return None, [" ".join(str(error).split())]
     except ValueError as error:  # as one whose `defaults` is no list, or that is not UTF-8
         return None, [f"{' '.join(cell)}: cannot be composed, {_first_line(error)}"]
+    if beside in tree:
+        group, _, key = ADDED.partition(".")
+        own, more = tree[group][key], tree.pop(beside)
+        tree[group][key] = own + more if isinstance(own, list) and isinstance(more, list) else more
     config = OmegaConf.structured(Recipe)
     values = leaves(tree | {OPEN: {}}) | {OPEN: tree[OPEN]}
     found = [str(each) for key, value in values.items() if (each := _put(config, key, value))]
@@ -272,6 +279,12 @@ def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
     recipe = OmegaConf.to_object(config)
     assert isinstance(recipe, Recipe)
     return recipe, [str(each) for each in mistakes(recipe)]
+
+
+def _renamed(word: str, key: str, other: str) -> str:
+    """A word that sets a key, as one that adds another key; any other word as it is."""
+    name, equals, value = word.partition("=")
+    return f"{other}{equals}{value}" if name.lstrip("+") == key else word
 
 
 def _unquoted(values: Mapping[str, Any], cell: list[str]) -> Iterator[Mistake]:

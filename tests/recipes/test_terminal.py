@@ -50,6 +50,7 @@ def seen(columns, *words, kind="dumb"):
         ["measure-mismatch", "nowhere"],
         *([verb, "--help"] for verb in ("plan", "grpo", "compare", "measure-mismatch", "run")),
         *([verb, "--help"] for verb in ("quantize-checkpoint", "make-model", "check-cluster")),
+        ["queue", "--help"], ["queue", "nowhere"],
         ["--help"], ["--version"], ["grpo", "--version"],
     ],
     ids=lambda words: " ".join(words)[:40],

@@ -101,8 +101,9 @@ def test_a_sweep_is_queued_once_finishes_and_compares(slurm, small, tmp_path):
 
     jobs = slurm.submit(*sweep)
     assert len({job.path for job in jobs}) == len(jobs) == 6
-    assert {job.state["JobName"] for job in jobs} == {
-        f"tiny-llama/{precision}-{correction}"
+    assert len({job.state["ArrayJobId"] for job in jobs}) == 1
+    assert {job.path.parent.name for job in jobs} == {
+        f"{precision}-{correction}"
         for precision in ("bf16", "fp8-linear")
         for correction in ("none", "tis", "mis")
     }
