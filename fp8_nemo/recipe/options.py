@@ -402,13 +402,13 @@ class Cluster:
     reservation: str | None = None
     """`sbatch --reservation`."""
     constraint: str | None = None
-    """`sbatch --constraint`: features that the nodes must have."""
+    """`sbatch --constraint`."""
     nodelist: str | None = None
-    """`sbatch --nodelist`: nodes that the job must have."""
+    """`sbatch --nodelist`."""
     exclude: str | None = None
-    """`sbatch --exclude`: nodes that it must not have."""
+    """`sbatch --exclude`."""
     mem: str | None = None
-    """`sbatch --mem`: memory of a node; 0 is all of it."""
+    """`sbatch --mem`."""
     gres: str | None = None
     """`sbatch --gres`, and no `--gpus-per-node` beside it."""
     comment: str | None = None

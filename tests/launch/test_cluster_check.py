@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.launch import cluster_check
-from fp8_nemo.launch.cluster_check import findings, needed_versions
+from fp8_nemo.launch import cluster_check, environments
+from fp8_nemo.launch.cluster_check import findings
+from fp8_nemo.launch.environments import needed_versions
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.runs.run_dir import freeze
@@ -92,14 +93,14 @@ def test_a_workers_interpreter_sees_this_package_without_a_path_of_the_shells(
 ):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "bare")
-    found = cluster_check._probe(str(tmp_path / "bare" / "bin" / "python"))
+    found = environments.probed(str(tmp_path / "bare" / "bin" / "python"))
     assert found["versions"]["fp8-nemo"] == "0.1.0" and found["plugins"] == ["fp8_nemo"]
 
 
 def test_each_worker_of_nemo_rls_container_has_its_interpreter(monkeypatch):
     monkeypatch.setenv("NEMO_RL_VENV_DIR", "/opt/ray_venvs")
     cell = ["backend=nemo", "glue=stock", "cluster.nemo_root=/opt/nemo-rl"]
-    found = cluster_check.interpreters(plan_recipe(compose(cell)[0]))
+    found = environments.interpreters(plan_recipe(compose(cell)[0]))
     assert found["job"] == sys.executable
     assert found["vLLM"].startswith("/opt/ray_venvs/nemo_rl.models.generation.vllm.vllm_worker.")
     assert found["policy"].endswith("MegatronPolicyWorker/bin/python")
@@ -123,8 +124,8 @@ def test_a_real_ray_on_this_machine_is_checked_and_a_wrong_plan_is_refused(tmp_p
 
 def test_where_only_the_watching_is_ours_its_plugin_is_asked_for_too():
     words = ["precision=fp8-kv-attn", "glue.recalibrate.source=logprob"]
-    assert cluster_check.needed_plugins(nemo_plan(*words), "job") == {"fp8_nemo"}
-    assert cluster_check.needed_plugins(nemo_plan(*words[:1]), "job") == set()
+    assert environments.needed_plugins(nemo_plan(*words), "job") == {"fp8_nemo"}
+    assert environments.needed_plugins(nemo_plan(*words[:1]), "job") == set()
 
 
 def test_a_problem_is_shown_as_it_is_brackets_included(capsys):
