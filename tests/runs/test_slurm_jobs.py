@@ -9,9 +9,10 @@ from fp8_nemo.recipes.plan import main as print_plan
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import PlanError, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
-from fp8_nemo.runs import sbatch
+from fp8_nemo.runs import sbatch, slurm
 from fp8_nemo.runs.frozen_code import code_dir
-from fp8_nemo.runs.run_dir import freeze, run_path
+from fp8_nemo.runs.metrics import RunDirError, append_metrics
+from fp8_nemo.runs.run_dir import freeze, job_dir, run_path
 from tests.conftest import SMALL, small_plan
 
 
@@ -34,6 +35,7 @@ def test_the_call_is_an_argument_list_that_ends_in_script_and_run_directory(slur
     call, path = queued_by(plan), run_path(plan)
     assert call[:3] == ["sbatch", "--parsable", f"--job-name={plan.cell}"]
     assert call[-2:] == [f"{code_dir(tmp_path / 'outputs')}/fp8_nemo/slurm/grpo.sbatch", str(path)]
+    assert "--comment=fp8-nemo" in call and not [word for word in call if "--export" in word]
     assert "--account=a b" in call and call[-4:-2] == ["--mem=0", "--comment=$(id) x"]
     assert f"--output={path}/log/slurm-%j.out" in call
     assert "--requeue" in call and "--signal=B:USR1@600" in call and "--exclusive" in call
@@ -48,6 +50,60 @@ def test_plan_prints_the_call_that_would_be_made(capsys, tmp_path):
     [plan] = compose_plans(words)
     assert shlex.split(call) == queued_by(plan)
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_sweep_is_one_call_and_cells_of_other_options_are_another(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # without a Slurm that could have no arrays
+    words = ["-m", *SMALL, "cluster=slurm", "seed=1,2", f"outputs={tmp_path}/o"]
+    assert print_plan([*words, "cluster.max_running=1"]) == 0
+    [call] = capsys.readouterr().out.replace("\\\n", "").split("Queued by:")[1:]
+    call = shlex.split(call)
+    [name] = [word for word in call if word.startswith("--job-name=")]
+    links = Path(call[-1])
+    assert links.parent == tmp_path / "o" / ".arrays" / f"{name.partition('=')[2]}-1"
+    assert "--array=0-1%1" in call and f"--output={links}/%a/log/slurm-%A_%a.out" in call
+    assert not (tmp_path / "o").exists()
+    plans = [plan for nodes in "12" for plan in compose_plans([*words, f"cluster.nodes={nodes}"])]
+    found = slurm.calls(plans)
+    assert ["--nodes=1" in call for call in found] == [True, False]
+    assert all("--array=0-1" in call for call in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("12", "afterok:12"), ("12_3", "afterok:12_3"), ("afterany:7:8", "afterany:7:8"),
+        ("singleton", "singleton"),
+    ],
+)  # fmt: skip
+def test_a_dependency_is_a_job_or_what_sbatch_calls_it(slurm_plan, given, said):
+    assert f"--dependency={said}" in queued_by(slurm_plan(f"cluster.dependency={given}"))
+
+
+def test_a_dependency_on_a_run_that_can_never_end_is_one_line(slurm_plan, tmp_path):
+    [other] = freeze([slurm_plan("seed=2")])
+    for path, said in ((other.path, "is neither finished nor queued"), (tmp_path, "no run dir")):
+        with pytest.raises(RunDirError, match=said):
+            queued_by(slurm_plan(f"cluster.dependency={path}"))
+    job_dir(other.path).joinpath("id").write_text("31_4\n")
+    plan = slurm_plan(f"cluster.dependency={other.path}")
+    assert "--dependency=afterok:31_4" in queued_by(plan)
+    for step in (1, 2):
+        append_metrics(other.path, {"step": step})
+    assert not [word for word in queued_by(plan) if word.startswith("--dependency")]
+
+
+def test_the_jobs_environment_holds_what_is_given_and_names_what_is_secret(slurm_plan, monkeypatch):
+    plan = slurm_plan("cluster.env=['A=b c',MY_TOKEN]")
+    monkeypatch.delenv("MY_TOKEN", raising=False)
+    assert [*sbatch.not_exported([plan])] == [
+        "cluster.env=MY_TOKEN: is not set here; export it, or write MY_TOKEN=VALUE"
+    ]
+    monkeypatch.setenv("MY_TOKEN", "x")
+    assert [*sbatch.not_exported([plan])] == [] and "--export=ALL,MY_TOKEN" in queued_by(plan)
+    [frozen] = freeze([plan])
+    sbatch.write_job_files(plan, Path("/code"))
+    assert entries(frozen.path / "job" / "settings")[0] == "A=b c"
 
 
 def test_a_percent_sign_in_outputs_is_no_pattern_of_slurms(tmp_path):
