@@ -70,7 +70,6 @@ def test_a_killed_run_says_so_and_that_the_same_line_goes_on(slurm, small):
     assert "not requeued, the same line goes on" in job.log
 
 
-@pytest.mark.long
 def test_a_job_that_saves_nothing_before_its_limit_is_not_requeued_for_ever(slurm, small):
     late = ["cluster.time=1", "cluster.save_before_end=5", "cluster.setup='sleep 20'"]
     [job] = slurm.submit(*small, *SIZE, *late, "seed=24")
@@ -79,7 +78,6 @@ def test_a_job_that_saves_nothing_before_its_limit_is_not_requeued_for_ever(slur
     assert job.state["Restarts"] == "0" and job.state["JobState"] != "COMPLETED"
 
 
-@pytest.mark.long
 def test_a_job_that_loses_one_node_of_two_goes_on_when_there_are_two_again(slurm, small):
     often = ["grpo.steps=600", "grpo.checkpoint_every=20", "cluster.nodes=2", "seed=25"]
     [job] = slurm.submit(*small, *SIZE, *often)

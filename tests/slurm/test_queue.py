@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,16 @@ def test_a_cancelled_sweep_is_shown_so_and_the_same_line_queues_it_again(slurm, 
     assert "nothing of it is in the queue" in again.stdout and "2 stopped" in again.stdout
     assert len(slurm.submit(*line)) == 2
     slurm.verb("queue", tmp_path / "o", "--cancel")
+
+
+def test_sixty_cells_are_queued_in_six_seconds_of_work(slurm, small, tmp_path):
+    cells = ["precision=bf16,fp8-linear,fp8-kv-attn,fp8-e2e,fp8-e2e-kv-attn", "seed=1,2,3"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    jobs = slurm.submit("-m", *small, HOLD, *cells, "correction=none,tis,mis,geo-mis")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert len(jobs) == 60 and len({job.id.partition("_")[0] for job in jobs}) == 1
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 6
+    assert slurm.verb("queue", tmp_path / "o", "--cancel").returncode == 0
 
 
 @pytest.mark.parametrize("columns", [80, 100, 160])
