@@ -7,7 +7,6 @@ those of the Ray cluster in `RAY_ADDRESS`; without it, a cluster is started on t
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from itertools import groupby
@@ -20,6 +19,7 @@ from rich.table import Table
 from fp8_nemo.launch.environments import Seen, interpreters, probed, wrong_packages
 from fp8_nemo.launch.preflight import data_problems, hub_mistakes, model_problems
 from fp8_nemo.launch.ray_cluster import connect, node_names
+from fp8_nemo.launch.room import room, short_of
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan, plan_from_json
 from fp8_nemo.runs.provenance import gpus
@@ -34,9 +34,7 @@ NODE_LIMIT = 45  # seconds for everything that one node is asked
 IMPORT_LIMIT = 600  # seconds to import torch for the first time, from a shared folder at worst
 REDUCE_LIMIT = 60  # seconds for the all-reduce, NCCL's set-up included
 BUSY_GIB = 2.0  # memory of a GPU that another process holds and a run would miss
-LEAST_SHM_GIB = 2.0  # Ray's object store and NCCL use /dev/shm
 REDUCED_NUMBERS = 16 * 2**20  # FP32: 64 MiB
-GIB = 2**30
 
 
 class Finding(NamedTuple):
@@ -113,8 +111,7 @@ def look(content: Seen, pythons: dict[str, str], canary: str, written: str) -> S
         "model": list(model_problems(plan)),
         "data": [*unread, *data_problems(plan)],
         "nemo_rl": root is not None and (root / "nemo_rl").is_dir(),
-        "memory_gib": _available_memory() / GIB,
-        "shm_gib": shutil.disk_usage("/dev/shm").free / GIB,
+        "room": room(plan),
     }
 
 
@@ -133,10 +130,8 @@ def findings(plan: Plan, node: str, seen: Seen) -> Iterator[Finding]:
     if nemo:
         missing = "" if seen["nemo_rl"] else "no nemo_rl in it; see cluster.mounts"
         yield Finding("NeMo RL", node, str(root_of(plan.recipe)), missing)
-    memory = f"{seen['memory_gib']:.0f} GiB free, {seen['shm_gib']:.0f} GiB in /dev/shm"
-    short = nemo and seen["shm_gib"] < LEAST_SHM_GIB
-    needed = f"/dev/shm needs {LEAST_SHM_GIB:.0f} GiB for Ray" if short else ""
-    yield Finding("memory", node, memory, needed)
+    free = ", ".join(f"{gib:,.0f} GiB {place}" for place, gib in seen["room"].items())
+    yield Finding("free", node, free, "; ".join(short_of(plan, seen["room"])))
 
 
 def _gpu_finding(plan: Plan, node: str, seen: list[Seen]) -> Finding:
@@ -166,13 +161,6 @@ def _environment_finding(plan: Plan, node: str, name: str, seen: Seen) -> Findin
     versions = seen["versions"].items()
     texts = [f"python {seen['python']}", *(f"{key} {value}" for key, value in versions)]
     return Finding(check, node, ", ".join(texts), "; ".join(wrong))
-
-
-def _available_memory() -> float:
-    """Return the bytes of memory that processes can still get; 0 if Linux does not say."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable")]
-    return float(found[0]) * 1024 if found else 0.0
 
 
 def _last_line(error: Exception) -> str:

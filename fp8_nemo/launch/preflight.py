@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_nemo.launch.environments import image_problems, settings_of, worker_problems
+from fp8_nemo.launch.room import room, short_of
 from fp8_nemo.nemo.worker_settings import PLUGIN, PLUGINS, own_folder
 from fp8_nemo.nemo_config.checkout import REMEDY, read_host
 from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, root_of
@@ -55,6 +56,7 @@ def problems_with(plan: Plan) -> list[str]:
     return [
         *host_problems(plan, host),
         *map(str, machine_mistakes(recipe.cluster)),
+        *room_problems(plan),
         *software_problems(plan, host),
         *resume_problems(recipe.cluster, root),
         *of_inputs,
@@ -87,6 +89,12 @@ def machine_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     if found is not None and found < wanted:
         remedy = f"set cluster.gpus_per_node={found}, or other CUDA_VISIBLE_DEVICES"
         yield Mistake("cluster.gpus_per_node", wanted, f"this machine shows {found}", remedy)
+
+
+def room_problems(plan: Plan) -> Iterator[str]:
+    """Check this machine's memory and disk, if the run is to start here on a Ray of its own."""
+    if plan.recipe.cluster.kind == "here" and not os.environ.get("RAY_ADDRESS"):
+        yield from short_of(plan, room(plan))
 
 
 def visible_gpus() -> int | None:

@@ -106,7 +106,7 @@ def layout_of(plan: Plan) -> Layout | None:
         RunDirError: its plan cannot be read.
     """
     path = run_path(plan)
-    return read_plan(path).layout if (path / PLAN).exists() else None
+    return read_plan(path).layout if _exists(path / PLAN) else None
 
 
 def state_of(plan: Plan, steps: int) -> State:
