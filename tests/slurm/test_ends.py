@@ -25,23 +25,41 @@ def rows(job: Job) -> list[int]:
     return [row["step"] for row in metrics.read_metrics(job.path)]
 
 
-@pytest.mark.parametrize("partition", ["batch", "graceful"])
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_preempted_job_saves_and_goes_on(slurm, small, partition, nodes):
-    place = [f"cluster.partition={partition}", f"cluster.nodes={nodes}", "seed=21"]
-    [job] = slurm.submit(*small, *SIZE, *place)
+def preempt(slurm, job: Job) -> None:
+    """Send a job of a higher tier to the first node of one that has some steps behind it."""
     job.wait(120, until=lambda job: steps(job) >= 30)
     first = slurm.call("scontrol", "show", "hostnames", job.state["NodeList"]).split()[0]
     urgent = ["--partition=urgent", f"--nodelist={first}", "--exclusive", "--output=/dev/null"]
-    began = time.monotonic()
     slurm.call("sbatch", *urgent, "--wrap=sleep 5")
-    job.wait(60, until=lambda job: job.state["JobState"] == "PENDING")
-    assert time.monotonic() - began < 30, "the nodes were held for the whole GraceTime"
+
+
+def saved_and_went_on(job: Job) -> None:
     job.wait(120, until=lambda job: "restart 1" in job.log).finished(240)
     assert rows(job) == [*range(151)]
     again = job.log.partition("restart 1")[2].partition("from step ")[2]
     assert int(again.split()[0]) >= 30, job.log
     assert "Ray did not end" not in job.log
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_job_that_is_preempted_at_once_saves_and_goes_on(slurm, small, nodes):
+    [job] = slurm.submit(*small, *SIZE, f"cluster.nodes={nodes}", "seed=21")
+    preempt(slurm, job)
+    saved_and_went_on(job)
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_preempted_cell_gives_its_nodes_back_before_its_grace_ends(slurm, small, nodes):
+    place = ["cluster.partition=graceful", f"cluster.nodes={nodes}", "cluster.max_running=2"]
+    first, second = slurm.submit("-m", *small, *SIZE, *place, "seed=26,27")
+    preempt(slurm, first)
+    began = time.monotonic()
+    first.wait(60, until=lambda job: job.state["JobState"] == "PENDING")
+    assert time.monotonic() - began < 30, "the nodes were held for the whole GraceTime"
+    assert "preempted; back into the queue" in first.log
+    saved_and_went_on(first)
+    second.wait(240).finished()
+    assert second.state["Restarts"] == "0"
 
 
 def test_a_term_of_the_users_saves_and_ends_the_job_at_once(slurm, small):
