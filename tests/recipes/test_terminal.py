@@ -102,7 +102,7 @@ def test_a_command_is_broken_so_that_it_can_be_pasted(monkeypatch):
     assert said.splitlines() == words[2:]
 
 
-VERBS = ("plan", "grpo", "run", "compare", "measure_mismatch", "quantize_checkpoint",
+VERBS = ("plan", "grpo", "run", "queue", "compare", "measure_mismatch", "quantize_checkpoint",
          "make_model", "check_cluster")  # fmt: skip
 
 
