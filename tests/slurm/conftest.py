@@ -96,11 +96,17 @@ class Slurm:
         raise RuntimeError(self.call("sinfo", "-N", "-l"))
 
     def hurry(self) -> None:
-        """Start requeued jobs at once, which Slurm would let wait for two minutes."""
+        """Start requeued jobs after three seconds, which Slurm would let wait for two minutes.
+
+        Not at once: the nodes have just been told to refuse what is left of the attempt before.
+        """
+        seen: dict[str, float] = {}
         while not self.stopped.wait(1):
-            for job in self.call("squeue", "-h", "-t", "pending", "-o", "%i %r").splitlines():
-                number, reason = job.split(" ", 1)
-                if reason == "BeginTime":
+            lines = self.call("squeue", "-h", "-t", "pending", "-o", "%i %r").splitlines()
+            waiting = {line.split()[0] for line in lines if line.endswith(" BeginTime")}
+            seen = {number: seen.get(number, time.monotonic()) for number in waiting}
+            for number in waiting:
+                if time.monotonic() - seen[number] > 3:
                     self.call("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def start_node(self, node: str) -> None:

@@ -260,6 +260,6 @@ def test_four_minutes_of_work_under_a_limit_of_three_lose_nothing(long_job):
     job, twin, here = long_job
     job.wait(900)
     assert job.log.count("the time limit is near: saving") >= 1
-    assert job.state["JobState"] == "COMPLETED" and "finished, 250 steps" in job.log
+    assert "finished, 250 steps" in job.log  # Slurm itself may have forgotten the job by now
     assert twin.wait(600) == 0
     assert of(here) == curve(job.path)
