@@ -1,4 +1,4 @@
-"""Command line -> valid Recipes, all of them or none. Hydra is known here and in `trees.py`.
+"""Turn a command line into valid Recipes, all or none. Hydra is known here and in `trees.py`.
 
 Hydra collects: groups, overrides, sweeps. It writes nothing and starts nothing; its files would
 hold secrets, and would exist before a mistake could be refused. Every cell is composed and
@@ -285,7 +285,7 @@ def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]
 
 
 def _renamed(word: str, key: str, other: str) -> str:
-    """A word that sets a key, as one that adds another key; any other word as it is."""
+    """Turn a word that sets a key into one that adds another key; leave any other as it is."""
     name, equals, value = word.partition("=")
     return f"{other}{equals}{value}" if name.lstrip("+") == key else word
 
@@ -373,7 +373,7 @@ def _type_word(key: str) -> str:
 
 @cache
 def _structured() -> Any:
-    """The Recipe as OmegaConf has it, with its defaults."""
+    """Return the Recipe as OmegaConf has it, with its defaults."""
     return OmegaConf.structured(Recipe)
 
 

@@ -41,7 +41,7 @@ class Entry(NamedTuple):
     name: str
 
     def is_of(self, plan: Plan) -> bool:
-        """Whether it is a plan's job by its name: Slurm gives a number again after some years."""
+        """Tell by its name whether it is a plan's job: Slurm gives numbers again after some years."""
         return self.name == plan.cell or self.name.startswith(SWEEP)
 
 
@@ -98,7 +98,7 @@ def stands(paths: Iterable[Path]) -> list[Stand]:
 
 
 def has_slurm() -> bool:
-    """Whether this machine can ask Slurm."""
+    """Tell whether this machine can ask Slurm."""
     return shutil.which("squeue") is not None
 
 

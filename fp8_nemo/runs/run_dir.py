@@ -164,7 +164,7 @@ def job_dir(run_dir: Path) -> Path:
 
 
 def job_id(run_dir: Path) -> str | None:
-    """The number of the Slurm job that has, or had, a run directory; None without one."""
+    """Return the number of the Slurm job that has, or had, a run directory; None without one."""
     try:
         return (run_dir / "job" / "id").read_text().strip() or None
     except OSError:
@@ -216,7 +216,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def _exists(path: Path) -> bool:
-    """Whether a path is there; another user's folders may not even tell.
+    """Tell whether a path is there; another user's folders may not even tell.
 
     Raises:
         RunDirError: they do not.

@@ -232,7 +232,7 @@ def _python(recipe: Recipe) -> str:
 
 
 def _asks_for_gpus(plan: Plan) -> bool:
-    """Whether to name GPUs: where Slurm counts them, and for NeMo RL; an exclusive node has all."""
+    """Tell whether to name GPUs: for NeMo RL, where Slurm counts them; the node has all anyway."""
     cluster = plan.recipe.cluster
     return plan.backend == "nemo" and not cluster.gres and _counts_gpus(cluster.partition)
 

@@ -49,7 +49,7 @@ class SubmitError(QueueError):
 
 @dataclass(frozen=True)
 class Job:
-    """One cell of a line and where it stands: `Job(Path("outputs/..."), "queued", "1234")`."""
+    """Hold one cell of a line and its state: `Job(Path("outputs/..."), "queued", "1234")`."""
 
     path: Path
     state: State | str
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def watch(self) -> str:
-        """The command that shows what a job in the queue prints."""
+        """Return the command that shows what a job in the queue prints."""
         return shlex.join(["tail", "-F", f"{self.path}/log/slurm-{self.id}.out"])
 
 
@@ -261,7 +261,7 @@ def _together(plans: Iterable[Plan]) -> list[list[Plan]]:
 
 
 def is_array(plans: Collection[Plan]) -> bool:
-    """Whether plans of the same options are queued as an array: several, where Slurm has arrays."""
+    """Tell whether plans of the same options become an array: several, where Slurm has arrays."""
     if len(plans) < 2:
         return False
     try:
