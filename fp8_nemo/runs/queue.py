@@ -41,7 +41,7 @@ class Entry(NamedTuple):
     name: str
 
     def is_of(self, plan: Plan) -> bool:
-        """Tell by its name whether it is a plan's job: Slurm gives numbers again after some years."""
+        """Tell by its name whether it is a plan's job: Slurm gives numbers again after years."""
         return self.name == plan.cell or self.name.startswith(SWEEP)
 
 
