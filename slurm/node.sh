@@ -41,6 +41,7 @@ leave() {
     ((rank == 0)) && touch "$attempt/ended"
     [[ -n ${driver-} ]] && kill -KILL "$driver" 2>/dev/null
     [[ -n ${ray-} ]] && end_ray
+    [[ -n ${ray_folder-} ]] && end_strays
     if [[ -e $attempt/failed-$me ]]; then
         [[ -d ${ray_folder-} ]] && say "Ray's own logs stay on this node: $ray_folder"
     elif [[ -n ${ray_folder-} ]]; then
@@ -69,6 +70,12 @@ end_ray() { # by force, with what it started, where it does not end by itself
         [[ ${2-} == "$ray" ]] && kill -KILL "${stat//[^0-9]/}" 2>/dev/null
     done
     kill -KILL "$ray"
+}
+end_strays() { # an agent of Ray's may outlive it, on ports that the next job would want
+    local file
+    while read -r file; do
+        kill -KILL "${file//[^0-9]/}" 2>/dev/null
+    done < <(grep -lzxF "RAY_TMPDIR=$ray_folder" /proc/[0-9]*/environ 2>/dev/null)
 }
 over() { # the first node is done, one has failed, time is up, or a newer attempt has the directory
     [[ -e $attempt/ended || -e $attempt/kill || $(<"$run_dir/job/attempt") != "$attempt" ]] ||

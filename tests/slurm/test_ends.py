@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,9 @@ def saved_and_went_on(job: Job) -> None:
     again = job.log.partition("restart 1")[2].partition("from step ")[2]
     assert int(again.split()[0]) >= 30, job.log
     assert "Ray did not end" not in job.log
+    for process in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            assert f"RAY_TMPDIR=/tmp/fp8-nemo-{job.id}-".encode() not in process.read_bytes()
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
