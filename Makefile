@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OUTPUTS ?= outputs/demo
 BENCH ?= outputs/bench
 
-.PHONY: demo test test-slurm test-browser bench notebooks lint format clean
+.PHONY: demo test test-slurm test-long test-browser bench notebooks lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python -m recipes.grpo -m sweep=demo outputs=$(OUTPUTS)
@@ -18,6 +18,11 @@ test: $(VENV)/installed
 test-slurm: $(VENV)/installed
 	sh .ci/install-slurm
 	$(BIN)/python -m pytest -q tests/slurm --slurm
+
+# The tests that take minutes each, on a real Slurm and elsewhere.
+test-long: $(VENV)/installed
+	sh .ci/install-slurm
+	$(BIN)/python -m pytest -q --slurm --long -m long
 
 # Installs Chromium (Debian's, as root) and looks at the HTML report in it.
 test-browser: $(VENV)/installed

@@ -50,7 +50,13 @@ def allowed(field: dataclasses.Field[Any], kind: str) -> str:
 def rows(group: type, prefix: str) -> Iterator[str]:
     """Render one line of the table for each key of a dataclass and of those inside it."""
     said, kinds = meanings(group), get_type_hints(group)
+    passed = [name for name, text in said.items() if text == f"`sbatch --{name}`."]
     for field in dataclasses.fields(group):
+        if field.name in passed:  # one row for all of them
+            if field.name == passed[0]:
+                names = ", ".join(f"`{name}`" for name in passed[1:])
+                yield f"| `{prefix}{field.name}`, {names} | str, null | As `sbatch` has them. |"
+            continue
         kind = kinds[field.name]
         if dataclasses.is_dataclass(kind):
             yield from rows(kind, f"{prefix}{field.name}.")  # type: ignore[arg-type]
@@ -79,7 +85,7 @@ def page() -> str:
         key: value for each in default if isinstance(each, dict) for key, value in each.items()
     }
     recipe = get_type_hints(options.Recipe)
-    lines += ["## Of the whole recipe", "", "| key | takes | what it does |", "|---|---|---|"]
+    lines += ["## Of the whole recipe", "| key | takes | what it does |", "|---|---|---|"]
     said = meanings(options.Recipe)
     for field in dataclasses.fields(options.Recipe):
         if not dataclasses.is_dataclass(recipe[field.name]):
@@ -94,7 +100,7 @@ def page() -> str:
             lines += ["| option | is |", "|---|---|", *option_rows(group), ""]
         lines += ["| key | takes | what it does |", "|---|---|---|", *rows(kind, f"{group}.")]
     for group in ("experiment", "sweep"):
-        lines += ["", f"## {group}", "", "| option | is |", "|---|---|", *option_rows(group)]
+        lines += ["", f"## {group}", "| option | is |", "|---|---|", *option_rows(group)]
     return "\n".join(lines) + "\n"
 
 

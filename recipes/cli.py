@@ -16,6 +16,7 @@ from .arguments import HELP, answered
 VERBS = {
     "plan": "does it fit, how fast is it, what is NeMo RL told",
     "grpo": "run or queue a recipe or a sweep; again: resume",
+    "queue": "where runs stand: queue, step, why; watch or cancel",
     "compare": "which precision to take: a table, a page, figures",
     "measure_mismatch": "what each correction would clip and reject in a run",
     "quantize_checkpoint": "an FP8 checkpoint for vLLM from a run or a model",

@@ -15,8 +15,8 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.process import INTERRUPTED, start
+from fp8_nemo.runs.queue import QueueError
 from fp8_nemo.runs.run_dir import layout_of
-from fp8_nemo.runs.slurm import SubmitError
 from fp8_nemo.runs.terminal import tell
 
 from .arguments import cells_parser, read_cells
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         if lines := [line for plan in plans for line in problems_with(plan)]:
             raise ComposeError(lines)
         return start(plans)
-    except (ComposeError, RunDirError, SubmitError) as error:
+    except (ComposeError, RunDirError, QueueError) as error:
         tell(error, sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -16,7 +16,8 @@ from fp8_nemo.plan.describe import change_lines, differences, plan_table, stock_
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.run_dir import layout_of, run_path
-from fp8_nemo.runs.slurm import container_notes, sbatch_command
+from fp8_nemo.runs.sbatch import container_notes
+from fp8_nemo.runs.slurm import calls
 from fp8_nemo.runs.terminal import command, console, tell
 
 from .arguments import cells_parser, read_cells  # as recipes here, as fp8_nemo.recipes when frozen
@@ -31,11 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     options, words = read_cells(parser, words)
     try:
         plans = compose_plans(words, host_of, layout_of)
-        calls = [sbatch_command(p) if p.recipe.cluster.kind == "slurm" else [] for p in plans]
+        queued_by = calls(plans) if plans[0].recipe.cluster.kind == "slurm" else []
     except (ComposeError, RunDirError) as error:
         tell(error, sys.stderr)
         return 2
-    for plan, call in zip(plans, calls, strict=True):
+    for plan in plans:
         host, path = host_of(plan.recipe), run_path(plan)
         console().print(plan_table(plan, host, path))
         if plan.nemo and options.keys:
@@ -43,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
             tell("\n".join(["", f"{plan.nemo.base_config}, with", *change_lines(changed)]))
             stock = command(stock_command(plan, host, path))
             print(f"\nThe same with NeMo RL alone, in its checkout:\n\n{stock}")
-        if call:
-            print(f"\nQueued by:\n\n{command(call)}")
+    for call in queued_by:
+        print(f"\nQueued by:\n\n{command(call)}")
     for note in container_notes(plans):
         tell(f"\nnote: {note}")
     return 0

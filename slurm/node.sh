@@ -34,19 +34,28 @@ leave() {
     local code=$?
     trap - EXIT
     trap '' TERM # a second one must not leave Ray behind
-    if ((code)) && ! over; then
+    if ((code)) && ! over && ! ended_by_term "$code"; then
         say "$stage failed with code $code"
         echo "$me: $stage failed with code $code" >"$attempt/failed-$me"
     fi
     ((rank == 0)) && touch "$attempt/ended"
     [[ -n ${driver-} ]] && kill -KILL "$driver" 2>/dev/null
     [[ -n ${ray-} ]] && end_ray
+    [[ -n ${ray_folder-} ]] && end_strays
+    if [[ -e $attempt/failed-$me ]]; then
+        [[ -d ${ray_folder-} ]] && say "Ray's own logs stay on this node: $ray_folder"
+    elif [[ -n ${ray_folder-} ]]; then
+        rm -rf "$ray_folder"
+    fi
     exit "$code"
+}
+ended_by_term() { # Slurm has told the step to end, and the run has done so: it saved, or was killed by it
+    [[ -e $attempt/term ]] && (($1 == 130 || $1 == 143))
 }
 pause() { # a second; not `wait`: a TERM to all in it, and bash 5.2 waits for ever for the dead driver
     sleep 1
 }
-drain=25 # seconds, of the 45 that grpo.sbatch leaves before a limit; nothing here is to be waited for
+drain=10 # seconds, of the 45 that grpo.sbatch leaves before a limit; Ray takes two
 end_ray() { # by force, with what it started, where it does not end by itself
     local waited
     kill -TERM "$ray" 2>/dev/null
@@ -62,6 +71,12 @@ end_ray() { # by force, with what it started, where it does not end by itself
     done
     kill -KILL "$ray"
 }
+end_strays() { # an agent of Ray's may outlive it, on ports that the next job would want
+    local file
+    while read -r file; do
+        kill -KILL "${file//[^0-9]/}" 2>/dev/null
+    done < <(grep -lzxF "RAY_TMPDIR=$ray_folder" /proc/[0-9]*/environ 2>/dev/null)
+}
 over() { # the first node is done, one has failed, time is up, or a newer attempt has the directory
     [[ -e $attempt/ended || -e $attempt/kill || $(<"$run_dir/job/attempt") != "$attempt" ]] ||
         compgen -G "$attempt/failed-*" >/dev/null
@@ -70,6 +85,7 @@ trap leave EXIT
 trap 'touch "$attempt/term"' TERM # the run hears it too, and saves: wait for that
 
 [[ -w $attempt ]] || { stage="$attempt cannot be written on this node, cluster.mounts or outputs"; exit 1; }
+while IFS= read -r -d '' setting; do export "${setting?}"; done <"$run_dir/job/settings" # over an image's
 source "$run_dir/job/setup.sh" || exit
 
 # Where Slurm does not count GPUs it names none, and vLLM's workers look their own up by number.
@@ -84,6 +100,13 @@ for name in $(compgen -e); do
 done
 ulimit -Sn "$(ulimit -Hn)" 2>/dev/null
 export PYTHONPATH=$FP8_NEMO_CODE${PYTHONPATH:+:$PYTHONPATH} RAY_ENABLE_UV_RUN_RUNTIME_ENV=0
+
+# Ray keeps its files in one folder of a host, and cannot start where another user's lie: each attempt
+# has its own, the same on all of its nodes, short because sockets lie in it. Ray 2.60 would look for a
+# raylet for 30 seconds that the same TERM has ended.
+ray_folder=${RAY_TMPDIR:-/tmp}/fp8-nemo-${attempt##*/job-}
+(umask 077 && mkdir -p "$ray_folder") || { stage="$ray_folder cannot be made, RAY_TMPDIR names its parent,"; exit 1; }
+export RAY_TMPDIR=$ray_folder RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 python=("$FP8_NEMO_PYTHON" -P) # never the folder that the job was submitted from
 
 start_ray() { # with the options that differ between head and others
@@ -108,7 +131,8 @@ ray_ended() {
 watch() { # until process $1 ends or the attempt is over
     local asked=
     while kill -0 "$1" 2>/dev/null && ! over; do
-        kill -0 "$ray" 2>/dev/null || ray_ended
+        # The TERM that ends a step reaches Ray too, and Ray ends first: the run may still save.
+        kill -0 "$ray" 2>/dev/null || [[ -e $attempt/term ]] || ray_ended
         if [[ -e $attempt/stop && -z $asked && -n ${driver-} ]]; then
             [[ $stage == "the run" ]] || { stage="$stage, cut short by the end of the job,"; exit 1; }
             asked=yes
@@ -128,6 +152,7 @@ if ((rank > 0)); then
     [[ -e $attempt/head ]] || exit 1
     start_ray --address="$(<"$attempt/head")"
     watch "$ray"
+    while [[ -e $attempt/term ]] && ! over; do pause; done
     over || ray_ended
     exit
 fi

@@ -37,15 +37,17 @@ def small_plan(outputs: Path, *arguments: str) -> Plan:
 
 def pytest_addoption(parser):
     parser.addoption("--slurm", action="store_true", help="start a Slurm here and test against it")
+    parser.addoption("--long", action="store_true", help="run the tests that take minutes too")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests in tests/slurm start daemons, and run where that is asked for alone."""
-    if not config.getoption("--slurm"):
-        skip = pytest.mark.skip(reason="make test-slurm")
-        for item in items:
-            if Path(__file__).parent / "slurm" in item.path.parents:
-                item.add_marker(skip)
+    """Skip what starts daemons or takes minutes, unless it is asked for."""
+    for item in items:
+        in_slurm = Path(__file__).parent / "slurm" in item.path.parents
+        if in_slurm and not config.getoption("--slurm"):
+            item.add_marker(pytest.mark.skip(reason="make test-slurm"))
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="make test-long"))
 
 
 @pytest.fixture

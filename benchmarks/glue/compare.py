@@ -51,7 +51,7 @@ from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.glue.wire import RefitError, kv_scale_names
 from fp8_nemo.launch import driver, session
 from fp8_nemo.launch.engine_checks import EngineError, refit_problems, refit_reports
-from fp8_nemo.launch.preflight import settings_of
+from fp8_nemo.launch.environments import settings_of
 from fp8_nemo.nemo.worker_settings import VARIABLE
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.nemo_config.host import root_of

@@ -7,14 +7,8 @@ those of the Ray cluster in `RAY_ADDRESS`; without it, a cluster is started on t
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -22,21 +16,15 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from fp8_nemo.launch import probe
-from fp8_nemo.launch.preflight import data_problems, hub_mistakes, model_problems, settings_of
-from fp8_nemo.launch.ray_cluster import connect, node_names, workers_path
-from fp8_nemo.nemo.worker_settings import PLUGIN
-from fp8_nemo.nemo_config.checkout import read_host
-from fp8_nemo.nemo_config.host import HostError, root_of
+from fp8_nemo.launch.environments import Seen, interpreters, probed, wrong_packages
+from fp8_nemo.launch.preflight import data_problems, hub_mistakes, model_problems
+from fp8_nemo.launch.ray_cluster import connect, node_names
+from fp8_nemo.launch.room import room, short_of
+from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan, plan_from_json
 from fp8_nemo.runs.provenance import gpus
 from fp8_nemo.runs.terminal import table
 
-WORKERS = {
-    "policy": "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
-    "vLLM": "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker",
-}
-"""Full names of the workers that have environments of their own in NeMo RL's container."""
 HUB_DATA = {
     "openmath-2": ("nvidia/OpenMathInstruct-2",),
     "dapo-math-17k": ("BytedTsinghua-SIA/DAPO-Math-17k", "BytedTsinghua-SIA/AIME-2024"),
@@ -46,12 +34,7 @@ NODE_LIMIT = 45  # seconds for everything that one node is asked
 IMPORT_LIMIT = 600  # seconds to import torch for the first time, from a shared folder at worst
 REDUCE_LIMIT = 60  # seconds for the all-reduce, NCCL's set-up included
 BUSY_GIB = 2.0  # memory of a GPU that another process holds and a run would miss
-LEAST_SHM_GIB = 2.0  # Ray's object store and NCCL use /dev/shm
 REDUCED_NUMBERS = 16 * 2**20  # FP32: 64 MiB
-GIB = 2**30
-
-Seen = dict[str, Any]
-"""Plain data that a node returns."""
 
 
 class Finding(NamedTuple):
@@ -109,16 +92,6 @@ def findings_table(found: list[Finding]) -> Table:
     return table("check_cluster", ("check", "verdict", "nodes", "found"), rows)
 
 
-def interpreters(plan: Plan) -> dict[str, str]:
-    """Return the Python of every environment of the run; the job's is the one that runs this."""
-    found = {"job": sys.executable}
-    root = root_of(plan.recipe)
-    if plan.backend == "nemo" and plan.recipe.cluster.interpreter == "container" and root:
-        venvs = Path(os.environ.get("NEMO_RL_VENV_DIR") or root / "venvs")
-        found |= {name: str(venvs / full / "bin" / "python") for name, full in WORKERS.items()}
-    return found
-
-
 def look(content: Seen, pythons: dict[str, str], canary: str, written: str) -> Seen:
     """Return what a node has, as plain data; runs on the node.
 
@@ -133,13 +106,12 @@ def look(content: Seen, pythons: dict[str, str], canary: str, written: str) -> S
     unread = [str(each) for name in data_sets for each in hub_mistakes(name, "dataset")]
     return {
         "gpus": [each._asdict() for each in gpus() or []],
-        "environments": {name: _probe(python) for name, python in pythons.items()},
+        "environments": {name: probed(python) for name, python in pythons.items()},
         "shared": file.is_file() and file.read_text() == written,
         "model": list(model_problems(plan)),
         "data": [*unread, *data_problems(plan)],
         "nemo_rl": root is not None and (root / "nemo_rl").is_dir(),
-        "memory_gib": _available_memory() / GIB,
-        "shm_gib": shutil.disk_usage("/dev/shm").free / GIB,
+        "room": room(plan),
     }
 
 
@@ -158,10 +130,8 @@ def findings(plan: Plan, node: str, seen: Seen) -> Iterator[Finding]:
     if nemo:
         missing = "" if seen["nemo_rl"] else "no nemo_rl in it; see cluster.mounts"
         yield Finding("NeMo RL", node, str(root_of(plan.recipe)), missing)
-    memory = f"{seen['memory_gib']:.0f} GiB free, {seen['shm_gib']:.0f} GiB in /dev/shm"
-    short = nemo and seen["shm_gib"] < LEAST_SHM_GIB
-    needed = f"/dev/shm needs {LEAST_SHM_GIB:.0f} GiB for Ray" if short else ""
-    yield Finding("memory", node, memory, needed)
+    free = ", ".join(f"{gib:,.0f} GiB {place}" for place, gib in seen["room"].items())
+    yield Finding("free", node, free, "; ".join(short_of(plan, seen["room"])))
 
 
 def _gpu_finding(plan: Plan, node: str, seen: list[Seen]) -> Finding:
@@ -187,65 +157,10 @@ def _environment_finding(plan: Plan, node: str, name: str, seen: Seen) -> Findin
         return Finding(check, node, "not made yet")
     if "error" in seen:
         return Finding(check, node, "", seen["error"])
-    versions, wrong = seen["versions"], []
-    for package, version in needed_versions(plan, name).items():
-        have = versions.get(package)
-        if have is None or (version and have.split("+")[0] != version):
-            wrong.append(f"{package} {version or 'any'} needed, {have or 'none'} found")
-    lacking = sorted(needed_plugins(plan, name) - set(seen["plugins"]))
-    wrong += [f"vLLM would not see our plugin {plugin}" for plugin in lacking]
-    texts = [f"python {seen['python']}", *(f"{key} {value}" for key, value in versions.items())]
+    wrong = wrong_packages(plan, name, seen)
+    versions = seen["versions"].items()
+    texts = [f"python {seen['python']}", *(f"{key} {value}" for key, value in versions)]
     return Finding(check, node, ", ".join(texts), "; ".join(wrong))
-
-
-def needed_versions(plan: Plan, environment: str) -> dict[str, str | None]:
-    """Return the packages that an environment of the run needs; a version where it matters."""
-    ours = {"fp8-nemo": metadata.version("fp8-nemo")}
-    if plan.backend == "local":
-        return {"torch": None, "transformers": None, **ours}
-    root = root_of(plan.recipe)
-    try:
-        vllm = read_host(root).vllm if root else None
-    except HostError:
-        vllm = None
-    policy: dict[str, str | None] = {"torch": None}
-    if plan.recipe.precision.train.is_quantized:
-        policy["transformer-engine"] = None  # NeMo RL builds it from source, without -torch
-    if environment == "policy":
-        return policy
-    if environment == "vLLM":
-        return {"vllm": vllm, "torch": None}
-    alone = plan.recipe.cluster.interpreter == "system"
-    return {"ray": None, **ours, **({"vllm": vllm, **policy} if alone else {})}
-
-
-def needed_plugins(plan: Plan, environment: str) -> set[str]:
-    """Return our vLLM plugins that an environment with vLLM must show."""
-    with_vllm = environment == "vLLM" or plan.recipe.cluster.interpreter == "system"
-    ours = plan.backend == "nemo" and with_vllm and settings_of(plan.recipe).needs_plugin
-    return {PLUGIN} if ours else set()
-
-
-def _probe(python: str) -> Seen:
-    """Return what another interpreter has, with `PYTHONPATH` as a run's workers have it."""
-    try:
-        answer = subprocess.run(
-            [python, "-P", probe.__file__],
-            capture_output=True,
-            text=True,
-            timeout=NODE_LIMIT,
-            env=os.environ | {"PYTHONPATH": workers_path()},
-        )
-        return json.loads(answer.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return {"error": f"{python}: {error}"}
-
-
-def _available_memory() -> float:
-    """Return the bytes of memory that processes can still get; 0 if Linux does not say."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable")]
-    return float(found[0]) * 1024 if found else 0.0
 
 
 def _last_line(error: Exception) -> str:

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fp8_nemo.launch import session
-from fp8_nemo.launch.preflight import settings_of
-from fp8_nemo.launch.ray_cluster import workers_path
+from fp8_nemo.launch.environments import settings_of, workers_path
 from fp8_nemo.nemo.step_metrics import OverheardLogger
 from fp8_nemo.nemo.worker_settings import VARIABLE
 from fp8_nemo.nemo_config.host import root_of
@@ -95,6 +94,30 @@ def _last_saved(path: Path) -> int:
     return max(map(run_dir.checkpoint_step, run_dir.checkpoints(path)), default=-1)
 
 
+CACHES = {
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+"""Variables of compilers that work while a run starts, and the folders that they get."""
+
+
+def keep_caches(outputs: Path) -> None:
+    """Keep what a job's compilers make below outputs: a container's own disk goes with the job.
+
+    Minutes of each start depend on it. A variable that the user has set keeps its value; a folder
+    of `outputs/.cache` that is another user's alone is left to them.
+    """
+    folder = outputs.absolute() / ".cache"
+    for variable, name in CACHES.items():
+        if variable in os.environ:
+            continue
+        with suppress(OSError):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        if os.access(folder / name, os.W_OK | os.X_OK):
+            os.environ[variable] = str(folder / name)
+
+
 def prepare(plan: Plan, root: Path) -> None:
     """Set the plan's environment variables, for this process and the workers that inherit them.
 
@@ -104,6 +127,8 @@ def prepare(plan: Plan, root: Path) -> None:
     for name, value in plan.nemo.environment.items():
         if os.environ.setdefault(name, value) != value:
             print(f"{name}={os.environ[name]}: as the environment has it, the plan says {value}")
+    if plan.recipe.cluster.kind == "slurm":
+        keep_caches(Path(plan.recipe.outputs))
     os.environ.pop(VARIABLE, None)  # inherited if another run started this one
     os.environ |= settings_of(plan.recipe).to_environment()
     os.environ[session.CONVERSIONS] = str(session.conversion_dir(plan.recipe))

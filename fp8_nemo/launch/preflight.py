@@ -11,15 +11,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.nemo.worker_settings import PLUGIN, PLUGINS, WorkerSettings, own_folder
+from fp8_nemo.launch.environments import image_problems, settings_of, worker_problems
+from fp8_nemo.launch.room import room, short_of
+from fp8_nemo.nemo.worker_settings import PLUGIN, PLUGINS, own_folder
 from fp8_nemo.nemo_config.checkout import REMEDY, read_host
 from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, root_of
 from fp8_nemo.nemo_config.limits import host_mistakes
-from fp8_nemo.nemo_config.overrides import native_correction
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_mistakes, model_path, shape_mistakes
-from fp8_nemo.recipe.options import Cluster, Recipe
+from fp8_nemo.recipe.options import Cluster
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.provenance import gpus
@@ -42,11 +43,6 @@ HUB_FILES = {
 """Files that every repository of a kind has on the hub, each in one of several forms."""
 
 
-def settings_of(recipe: Recipe) -> WorkerSettings:
-    """Return what a run of this recipe tells its workers."""
-    return WorkerSettings.of(recipe, loss_corrects=native_correction(recipe.correction) is not None)
-
-
 def problems_with(plan: Plan) -> list[str]:
     """Return one line for each thing that would stop this plan after it has started."""
     recipe, root = plan.recipe, root_of(plan.recipe)
@@ -60,7 +56,8 @@ def problems_with(plan: Plan) -> list[str]:
     return [
         *host_problems(plan, host),
         *map(str, machine_mistakes(recipe.cluster)),
-        *software_problems(recipe, host),
+        *room_problems(plan),
+        *software_problems(plan, host),
         *resume_problems(recipe.cluster, root),
         *of_inputs,
     ]
@@ -94,6 +91,12 @@ def machine_mistakes(cluster: Cluster) -> Iterator[Mistake]:
         yield Mistake("cluster.gpus_per_node", wanted, f"this machine shows {found}", remedy)
 
 
+def room_problems(plan: Plan) -> Iterator[str]:
+    """Check this machine's memory and disk, if the run is to start here on a Ray of its own."""
+    if plan.recipe.cluster.kind == "here" and not os.environ.get("RAY_ADDRESS"):
+        yield from short_of(plan, room(plan))
+
+
 def visible_gpus() -> int | None:
     """Count the GPUs that a run may use here; None where there is no driver to ask."""
     visible, found = os.environ.get("CUDA_VISIBLE_DEVICES"), gpus()
@@ -120,8 +123,9 @@ def resume_problems(cluster: Cluster, root: Path) -> Iterator[str]:
         )
 
 
-def software_problems(recipe: Recipe, host: Host) -> Iterator[str]:
+def software_problems(plan: Plan, host: Host) -> Iterator[str]:
     """Check that the run can start in this environment; not on a login node, which submits it."""
+    recipe = plan.recipe
     if recipe.cluster.kind == "slurm" and "RAY_ADDRESS" not in os.environ:
         return
     needs_plugin = settings_of(recipe).needs_plugin
@@ -138,6 +142,8 @@ def software_problems(recipe: Recipe, host: Host) -> Iterator[str]:
                 "fp8-nemo is installed among the driver's own packages, where NeMo RL's workers "
                 "cannot reach it; run from a clone (pip install --no-deps -e .), or glue=stock"
             )
+        yield from image_problems(host)
+        yield from worker_problems(plan)
     elif missing := [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]:
         yield (
             f"cluster.interpreter=system: {', '.join(missing)} cannot be imported here; install "

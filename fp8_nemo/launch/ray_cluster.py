@@ -24,7 +24,6 @@ from pathlib import Path
 
 import fp8_nemo
 from fp8_nemo.launch.preflight import visible_gpus
-from fp8_nemo.nemo.worker_settings import own_folder
 from fp8_nemo.nemo_config.seams import SEAMS
 
 RESOURCE = "slurm-"
@@ -170,13 +169,6 @@ def own_code_first() -> Iterator[None]:
     """
     with chdir(Path(fp8_nemo.__file__).parents[1]):
         yield
-
-
-def workers_path(*folders: Path) -> str:
-    """Return `PYTHONPATH` for worker environments: folders, this package, what is in it already."""
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    paths = [*map(str, folders), str(own_folder() or ""), *given]
-    return os.pathsep.join(dict.fromkeys(filter(None, paths)))
 
 
 def node_names() -> dict[str, str]:

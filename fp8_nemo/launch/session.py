@@ -29,7 +29,7 @@ from fp8_nemo.launch.engine_checks import (
     refit_reports,
     stop_if_it_cannot_sleep_or_wake,
 )
-from fp8_nemo.launch.preflight import settings_of
+from fp8_nemo.launch.environments import settings_of
 from fp8_nemo.launch.ray_cluster import open_for_anyone, own_code_first
 from fp8_nemo.nemo_config.checkout import config_of
 from fp8_nemo.nemo_config.overrides import path_overrides

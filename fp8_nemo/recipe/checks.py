@@ -223,16 +223,45 @@ def _data_mistakes(data: Data) -> Iterator[Mistake]:
         )
 
 
-SBATCH_KEYS = ("account", "partition", "qos", "extra")
+SBATCH_KEYS = (
+    *("account", "partition", "qos", "reservation", "constraint", "nodelist", "exclude", "mem"),
+    *("gres", "comment", "mail", "dependency", "max_running", "env", "extra"),
+)
 """Keys of `cluster` that are sbatch's alone."""
-OURS_OF_SBATCH = ("--job-name", "--output", "--parsable")
-OURS_IN_SHORT = ("-J", "-o")
+FOUND_BY = "is what a job is found by, in the queue and in its log"
+OURS_OF_SBATCH = {
+    ("-J", "--job-name"): (FOUND_BY, "leave it out; a job is named as its cell"),
+    ("-o", "--output"): (FOUND_BY, "leave it out; see RUN_DIR/log"),
+    ("--parsable",): (FOUND_BY, "leave it out"),
+    ("-a", "--array"): (
+        "would run one directory several times",
+        "leave it out; -m makes an array of a sweep's cells, cluster.max_running=N of them at once",
+    ),
+}
+"""Options of sbatch that are not the user's: what is wrong, and what to do."""
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(API_?)?KEY(_|$)", re.I)
+"""What names of environment variables with a secret look like."""
 
 
-def _is_ours(option: str) -> bool:
-    """Return whether sbatch reads one of `OURS_OF_SBATCH` in it, `--out=x` too (getopt_long)."""
+def _ours(option: str) -> tuple[str, str] | None:
+    """Return what is wrong with an option if sbatch reads one of ours in it, `--out=x` too."""
     name = option.partition("=")[0]
-    return option.startswith(OURS_IN_SHORT) or any(each.startswith(name) for each in OURS_OF_SBATCH)
+    for (*short, long), said in OURS_OF_SBATCH.items():
+        cut = len(name) > len("--") and long.startswith(name)  # getopt_long takes it for the whole
+        if cut or (not option.startswith("--") and option.startswith(tuple(short))):
+            return said
+    return None
+
+
+def _env_mistakes(words: list[str]) -> Iterator[Mistake]:
+    for word in words:
+        name, is_set, _ = str(word).partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            text = "must be NAME=value, or NAME alone"
+            yield Mistake("cluster.env", word, text, "as cluster.env=[WANDB_API_KEY]")
+        elif is_set and SECRET.search(name):
+            text = "would write a secret into the run directory"
+            yield Mistake("cluster.env", f"{name}=...", text, f"export it, and name it: [{name}]")
 
 
 def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
@@ -269,13 +298,9 @@ def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     for option in cluster.extra:
         if not isinstance(option, str) or not option.startswith("-"):
             yield Mistake("cluster.extra", option, "must be options of sbatch, as --mem=0")
-        elif _is_ours(option):
-            yield Mistake(
-                "cluster.extra",
-                option,
-                "is what a job is found by, in the queue and in its log",
-                "leave it out; a job is named as its cell",
-            )
+        elif said := _ours(option):
+            yield Mistake("cluster.extra", option, *said)
+    yield from _env_mistakes(cluster.env)
     for mount in cluster.mounts:
         if not isinstance(mount, str) or not mount.startswith("/") or "," in mount:
             yield Mistake("cluster.mounts", mount, "must be an absolute folder, or /from:/to")

@@ -1,4 +1,4 @@
-"""Turn a command line into valid Recipes, all or none. The only file that knows Hydra.
+"""Turn a command line into valid Recipes, all or none. Hydra is known here and in `trees.py`.
 
 Hydra collects: groups, overrides, sweeps. It writes nothing and starts nothing; its files would
 hold secrets, and would exist before a mistake could be refused. Every cell is composed and
@@ -11,11 +11,13 @@ is found wherever it came from: command line, `+key`, `++key`, experiment file. 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import itertools
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from textwrap import fill
@@ -37,11 +39,14 @@ from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 from fp8_nemo.recipe.secrets import secrets_of, secrets_of_line
+from fp8_nemo.recipe.trees import Trees
 
 CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
 NAMES_A_CELL = ("experiment", "model", "precision", "correction")
 OPEN = "nemo"
+ADDED = "cluster.extra"
+"""A list to which a line adds, where Hydra would replace the one of the site's file."""
 SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.qos")
 QUOTE = "quote a value that holds = , : or brackets: \"key='a=b'\", \"key=['a=b']\""
 WORDS = {
@@ -130,7 +135,8 @@ def compose_cells(arguments: Iterable[str]) -> list[Cell]:
             _refuse_repeated(overrides)
         swept = _sweep_of(overrides, loader)
         cells = _cells(overrides + swept, multirun=bool(flags or swept))
-        composed = [_recipe_of(cell) for cell in cells]
+        trees = Trees(CONFIG, loader, _plain_keys())
+        composed = [_recipe_of(cell, trees) for cell in cells]
     refuse_cells(cells, [found for _, found in composed])
     return [Cell(cell, recipe) for cell, (recipe, _) in zip(cells, composed, strict=True) if recipe]
 
@@ -254,22 +260,25 @@ def _cells(overrides: list[Override], multirun: bool) -> list[list[str]]:
     return cells
 
 
-def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
+def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]:
+    beside = "of_the_line"
     try:
         if found := [*secrets_of_line(cell)]:
             return None, found
-        composed = hydra_compose(CONFIG, cell)
-        unread: Any = OmegaConf.to_container(composed, resolve=False)
-        if found := [*secrets_of(leaves(unread))]:
+        tree = trees.of([_renamed(word, ADDED, f"+{beside}") for word in cell])
+        if found := [*secrets_of(leaves(tree))]:
             return None, found
-        tree: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         return None, [_first_line(error)]
     except YAMLError as error:  # in a site's own file, which it names with line and column
         return None, [" ".join(str(error).split())]
     except ValueError as error:  # as one whose `defaults` is no list, or that is not UTF-8
         return None, [f"{' '.join(cell)}: cannot be composed, {_first_line(error)}"]
-    config = OmegaConf.structured(Recipe)
+    if beside in tree:
+        group, _, key = ADDED.partition(".")
+        own, more = tree[group][key], tree.pop(beside)
+        tree[group][key] = own + more if isinstance(own, list) and isinstance(more, list) else more
+    config = copy.deepcopy(_structured())
     values = leaves(tree | {OPEN: {}}) | {OPEN: tree[OPEN]}
     found = [str(each) for key, value in values.items() if (each := _put(config, key, value))]
     found += map(str, _unquoted(values, cell))
@@ -278,6 +287,12 @@ def _recipe_of(cell: list[str]) -> tuple[Recipe | None, list[str]]:
     recipe = OmegaConf.to_object(config)
     assert isinstance(recipe, Recipe)
     return recipe, [str(each) for each in mistakes(recipe)]
+
+
+def _renamed(word: str, key: str, other: str) -> str:
+    """Turn a word that sets a key into one that adds another key; leave any other as it is."""
+    name, equals, value = word.partition("=")
+    return f"{other}{equals}{value}" if name.lstrip("+") == key else word
 
 
 def _unquoted(values: Mapping[str, Any], cell: list[str]) -> Iterator[Mistake]:
@@ -341,6 +356,13 @@ def _is_known(key: str) -> bool:
     return key in _all_keys() or key.startswith(OPEN + ".")
 
 
+def _plain_keys() -> dict[str, bool]:
+    """Name the keys that are neither groups nor open, and say whether each is a text."""
+    texts = (str, str | None)
+    plain = {key: hint for key, hint in _fields().items() if not dataclasses.is_dataclass(hint)}
+    return {key: hint in texts for key, hint in plain.items() if key != OPEN}
+
+
 def _all_keys() -> list[str]:
     return list(_fields())
 
@@ -354,6 +376,13 @@ def _type_word(key: str) -> str:
     return WORDS[typing.get_origin(kind) or kind] + (" or null" if optional else "")
 
 
+@cache
+def _structured() -> Any:
+    """Return the Recipe as OmegaConf has it, with its defaults."""
+    return OmegaConf.structured(Recipe)
+
+
+@cache
 def _fields(group: type = Recipe, prefix: str = "") -> dict[str, Any]:
     """Return every dotted key of the Recipe with its type."""
     known: dict[str, Any] = {}

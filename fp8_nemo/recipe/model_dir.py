@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +55,8 @@ def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
     """
     model, folder = recipe.model, model_path(recipe.model)
     if not folder.is_dir():
-        makes = f"{verb_line('make_model')} {folder} {' '.join(_made_by(recipe))} makes it"
+        line = shlex.join([str(folder), *_made_by(recipe)])
+        makes = f"{verb_line('make_model')} {line} makes it"
         remedy = makes if recipe.data.is_made else "give the folder of a model"
         yield Mistake("model.path", folder, "no such folder", remedy)
         return

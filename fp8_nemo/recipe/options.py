@@ -399,8 +399,30 @@ class Cluster:
     """`sbatch --partition`."""
     qos: str | None = None
     """`sbatch --qos`."""
+    reservation: str | None = None
+    """`sbatch --reservation`."""
+    constraint: str | None = None
+    """`sbatch --constraint`."""
+    nodelist: str | None = None
+    """`sbatch --nodelist`."""
+    exclude: str | None = None
+    """`sbatch --exclude`."""
+    mem: str | None = None
+    """`sbatch --mem`."""
+    gres: str | None = None
+    """`sbatch --gres`, and no `--gpus-per-node` beside it."""
+    comment: str | None = None
+    """`sbatch --comment`; null is `fp8-nemo`, or the sweep's name."""
+    mail: str | None = None
+    """Address that Slurm writes to when a job begins, ends, fails or is requeued."""
+    dependency: str | None = None
+    """Start when this has ended well: a run's directory, a job's number, or as sbatch has it."""
+    max_running: int | None = number(None, least=1)
+    """Cells of a sweep that run at once; null: as many as Slurm starts."""
+    env: list[str] = field(default_factory=list)
+    """The job's environment: `NAME=value`, or `NAME` alone, a secret of who submits."""
     extra: list[str] = field(default_factory=list)
-    """More options of `sbatch`, one word each: `['--mem=0','--comment=two words']`."""
+    """More options of `sbatch`, one word each; those of a line come after the site's."""
     container: str | None = None
     """Image for `srun --container-image` (pyxis); None runs on the bare node."""
     mounts: list[str] = field(default_factory=list)

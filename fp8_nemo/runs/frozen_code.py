@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -44,35 +45,50 @@ def freeze_code(outputs: Path) -> Path:
     """Copy the code there, whole or not at all, unless it is there; the folder.
 
     Raises:
-        RunDirError: this package does not run from a clone.
+        RunDirError: this package does not run from a clone, or there is no room or right to.
     """
     target = code_dir(outputs)
-    if target.exists():
-        return target
     try:
-        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=code_parent(outputs)))
+        if not target.exists():
+            _copy_whole(target, code_parent(outputs))
     except OSError as error:
         raise RunDirError(
             f"{target.parent}: a job's copy of the code cannot be written ({error.strerror}); give "
-            "this run outputs=FOLDER of your own"
+            "this run outputs=FOLDER of your own, or make room"
         ) from error
-    for package, folder in _packages().items():
-        into = staging.joinpath(*package.split("."))
-        into.mkdir(parents=True, exist_ok=True)
-        for file in _files(folder):
-            copy = into / file.relative_to(folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, copy)
-    _copy_metadata(staging)
-    (staging / COMMIT).write_text(f"{commit() or ''}\n")
-    staging.chmod(0o755)
+    return target
+
+
+def _copy_whole(target: Path, parent: Path) -> None:
+    """Copy the code to a folder of its own and move it into place; leave nothing else behind."""
+    staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=parent))
+    try:
+        for package, folder in _packages().items():
+            into = staging.joinpath(*package.split("."))
+            into.mkdir(parents=True, exist_ok=True)
+            for file in _files(folder):
+                copy = into / file.relative_to(folder)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, copy)
+        _copy_metadata(staging)
+        (staging / COMMIT).write_text(f"{commit() or ''}\n")
+        staging.chmod(0o755)
+        with suppress(FileExistsError):  # another submission was first
+            _rename(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _rename(staging: Path, target: Path) -> None:
+    """Rename a folder to one that is not there.
+
+    Raises:
+        FileExistsError: it is there, whatever this file system says then.
+    """
     try:
         staging.rename(target)
-    except OSError:
-        shutil.rmtree(staging)
-        if not target.exists():  # else another submission was first
-            raise
-    return target
+    except OSError as error:
+        raise FileExistsError(str(target)) if target.exists() else error from error
 
 
 def _packages() -> dict[str, Path]:

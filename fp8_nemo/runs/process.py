@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.checks import verb_line
 from fp8_nemo.runs import slurm
 from fp8_nemo.runs.run_dir import Frozen, freeze
+from fp8_nemo.runs.sbatch import container_notes
 from fp8_nemo.runs.terminal import console, tell
 
 INTERRUPTED = 130  # exit code, as a shell reports SIGINT
@@ -24,12 +28,14 @@ def start(plans: list[Plan]) -> int:
         RunDirError: a cell's directory cannot be made.
         SubmitError: Slurm refuses a cell, or has one in its queue already.
     """
-    jobs = slurm.prepare(plans) if plans[0].recipe.cluster.kind == "slurm" else None
-    cells = freeze(slurm.not_queued(plans)) if jobs is None else []
-    notes = [note for plan in plans for note in plan.notes] + slurm.container_notes(plans)
-    for note in dict.fromkeys(notes):
-        tell(f"note: {note}")
-    return run_cells(cells) if jobs is None else queue_cells(plans, jobs)
+    notes = [note for plan in plans for note in plan.notes] + container_notes(plans)
+    if plans[0].recipe.cluster.kind == "slurm":
+        notes += slurm.refuse(plans)
+        with slurm.one_line_at_a_time(plans):
+            return queue_cells(plans, slurm.prepare(plans), notes)
+    cells = freeze(slurm.not_queued(plans))
+    _tell_notes(notes)
+    return run_cells(cells)
 
 
 def run_cells(cells: list[Frozen]) -> int:
@@ -44,12 +50,22 @@ def run_cells(cells: list[Frozen]) -> int:
     return next(filter(None, codes), 0)
 
 
-def queue_cells(plans: list[Plan], jobs: list[slurm.Job]) -> int:
-    """Queue every cell as a Slurm job, or none; what is finished or in the queue is left."""
+def queue_cells(plans: list[Plan], jobs: list[slurm.Job], notes: list[str]) -> int:
+    """Queue every cell in Slurm, or none; what is finished or in the queue is left."""
+    _tell_notes(notes)
     console().print(slurm.jobs_table(plans, jobs))
-    for job in slurm.submit(plans, jobs):
+    done = slurm.submit(plans, jobs)
+    for job in done:
         tell(f"job {job.id}: {job.path}; watch it: {job.watch}")
+    if len(plans) > 1:
+        folders = shlex.join(sorted({plan.recipe.outputs for plan in plans}))
+        tell(f"{len(done)} queued; where they stand: {verb_line('queue')} {folders}")
     return 0
+
+
+def _tell_notes(notes: Iterable[str]) -> None:
+    for note in dict.fromkeys(notes):
+        tell(f"note: {note}")
 
 
 def call_verb(verb: str, *arguments: str) -> int:

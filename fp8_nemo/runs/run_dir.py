@@ -106,7 +106,7 @@ def layout_of(plan: Plan) -> Layout | None:
         RunDirError: its plan cannot be read.
     """
     path = run_path(plan)
-    return read_plan(path).layout if (path / PLAN).exists() else None
+    return read_plan(path).layout if _exists(path / PLAN) else None
 
 
 def state_of(plan: Plan, steps: int) -> State:
@@ -163,6 +163,14 @@ def job_dir(run_dir: Path) -> Path:
     return folder
 
 
+def job_id(run_dir: Path) -> str | None:
+    """Return the number of the Slurm job that has, or had, a run directory; None without one."""
+    try:
+        return (run_dir / "job" / "id").read_text().strip() or None
+    except OSError:
+        return None
+
+
 def code_parent(outputs: Path) -> Path:
     """Return where the code of queued jobs is kept."""
     folder = outputs.absolute() / ".code"
@@ -202,9 +210,23 @@ def checkpoints(run_dir: Path) -> list[Path]:
         RunDirError: they cannot be read, which `glob` takes for none.
     """
     folder = run_dir / "checkpoints"
-    if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+    if _exists(folder) and not os.access(folder, os.R_OK | os.X_OK):
         raise RunDirError(f"{folder}: cannot be read (Permission denied)")
     return sorted(folder.glob("step[-_]*[0-9]"), key=checkpoint_step)
+
+
+def _exists(path: Path) -> bool:
+    """Tell whether a path is there; another user's folders may not even tell.
+
+    Raises:
+        RunDirError: they do not.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise RunDirError(
+            f"{path}: cannot be read ({error.strerror}); set outputs=FOLDER to a folder of yours"
+        ) from error
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -288,7 +310,7 @@ def write_environment(run_dir: Path, **more: str) -> None:
 
 def _existing(plan: Plan) -> Frozen:
     path = run_path(plan)
-    if not path.exists():
+    if not _exists(path):
         return Frozen(path, "new", 0)
     with locked(path):
         steps, saved = steps_done(read_metrics(path)), checkpoints(path)

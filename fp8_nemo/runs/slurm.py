@@ -1,159 +1,97 @@
-"""Queue frozen runs with Slurm: `sbatch` with an argument list, all cells of a line or none.
-
-    RUN_DIR/job/    settings, srun, setup.sh: what slurm/grpo.sbatch reads; id: the job's number
-
-Nothing that a user typed is ever parsed by a shell: it travels as one argument, or as an entry of a
-file whose entries are parted by NUL. `cluster.setup` is the exception, being shell commands.
+"""Queue frozen runs with Slurm: the cells of a line as one array, all of them or none.
 
 A cell that is in the queue is left alone, one that is finished too. The job runs the frozen plan
-with a frozen copy of the code, from the folder it was submitted from.
+with a frozen copy of the code, from the folder it was submitted from. `sbatch.py` writes the calls.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import os
+import pwd
 import shlex
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
 
-from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.runs.frozen_code import code_dir, freeze_code
-from fp8_nemo.runs.run_dir import Frozen, State, freeze, job_dir, read_plan, run_path
-from fp8_nemo.runs.terminal import table
+from fp8_nemo.runs.metrics import RunDirError
+from fp8_nemo.runs.queue import QueueError, bare, entries
+from fp8_nemo.runs.run_dir import Frozen, State, freeze, job_id, read_plan, run_path
+from fp8_nemo.runs.sbatch import (
+    PASSED,
+    array_command,
+    arrays_dir,
+    not_exported,
+    options,
+    sbatch_command,
+    sweep_name,
+    write_job_files,
+    write_links,
+)
+from fp8_nemo.runs.terminal import table, tell
 
-SCRIPT = "fp8_nemo/slurm/grpo.sbatch"
+LINE_LOCK = ".queue.lock"
+"""File in `outputs` that a line holds while it looks, freezes and queues."""
 
 
-class SubmitError(RuntimeError):
-    """A line of which nothing was queued; one line per reason."""
+class SubmitError(QueueError):
+    """Say why nothing of a line was queued; one line per reason."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One cell of a line and where it stands: `Job(Path("outputs/..."), "queued", "1234")`."""
+    """Hold one cell of a line and its state: `Job(Path("outputs/..."), "queued", "1234")`."""
 
     path: Path
     state: State | str
     """new, unfinished, finished; or as Slurm has it, if it was in the queue already."""
     id: str | None = None
+    user: str | None = None
+    """Whose job it is, if not of who asks."""
 
     @property
     def watch(self) -> str:
-        """The command that shows what a job in the queue prints."""
+        """Return the command that shows what a job in the queue prints."""
         return shlex.join(["tail", "-F", f"{self.path}/log/slurm-{self.id}.out"])
 
 
-def sbatch_command(plan: Plan, code: Path | None = None) -> list[str]:
-    """The call that queues a plan, as an argument list.
-
-    Args:
-        plan: of the run.
-        code: folder of the frozen code; None is where the present state of it is, or would be.
-
-    Raises:
-        RunDirError: this package does not run from a clone.
-    """
-    cluster, run_dir = plan.recipe.cluster, run_path(plan).absolute()
-    code = code or code_dir(Path(plan.recipe.outputs))
-    output = f"{run_dir}/log/slurm-%j.out".replace("%", "%%").replace("%%j.out", "%j.out")
-    options = {
-        "--job-name": plan.cell,
-        "--chdir": str(Path.cwd()),
-        "--output": output,
-        "--open-mode": "append",
-        "--nodes": str(cluster.nodes),
-        "--time": cluster.time,
-        "--account": cluster.account,
-        "--partition": cluster.partition,
-        "--qos": cluster.qos,
-        "--gpus-per-node": str(cluster.gpus_per_node) if _asks_for_gpus(plan) else None,
-    }
-    words = [f"{option}={value}" for option, value in options.items() if value is not None]
-    words.append("--exclusive")  # a node's ports and GPUs are one run's
-    words.append("--requeue" if cluster.requeue else "--no-requeue")
-    words.append(f"--signal=B:USR1@{cluster.save_before_end}")
-    script = [str(code / SCRIPT), str(run_dir)]
-    return ["sbatch", "--parsable", *words, *cluster.extra, *script]
-
-
-def mounts(plan: Plan) -> list[str]:
-    """The folders that a container must see: the user's, and those that the run itself names."""
-    recipe = plan.recipe
-    named = [recipe.outputs, recipe.model.path, recipe.data.path, root_of(recipe)]
-    own = [Path.cwd(), *(Path(each).absolute() for each in named if each)]
-    given = [each if ":" in each else f"{each}:{each}" for each in recipe.cluster.mounts]
-    targets = {each.split(":")[1] for each in given}
-    return [*given, *dict.fromkeys(f"{each}:{each}" for each in own if str(each) not in targets)]
-
-
-def submit_problems(plans: Iterable[Plan]) -> list[str]:
-    """One line for each thing for which Slurm, or the job, would turn these plans away."""
-    plans = list(plans)
-    lines = [line for plan in plans for line in _folder_problems(plan)]
-    if shutil.which("sbatch") is None:
-        return [
-            *lines,
-            "cluster.kind=slurm: there is no sbatch on PATH; submit on a login node of the "
-            "cluster, or run here with cluster=here",
-        ]
-    calls = {tuple(_test_only(sbatch_command(plan))): plan for plan in plans}
-    for call, plan in calls.items():
-        tried = subprocess.run(call, capture_output=True, text=True)
-        if tried.returncode:
-            said = [line for line in tried.stderr.strip().splitlines() if line]
-            lines.append(
-                f"{plan.cell}: sbatch says {'; '.join(dict.fromkeys(map(_bare, said)))} "
-                f"({_asked(plan)})"
-            )
-    return list(dict.fromkeys(lines))
-
-
-def container_notes(plans: Iterable[Plan]) -> list[str]:
-    """A line for each thing that the nodes must have and this machine lacks: a slip, perhaps."""
-    clusters = [plan.recipe.cluster for plan in plans if plan.recipe.cluster.kind == "slurm"]
-    named = [("cluster.container", each.container or "") for each in clusters]
-    named += [("cluster.mounts", word.split(":")[0]) for each in clusters for word in each.mounts]
-    return [
-        f"{key}: {path} is not on this machine; the nodes must have it"
-        for key, path in dict.fromkeys(named)
-        if path.startswith("/") and not Path(path).exists()
-    ]
-
-
 def in_queue(plans: Iterable[Plan]) -> dict[Path, Job]:
-    """The jobs that the plans' directories have in Slurm's queue, by directory.
+    """Return the jobs that the plans' directories have in Slurm's queue, whoever queued them.
 
     Raises:
-        SubmitError: Slurm does not answer.
+        QueueError: Slurm does not answer.
     """
-    known = {run_path(plan): _job_id(run_path(plan)) for plan in plans}
-    if not any(known.values()):
-        return {}
-    call = ["squeue", "--me", "--noheader", "--format=%i|%T|%j"]
-    asked = subprocess.run(call, capture_output=True, text=True)
-    if asked.returncode:
-        raise SubmitError(f"squeue: {asked.stderr.strip()}")
-    queue = {}
-    for line in asked.stdout.splitlines():
-        number, state, name = line.split("|", 2)
-        queue[number, name] = state.lower()
-    return {
-        run_path(plan): Job(run_path(plan), queue[key], key[0])
-        for plan in plans
-        if (key := (known[run_path(plan)] or "", plan.cell)) in queue
-    }
+    plans = list(plans)
+    known = {run_path(plan): job_id(run_path(plan)) for plan in plans}
+    found, me = entries([number for number in known.values() if number]), _own_name()
+    jobs = {}
+    for plan in plans:
+        path = run_path(plan)
+        entry = found.get(known[path] or "")
+        if entry and entry.is_of(plan):
+            jobs[path] = Job(path, entry.state, entry.id, entry.user if entry.user != me else None)
+    return jobs
+
+
+def _own_name() -> str:
+    """Return the name under which Slurm has this user's jobs; the number of one without a name."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def not_queued(plans: list[Plan]) -> list[Plan]:
-    """The plans as they are, if none is in Slurm's queue: its job would find another plan there.
+    """Return the plans if none is in Slurm's queue: its job would find another plan there.
 
     Raises:
         SubmitError: one is.
@@ -168,58 +106,199 @@ def not_queued(plans: list[Plan]) -> list[Plan]:
     return plans
 
 
-def prepare(plans: list[Plan]) -> list[Job]:
-    """Freeze the cells that are neither finished nor queued; every cell and where it stands.
+def refuse(plans: list[Plan]) -> list[str]:
+    """Look whether a line can be queued, before anything of it exists; return notes.
 
     Raises:
-        SubmitError: a cell cannot be queued; RunDirError: it cannot be frozen.
+        SubmitError: a cell cannot be queued, or all are queued and would ignore the line's words.
     """
     queued = in_queue(plans)
-    if changed := [line for plan in plans for line in _changed_in_queue(plan, queued)]:
-        raise SubmitError("\n".join(changed))
-    if lines := submit_problems(plan for plan in plans if run_path(plan) not in queued):
+    if lines := [line for plan in plans for line in _other_steps(plan, queued)]:
         raise SubmitError("\n".join(lines))
-    frozen: dict[Path, Frozen] = {
-        each.path: each for each in freeze([p for p in plans if run_path(p) not in queued])
-    }
+    waiting = [plan for plan in plans if run_path(plan) not in queued]
+    kept = [line for plan in plans for line in _kept_keys(plan, queued)]
+    if lines := submit_problems(waiting) or ([] if waiting else kept):
+        raise SubmitError("\n".join(lines))
+    return kept
+
+
+def submit_problems(plans: Iterable[Plan]) -> list[str]:
+    """Return one line for each thing for which Slurm, or the job, would turn these plans away.
+
+    Raises:
+        RunDirError: the run that one depends on can never end well.
+    """
+    plans = list(plans)
+    lines = [*(line for plan in plans for line in _folder_problems(plan)), *not_exported(plans)]
+    if plans and shutil.which("sbatch") is None:
+        return [
+            *lines,
+            "cluster.kind=slurm: there is no sbatch on PATH; submit on a login node of the "
+            "cluster, or run here with cluster=here",
+        ]
+    calls = {(*options(plan), *plan.recipe.cluster.extra): plan for plan in plans}
+    for words, plan in calls.items():
+        # `--wrap` instead of the script: the frozen code may not exist yet.
+        call = ["sbatch", "--test-only", *words, "--wrap=true"]
+        tried = subprocess.run(call, capture_output=True, text=True)
+        if tried.returncode:
+            said = [line for line in tried.stderr.strip().splitlines() if line]
+            lines.append(
+                f"{plan.cell}: sbatch says {'; '.join(dict.fromkeys(map(bare, said)))} "
+                f"({_asked(plan)})"
+            )
+    return list(dict.fromkeys(lines))
+
+
+@contextmanager
+def one_line_at_a_time(plans: Iterable[Plan]) -> Iterator[None]:
+    """Hold the outputs folders of a line, so that two that are typed at once queue a run once.
+
+    Raises:
+        RunDirError: a folder cannot be made, or not be locked.
+    """
+    with ExitStack() as held:
+        for outputs in sorted({plan.recipe.outputs for plan in plans}):
+            held.enter_context(_line_lock(outputs))
+        yield
+
+
+@contextmanager
+def _line_lock(outputs: str) -> Iterator[None]:
+    path = Path(outputs) / LINE_LOCK
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with suppress(OSError):  # the umask may have taken bits away; somebody else's has them
+            os.chmod(path, 0o666)
+    except OSError as error:
+        raise RunDirError(
+            f"outputs={outputs}: cannot be written ({error.strerror}); "
+            "set outputs=FOLDER to a folder of yours"
+        ) from error
+    with os.fdopen(file):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            tell(f"{outputs}: another line is being queued, this one waits for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise RunDirError(
+                f"{path}: cannot be locked ({error.strerror}); set outputs=FOLDER on a file "
+                "system with locks, or have this one mounted with them (Lustre: flock)"
+            ) from error
+        yield
+
+
+def prepare(plans: list[Plan]) -> list[Job]:
+    """Freeze the code, and the cells that neither are finished nor queued; return where all stand.
+
+    Raises:
+        QueueError: Slurm does not answer; RunDirError: a cell or the code cannot be frozen.
+    """
+    queued = in_queue(plans)
+    waiting = [plan for plan in plans if run_path(plan) not in queued]
+    for outputs in {plan.recipe.outputs for plan in waiting}:
+        freeze_code(Path(outputs))
+    frozen: dict[Path, Frozen] = {each.path: each for each in freeze(waiting)}
     paths = [run_path(plan) for plan in plans]
     return [queued.get(path) or Job(path, frozen[path].state) for path in paths]
 
 
 def submit(plans: list[Plan], jobs: list[Job]) -> list[Job]:
-    """Queue what `prepare` found to be waiting; all or none. Those jobs with their numbers.
+    """Queue what `prepare` found to be waiting; all or none. Return those jobs with their numbers.
 
     Raises:
         SubmitError: Slurm refused one; those before it are taken back, whatever stops this.
+        RunDirError: what a job reads cannot be written.
     """
-    waiting = [
-        (plan, job.path)
-        for plan, job in zip(plans, jobs, strict=True)
-        if job.state in ("new", "unfinished")
-    ]
-    codes = {
-        outputs: freeze_code(Path(outputs)) for outputs in {p.recipe.outputs for p, _ in waiting}
-    }
-    for plan, _ in waiting:
+    pairs = zip(plans, jobs, strict=True)
+    waiting = [plan for plan, job in pairs if job.state in ("new", "unfinished")]
+    codes = {outputs: code_dir(Path(outputs)) for outputs in {p.recipe.outputs for p in waiting}}
+    for plan in waiting:
         write_job_files(plan, codes[plan.recipe.outputs])
     done: list[Job] = []
     try:
-        for plan, path in waiting:
-            number = _queue(sbatch_command(plan, codes[plan.recipe.outputs]), plan.cell)
-            done.append(Job(path, "queued", number))
-            (path / "job" / "id").write_text(f"{number}\n")
-    except BaseException:
+        for cells in _together(waiting):
+            code = codes[cells[0].recipe.outputs]
+            queue = _queue_array if is_array(cells) else _queue_each
+            for job in queue(cells, code, sweep_name(plans)):
+                done.append(job)
+                (job.path / "job" / "id").write_text(f"{job.id}\n")
+    except BaseException as error:
         if done:
             subprocess.run(["scancel", *(each.id or "" for each in done)], capture_output=True)
+        if isinstance(error, OSError):
+            raise RunDirError(f"{error}; nothing is queued") from error
         raise
     return done
 
 
+def calls(plans: list[Plan]) -> list[list[str]]:
+    """Return the `sbatch` calls that would queue a line of new cells, as argument lists.
+
+    Raises:
+        RunDirError: this package does not run from a clone, or what a cell depends on cannot end.
+    """
+    found = []
+    for cells in _together(plans):
+        code = code_dir(Path(cells[0].recipe.outputs))
+        if is_array(cells):
+            name = sweep_name(plans)
+            found.append(array_command(cells, code, name, arrays_dir(cells[0], name)))
+        else:
+            found += [sbatch_command(plan, code) for plan in cells]
+    return found
+
+
+def _together(plans: Iterable[Plan]) -> list[list[Plan]]:
+    """Part plans into those that one call can queue: of the same options and outputs."""
+    groups: dict[tuple[str, ...], list[Plan]] = {}
+    for plan in plans:
+        key = (plan.recipe.outputs, *options(plan), *plan.recipe.cluster.extra)
+        groups.setdefault(key, []).append(plan)
+    return list(groups.values())
+
+
+def is_array(plans: Collection[Plan]) -> bool:
+    """Tell whether plans of the same options become an array: several, where Slurm has arrays."""
+    if len(plans) < 2:
+        return False
+    try:
+        asked = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True)
+    except OSError:  # no Slurm here: a plan is looked at
+        return True
+    sizes = [line.split("=")[1] for line in asked.stdout.splitlines() if "MaxArraySize" in line]
+    return bool(sizes) and int(sizes[0]) >= len(plans) > 1
+
+
+def _queue_array(plans: list[Plan], code: Path, name: str) -> Iterator[Job]:
+    links = arrays_dir(plans[0], name)
+    write_links(plans, links)
+    try:
+        number = _queue(array_command(plans, code, name, links), f"{len(plans)} cells")
+    except BaseException:
+        shutil.rmtree(links, ignore_errors=True)
+        raise
+    for task, plan in enumerate(plans):
+        yield Job(run_path(plan), "queued", f"{number}_{task}")
+
+
+def _queue_each(plans: list[Plan], code: Path, _: str) -> Iterator[Job]:
+    """Queue single jobs; with `cluster.max_running=N`, each waits for the Nth before it."""
+    numbers: list[str] = []
+    for plan in plans:
+        most = plan.recipe.cluster.max_running
+        waits_for = numbers[-most] if most and len(numbers) >= most else None
+        numbers.append(_queue(sbatch_command(plan, code, waits_for), plan.cell))
+        yield Job(run_path(plan), "queued", numbers[-1])
+
+
 def _queue(call: list[str], cell: str) -> str:
-    """The number of a new job."""
+    """Return the number of a new job."""
     asked = subprocess.run(call, capture_output=True, text=True)
     if asked.returncode:
-        raise SubmitError(f"{cell}: sbatch says {_bare(asked.stderr)}; nothing is queued")
+        raise SubmitError(f"{cell}: sbatch says {bare(asked.stderr)}; nothing is queued")
     return asked.stdout.strip().splitlines()[-1].split(";")[0]  # --parsable: id, or id;cluster
 
 
@@ -229,55 +308,10 @@ def jobs_table(plans: list[Plan], jobs: list[Job]) -> Table:
     for plan, job in zip(plans, jobs, strict=True):
         cluster = (read_plan(job.path) if job.id else plan).recipe.cluster  # as it was queued
         state = f"{job.state}, job {job.id}" if job.id else job.state
+        state += f" of {job.user}" if job.user else ""
         steps = str(plan.recipe.grpo.steps)
         rows.append((plan.cell, state, job.path.name, steps, str(cluster.nodes), cluster.time))
     return table("cells", ("cell", "state", "run directory", "steps", "nodes", "time"), rows)
-
-
-def write_job_files(plan: Plan, code: Path) -> None:
-    """What grpo.sbatch and node.sh read."""
-    cluster, folder = plan.recipe.cluster, job_dir(run_path(plan))
-    settings = {
-        "FP8_NEMO_CODE": code,
-        "FP8_NEMO_PYTHON": _python(plan.recipe),
-        "FP8_NEMO_STEPS": plan.recipe.grpo.steps,
-        "FP8_NEMO_REQUEUE": int(cluster.requeue),
-        "FP8_NEMO_PREFLIGHT": int(cluster.preflight),
-        "FP8_NEMO_JOIN_TIMEOUT": cluster.join_timeout,
-    }
-    _write_entries(folder / "settings", [f"{name}={value}" for name, value in settings.items()])
-    _write_entries(folder / "srun", container_options(plan))
-    (folder / "setup.sh").write_text(f"{cluster.setup or ':'}\n")
-
-
-def container_options(plan: Plan) -> list[str]:
-    """Options of `srun` that run every node's part in a container (pyxis); none without one."""
-    image = plan.recipe.cluster.container
-    if image is None:
-        return []
-    return [
-        f"--container-image={image}",
-        f"--container-mounts={','.join(mounts(plan))}",
-        f"--container-workdir={Path.cwd()}",
-        "--no-container-mount-home",  # a home's packages would shadow the image's
-    ]
-
-
-def _python(recipe: Recipe) -> str:
-    return recipe.cluster.python or ("python3" if recipe.cluster.container else sys.executable)
-
-
-def _asks_for_gpus(plan: Plan) -> bool:
-    """Whether to name GPUs: where Slurm counts them, and for NeMo RL; an exclusive node has all."""
-    if plan.backend != "nemo":
-        return False
-    partition = plan.recipe.cluster.partition
-    call = ["sinfo", "--noheader", "--format=%G", *([f"--partition={partition}"] * bool(partition))]
-    try:
-        asked = subprocess.run(call, capture_output=True, text=True)
-    except OSError:
-        return True
-    return asked.returncode != 0 or "gpu" in asked.stdout
 
 
 def _folder_problems(plan: Plan) -> Iterator[str]:
@@ -289,8 +323,8 @@ def _folder_problems(plan: Plan) -> Iterator[str]:
         )
 
 
-def _changed_in_queue(plan: Plan, queued: dict[Path, Job]) -> Iterator[str]:
-    """A queued job reads its plan when it starts: it is not changed under it."""
+def _other_steps(plan: Plan, queued: dict[Path, Job]) -> Iterator[str]:
+    """Yield a line if a queued job, which reads its plan when it starts, has other steps."""
     job = queued.get(run_path(plan))
     if job and (steps := read_plan(job.path).recipe.grpo.steps) != plan.recipe.grpo.steps:
         yield (
@@ -299,34 +333,22 @@ def _changed_in_queue(plan: Plan, queued: dict[Path, Job]) -> Iterator[str]:
         )
 
 
-def _job_id(path: Path) -> str | None:
-    try:
-        return (path / "job" / "id").read_text().strip() or None
-    except OSError:
-        return None
-
-
-def _test_only(command: list[str]) -> list[str]:
-    # `--wrap` instead of the script: the frozen code may not exist yet.
-    own = ("--job-name=", "--output=", "--parsable")  # what differs from cell to cell
-    options = [word for word in command[1:] if word.startswith("-") and not word.startswith(own)]
-    return ["sbatch", "--test-only", *options, "--wrap=true"]
+def _kept_keys(plan: Plan, queued: dict[Path, Job]) -> Iterator[str]:
+    """Yield a line for each key of `cluster` that a queued job has otherwise, and keeps."""
+    job = queued.get(run_path(plan))
+    if job is None:
+        return
+    then, now = (dataclasses.asdict(p.recipe.cluster) for p in (read_plan(job.path), plan))
+    for key, value in now.items():
+        if then[key] != value:
+            yield (
+                f"cluster.{key}={as_typed(value)}: {job.path} is in the queue as job {job.id} with "
+                f"{as_typed(then[key])}, which stays; `scancel {job.id}` first to change it"
+            )
 
 
 def _asked(plan: Plan) -> str:
     cluster = plan.recipe.cluster
-    keys = ("partition", "account", "qos", "nodes", "time")
+    keys = (*PASSED, "nodes", "time", "dependency")
     words = [f"cluster.{key}={value}" for key in keys if (value := getattr(cluster, key))]
     return " ".join([*words, *(f"cluster.extra={word}" for word in cluster.extra)])
-
-
-def _bare(said: str) -> str:
-    """Slurm's message without its prefixes."""
-    last = said.strip().splitlines()[-1] if said.strip() else "nothing"
-    for prefix in ("sbatch: error: ", "allocation failure: ", "Batch job submission failed: "):
-        last = last.removeprefix(prefix)
-    return last
-
-
-def _write_entries(path: Path, entries: Iterable[str]) -> None:
-    path.write_bytes(b"".join(os.fsencode(f"{entry}\0") for entry in entries))

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.launch import cluster_check
-from fp8_nemo.launch.cluster_check import findings, needed_versions
+from fp8_nemo.launch import cluster_check, environments
+from fp8_nemo.launch.cluster_check import findings
+from fp8_nemo.launch.environments import needed_versions
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.runs.run_dir import freeze
+from fp8_nemo.runs.run_dir import freeze, run_path
 from fp8_nemo.runs.terminal import console
 from tests.conftest import small_plan
 
 ROOT = Path(__file__).parent.parent.parent
+FREE = {"memory": 900.0, "shm": 400.0, "disk": 2000.0}
 H100 = {"name": "NVIDIA H100 80GB", "driver": "580", "memory": 81559.0}
 
 
@@ -39,7 +41,7 @@ def seen(**changes):
         "gpus": [H100 | {"used": 500.0}] * 2,
         "environments": {"job": environment},
         "shared": True, "model": [], "data": [], "nemo_rl": True,
-        "memory_gib": 900.0, "shm_gib": 400.0,
+        "room": FREE,
     } | changes  # fmt: skip
 
 
@@ -61,13 +63,26 @@ def test_a_node_as_it_should_be_has_no_problem():
         ({"model": ["model.path=/m: is not there"]}, "model.path=/m: is not there"),
         ({"data": ["/d/train.jsonl: no such file"]}, "/d/train.jsonl: no such file"),
         ({"nemo_rl": False}, "no nemo_rl in it"),
-        ({"shm_gib": 0.06}, "/dev/shm needs 2 GiB"),
+        ({"room": FREE | {"shm": 0.06}}, "/dev/shm needs 2 GiB for Ray, 0.1 are free"),
         ({"environments": {"job": {"error": "python3: no such file"}}}, "no such file"),
     ],
 )
 def test_what_is_wrong_on_a_node_is_one_problem_with_its_remedy(changes, said):
     [problem] = problems(nemo_plan(), **changes)
     assert said in problem
+
+
+def test_a_node_without_room_for_an_8b_run_is_told_what_it_needs(tmp_path):
+    plan = nemo_plan("model=llama31-8b", "cluster.gpus_per_node=8", f"outputs={tmp_path}")
+    small = {"gpus": [H100 | {"used": 1.0}] * 8, "room": FREE | {"memory": 100.0, "disk": 200.0}}
+    [problem] = problems(plan, **small)
+    memory, disk = problem.split("; outputs=")
+    assert memory.startswith("a node's memory: the plan page-locks ") and "100 are free" in memory
+    assert disk.startswith(f"{tmp_path}: checkpoints will take 314 GiB, 200 are free")
+    for step in (10, 20):
+        (run_path(plan) / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    [problem] = problems(plan, **small)
+    assert "checkpoints" not in problem
 
 
 def test_versions_are_held_against_what_the_plan_needs():
@@ -92,14 +107,14 @@ def test_a_workers_interpreter_sees_this_package_without_a_path_of_the_shells(
 ):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "bare")
-    found = cluster_check._probe(str(tmp_path / "bare" / "bin" / "python"))
+    found = environments.probed(str(tmp_path / "bare" / "bin" / "python"))
     assert found["versions"]["fp8-nemo"] == "0.1.0" and found["plugins"] == ["fp8_nemo"]
 
 
 def test_each_worker_of_nemo_rls_container_has_its_interpreter(monkeypatch):
     monkeypatch.setenv("NEMO_RL_VENV_DIR", "/opt/ray_venvs")
     cell = ["backend=nemo", "glue=stock", "cluster.nemo_root=/opt/nemo-rl"]
-    found = cluster_check.interpreters(plan_recipe(compose(cell)[0]))
+    found = environments.interpreters(plan_recipe(compose(cell)[0]))
     assert found["job"] == sys.executable
     assert found["vLLM"].startswith("/opt/ray_venvs/nemo_rl.models.generation.vllm.vllm_worker.")
     assert found["policy"].endswith("MegatronPolicyWorker/bin/python")
@@ -113,7 +128,7 @@ def test_a_real_ray_on_this_machine_is_checked_and_a_wrong_plan_is_refused(tmp_p
         [*call, str(frozen.path)], cwd=ROOT, capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for check in ("a task", "GPUs", "packages, job", "outputs", "model", "memory", "all-reduce"):
+    for check in ("a task", "GPUs", "packages, job", "outputs", "model", "free", "all-reduce"):
         assert f"\n{check} " in done.stdout
     assert socket.gethostname() in done.stdout and not (frozen.path / ".canary").exists()
 
@@ -123,8 +138,8 @@ def test_a_real_ray_on_this_machine_is_checked_and_a_wrong_plan_is_refused(tmp_p
 
 def test_where_only_the_watching_is_ours_its_plugin_is_asked_for_too():
     words = ["precision=fp8-kv-attn", "glue.recalibrate.source=logprob"]
-    assert cluster_check.needed_plugins(nemo_plan(*words), "job") == {"fp8_nemo"}
-    assert cluster_check.needed_plugins(nemo_plan(*words[:1]), "job") == set()
+    assert environments.needed_plugins(nemo_plan(*words), "job") == {"fp8_nemo"}
+    assert environments.needed_plugins(nemo_plan(*words[:1]), "job") == set()
 
 
 def test_a_problem_is_shown_as_it_is_brackets_included(capsys):

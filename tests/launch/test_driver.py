@@ -135,6 +135,23 @@ def test_workers_inherit_the_plan_and_a_variable_of_the_users_own_is_kept_and_to
     assert os.environ["NRL_MEGATRON_CHECKPOINT_DIR"].startswith(f"{tmp_path}/outputs/.megatron")
 
 
+def test_a_jobs_compilers_keep_their_work_below_outputs_unless_the_user_says_where(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    kept = {name: value for name, value in os.environ.items() if name not in driver.CACHES}
+    line = [*NEMO, "model=tiny-llama", f"outputs={tmp_path}/outputs"]
+    for cluster, said in (("here", None), ("slurm", f"{tmp_path}/outputs/.cache/triton")):
+        monkeypatch.setattr(os, "environ", {**kept, "DG_JIT_CACHE_DIR": "/mine"})
+        words = [f"cluster={cluster}", "cluster.interpreter=system"]
+        driver.prepare(compose_plans([*line, *words])[0], tmp_path)
+        assert os.environ.get("TRITON_CACHE_DIR") == said
+        assert os.environ["DG_JIT_CACHE_DIR"] == "/mine"
+    assert {path.name for path in (tmp_path / "outputs" / ".cache").iterdir()} == {
+        "triton", "flashinfer",
+    }  # fmt: skip
+
+
 def test_checkpoints_of_both_backends_are_ordered_by_step(tmp_path):
     for name in ("step_9", "step_10", "tmp_step_11", "saving-000012"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)

@@ -230,8 +230,8 @@ def test_the_commit_of_somebody_elses_checkout_is_read_too(monkeypatch, tmp_path
 def test_a_login_node_needs_nothing_of_what_the_job_needs(monkeypatch):
     monkeypatch.setattr(preflight, "NEEDED_PYTHON", (99, 0))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    [recipe] = compose(["model=qwen3-8b", "cluster=slurm", "cluster.interpreter=system"])
-    assert list(preflight.software_problems(recipe, MAIN)) == []
+    [plan] = compose_plans(["model=qwen3-8b", "cluster=slurm", "cluster.interpreter=system"])
+    assert list(preflight.software_problems(plan, MAIN)) == []
     monkeypatch.setenv("RAY_ADDRESS", "head:1200")  # in the job
-    [line] = preflight.software_problems(recipe, MAIN)
+    [line] = preflight.software_problems(plan, MAIN)
     assert "NeMo RL needs 3.12" in line

@@ -1,18 +1,27 @@
 """Command lines: what they compose to, and one clear line for each way in which they are wrong."""
 
 import dataclasses
-import io
 import json
+import os
+import subprocess
+import sys
 
 import pytest
-import yaml
 from omegaconf import OmegaConf
 
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
-from fp8_nemo.recipe.compose import ComposeError, _unquoted, choices, compose, option_names
+from fp8_nemo.recipe.compose import (
+    ComposeError,
+    _unquoted,
+    choices,
+    compose,
+    option_names,
+)
 from fp8_nemo.recipe.options import Cluster
 from fp8_nemo.recipe.plain import escape_interpolation
+from fp8_nemo.recipe.trees import Trees
+from fp8_nemo.runs.frozen_code import freeze_code
 from fp8_nemo.runs.run_dir import freeze
 
 MISTAKES = {
@@ -74,15 +83,6 @@ def test_two_options_of_one_group_in_a_sweep_are_meant_as_an_axis():
     assert line == "precision=fp8-linear: is on the line 2 times; write precision=bf16,fp8-linear"
     [recipe] = compose(words)  # without a sweep the last one wins, as everywhere in Hydra
     assert (recipe.precision.name, recipe.grpo.steps) == ("fp8-linear", 3)
-
-
-def test_a_sites_file_that_is_no_yaml_is_named_with_its_line(tmp_path, monkeypatch):
-    def broken(*_):
-        return yaml.safe_load(io.StringIO("foo: ["))
-
-    monkeypatch.setattr("fp8_nemo.recipe.compose.hydra_compose", broken)
-    [line] = lines("model=tiny-llama")
-    assert "expected the node content" in line and "line 1, column 7" in line
 
 
 @pytest.mark.parametrize("argument", list(MISTAKES))
@@ -266,6 +266,14 @@ def test_a_shells_variable_in_braces_is_taken_or_its_remedy_told(tmp_path, monke
         ("cluster.extra=[[a]]", "must be options of sbatch"),
         ("cluster.extra=['--job-name=x']", "is what a job is found by"),
         ("cluster.extra=['--out=x']", "is what a job is found by"),
+        ("cluster.extra=['--array=0-1']", "would run one directory several times"),
+        ("cluster.extra=[-a0-1]", "cluster.max_running=N"),
+        (
+            "cluster.env=['WANDB_API_KEY=abc']",
+            "cluster.env=WANDB_API_KEY=...: would write a secret",
+        ),
+        ("cluster.env=[3x]", "must be NAME=value, or NAME alone"),
+        ("cluster.max_running=0", "must be at least 1"),
         ("cluster.mounts=[[a]]", "must be an absolute folder"),
         (
             "cluster.python='~/bin/python'",
@@ -277,6 +285,81 @@ def test_a_shells_variable_in_braces_is_taken_or_its_remedy_told(tmp_path, monke
 def test_what_slurm_would_take_for_something_else_is_refused(word, said):
     [line] = lines("cluster=slurm", word)
     assert said in line
+
+
+COMPOSE = """
+import dataclasses, json, sys
+from fp8_nemo.recipe.compose import ComposeError, compose
+try:
+    found = [dataclasses.asdict(recipe.cluster) for recipe in compose(sys.argv[1:])]
+except ComposeError as error:
+    found = error.lines
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def site(tmp_path):
+    """Compose in a copy of the package that has a site's own file, as docs/cluster.md describes."""
+    code = freeze_code(tmp_path)
+
+    def run(text: str, *words: str) -> list:
+        file = code / "fp8_nemo" / "conf" / "cluster" / "mysite.yaml"
+        file.write_text(f"defaults: [slurm, _self_]\nname: mysite\n{text}")
+        call = [sys.executable, "-P", "-c", COMPOSE, "cluster=mysite", *words]
+        own = os.environ | {"PYTHONPATH": str(code)}
+        return json.loads(subprocess.run(call, env=own, capture_output=True, check=True).stdout)
+
+    return run
+
+
+def test_a_sites_file_that_is_no_yaml_is_named_with_its_line(site):
+    [line] = site("foo: [")
+    assert "mysite.yaml" in line and "line 3" in line
+
+
+def test_a_lines_options_of_sbatch_come_after_the_sites(site):
+    own = "extra: ['--mem=0']\n"
+    assert site(own)[0]["extra"] == ["--mem=0"]
+    for word, more in (
+        ("cluster.extra=[--hold]", "--hold"),
+        ("++cluster.extra=['--comment=a=b c']", "--comment=a=b c"),
+    ):
+        assert site(own, word)[0]["extra"] == ["--mem=0", more]
+
+
+def test_a_sites_file_may_refer_to_other_keys_of_the_line(site):
+    found = site("comment: s${seed}-${grpo.steps}\n", "-m", "seed=1,2", "grpo.steps=7")
+    assert [cluster["comment"] for cluster in found] == ["s1-7", "s2-7"]
+
+
+@pytest.mark.parametrize("own", ["", "comment: s${seed}\n"])
+def test_a_text_that_looks_like_a_number_arrives_as_it_was_typed(site, own):
+    words = ["cluster.dependency=12_3", "cluster.account=0012", "cluster.mem=1e3"]
+    [cluster] = site(own, *words)
+    found = [cluster[key] for key in ("dependency", "account", "mem")]
+    assert found == ["12_3", "0012", "1e3"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["seed=3", "precision=bf16", "seed=4"],
+        ["outputs='a, b'", "model.path='/m/x=y'", "cluster.time=04:00:00", "data.difficulty=null"],
+        [
+            "+nemo.grpo.x=1",
+            "++grpo.steps=5",
+            "correction.truncate=1e1",
+            "grpo.validate_first=False",
+        ],
+        ["model.parallel.tensor=2", "model.parallel={pipeline:2}", "cluster.mounts=[/a]"],
+        ["experiment=fp8-linear-tis", "correction.truncate=3", "correction=mis"],
+    ],
+)
+def test_words_put_in_after_composing_are_what_hydra_makes_of_them(words, monkeypatch):
+    [ours] = compose(words)
+    monkeypatch.setattr(Trees, "_plain_value", lambda self, word: None)
+    assert compose(words) == [ours]
 
 
 def test_a_site_that_would_train_on_the_login_node_is_refused():

@@ -50,6 +50,7 @@ def seen(columns, *words, kind="dumb"):
         ["measure-mismatch", "nowhere"],
         *([verb, "--help"] for verb in ("plan", "grpo", "compare", "measure-mismatch", "run")),
         *([verb, "--help"] for verb in ("quantize-checkpoint", "make-model", "check-cluster")),
+        ["queue", "--help"], ["queue", "nowhere"],
         ["--help"], ["--version"], ["grpo", "--version"],
     ],
     ids=lambda words: " ".join(words)[:40],
@@ -101,7 +102,7 @@ def test_a_command_is_broken_so_that_it_can_be_pasted(monkeypatch):
     assert said.splitlines() == words[2:]
 
 
-VERBS = ("plan", "grpo", "run", "compare", "measure_mismatch", "quantize_checkpoint",
+VERBS = ("plan", "grpo", "run", "queue", "compare", "measure_mismatch", "quantize_checkpoint",
          "make_model", "check_cluster")  # fmt: skip
 
 

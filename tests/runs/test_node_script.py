@@ -37,11 +37,12 @@ def node(tmp_path):
     (run_dir / ".lock").touch()
     (run_dir / "job" / "attempt").write_text(str(attempt))
     (run_dir / "job" / "setup.sh").touch()
+    (run_dir / "job" / "settings").write_text("SEEN=a b\0")
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
     script = tmp_path / "node.sh"
-    script.write_text(NODE.read_text().replace("drain=25 ", "drain=2 "))
+    script.write_text(NODE.read_text().replace("drain=10 ", "drain=2 "))
     started = []
 
     def start(run_seconds: float, nodes_seconds: float = 0) -> subprocess.Popen:

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: munge, slurmctld and three slurmd, started for the session.
+"""A real Slurm on this machine: munge, slurmctld and four slurmd, started for the session.
 
 Runs with `--slurm` alone (`make test-slurm`): it starts daemons and needs root.
 """
@@ -20,7 +20,7 @@ from fp8_nemo.runs import metrics
 from tests.conftest import SMALL
 
 ROOT = Path(__file__).parent.parent.parent
-NODES = ("node1", "node2", "node3")
+NODES = ("node1", "node2", "node3", "node4")
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -47,7 +47,12 @@ MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 EnforcePartLimits=ALL
 {nodes}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 PartitionName=batch Nodes=node1,node2 Default=YES State=UP
+PartitionName=graceful Nodes=node1,node2 GraceTime=60 State=UP
+PartitionName=urgent Nodes=node1,node2 PriorityTier=9 State=UP
+PartitionName=wide Nodes=node1,node2,node4 State=UP
 PartitionName=long Nodes=node3 State=UP
 PartitionName=paid Nodes=node1,node2 AllowAccounts=research State=UP
 """
@@ -66,8 +71,10 @@ class Slurm:
         self.environment |= {"OMP_NUM_THREADS": "1"}
         host = os.uname().nodename
         line = "NodeName={0} NodeAddr=127.0.0.1 NodeHostname={1} Port={2} CPUs=2 RealMemory=1000"
+        line += " Feature={0}s"
         nodes = [line.format(name, host, 26821 + n) for n, name in enumerate(NODES)]
         text = CONFIG.format(host=host, folder=folder, nodes="\n".join(nodes))
+        folder.chmod(0o755)  # other users read the configuration, and reach munge
         (folder / "slurm.conf").write_text(text)
         self.stopped = threading.Event()
 
@@ -89,11 +96,17 @@ class Slurm:
         raise RuntimeError(self.call("sinfo", "-N", "-l"))
 
     def hurry(self) -> None:
-        """Start requeued jobs at once, which Slurm would let wait for two minutes."""
+        """Start requeued jobs after three seconds, which Slurm would let wait for two minutes.
+
+        Not at once: the nodes have just been told to refuse what is left of the attempt before.
+        """
+        seen: dict[str, float] = {}
         while not self.stopped.wait(1):
-            for job in self.call("squeue", "-h", "-t", "pending", "-o", "%i %r").splitlines():
-                number, reason = job.split(" ", 1)
-                if reason == "BeginTime":
+            lines = self.call("squeue", "-h", "-t", "pending", "-o", "%i %r").splitlines()
+            waiting = {line.split()[0] for line in lines if line.endswith(" BeginTime")}
+            seen = {number: seen.get(number, time.monotonic()) for number in waiting}
+            for number in waiting:
+                if time.monotonic() - seen[number] > 3:
                     self.call("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def start_node(self, node: str) -> None:
@@ -106,7 +119,7 @@ class Slurm:
 
     def stop(self) -> None:
         self.stopped.set()
-        subprocess.run(["scancel", "--me"], env=self.environment, capture_output=True)
+        subprocess.run(["scancel", "--user=root,nobody"], env=self.environment, capture_output=True)
         deadline = time.monotonic() + 20
         while self.call("squeue", "-h") and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -120,11 +133,31 @@ class Slurm:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
-    def verb(self, verb: str, *arguments: str, cwd: Path = ROOT, **environment: str):
-        command = [sys.executable, "-m", f"recipes.{verb}", *arguments]
+    def verb(self, verb: str, *arguments: str, cwd: Path = ROOT, umask=-1, **variables):
+        command = [sys.executable, "-m", f"recipes.{verb}", *map(str, arguments)]
         return subprocess.run(
-            command, cwd=cwd, capture_output=True, text=True, env=self.environment | environment
+            command, cwd=cwd, capture_output=True, text=True, env=self.environment | variables,
+            umask=umask,
+        )  # fmt: skip
+
+    def verb_of_nobody(self, verb: str, *arguments: str, home: Path):
+        """Another user's line: by this interpreter, or by the system's where this one is closed."""
+        # The system's reads the packages of this environment, what is installed editable included.
+        folders = [path for path in sys.path if path.endswith("-packages")]
+        (home / "sitecustomize.py").write_text(
+            f"import site\nfor folder in {folders}: site.addsitedir(folder)\n"
         )
+        own = {"HOME": str(home), "PYTHONPATH": str(home)}
+        alone = {"user": "nobody", "group": "nogroup", "extra_groups": [], "cwd": ROOT}
+        for python in (sys.executable, "/usr/bin/python3"):
+            command = [python, "-m", f"recipes.{verb}", *map(str, arguments)]
+            try:
+                return subprocess.run(
+                    command, capture_output=True, text=True, env=self.environment | own, **alone
+                )
+            except PermissionError:
+                continue
+        pytest.skip("no Python that another user may run")
 
     def submit(self, *arguments: str, **options) -> list["Job"]:
         done = self.verb("grpo", *arguments, **options)
@@ -133,7 +166,7 @@ class Slurm:
         return [Job(self, word[1].rstrip(":"), Path(word[2].rstrip(";"))) for word in words]
 
     def queue(self) -> list[str]:
-        return self.call("squeue", "--me", "-h", "-o", "%i").split()
+        return self.call("squeue", "--array", "-h", "-o", "%i").split()
 
 
 @dataclass

@@ -1,0 +1,113 @@
+"""How an attempt ends, and whether the next one follows: preemptions, limits, lost nodes."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo.runs import metrics
+from tests.slurm.conftest import Job
+
+FAST = "cluster.preflight=false"
+SIZE = [
+    *("grpo.steps=150", "grpo.checkpoint_every=1000", "grpo.validate_every=1000"),
+    *("grpo.validate_first=false", FAST),
+]
+
+
+def steps(job: Job) -> int:
+    return metrics.steps_done(metrics.read_metrics(job.path))
+
+
+def rows(job: Job) -> list[int]:
+    return [row["step"] for row in metrics.read_metrics(job.path)]
+
+
+def preempt(slurm, job: Job) -> None:
+    """Send a job of a higher tier to the first node of one that has some steps behind it."""
+    job.wait(120, until=lambda job: steps(job) >= 30)
+    first = slurm.call("scontrol", "show", "hostnames", job.state["NodeList"]).split()[0]
+    urgent = ["--partition=urgent", f"--nodelist={first}", "--exclusive", "--output=/dev/null"]
+    slurm.call("sbatch", *urgent, "--wrap=sleep 5")
+
+
+def saved_and_went_on(job: Job) -> None:
+    job.wait(120, until=lambda job: "restart 1" in job.log).finished(240)
+    assert rows(job) == [*range(151)]
+    again = job.log.partition("restart 1")[2].partition("from step ")[2]
+    assert int(again.split()[0]) >= 30, job.log
+    assert "Ray did not end" not in job.log
+    for process in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            assert f"RAY_TMPDIR=/tmp/fp8-nemo-{job.id}-".encode() not in process.read_bytes()
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_job_that_is_preempted_at_once_saves_and_goes_on(slurm, small, nodes):
+    [job] = slurm.submit(*small, *SIZE, f"cluster.nodes={nodes}", "seed=21")
+    preempt(slurm, job)
+    saved_and_went_on(job)
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_preempted_cell_gives_its_nodes_back_before_its_grace_ends(slurm, small, nodes):
+    place = ["cluster.partition=graceful", f"cluster.nodes={nodes}", "cluster.max_running=2"]
+    first, second = slurm.submit("-m", *small, *SIZE, *place, "seed=26,27")
+    preempt(slurm, first)
+    began = time.monotonic()
+    first.wait(60, until=lambda job: job.state["JobState"] == "PENDING")
+    assert time.monotonic() - began < 30, "the nodes were held for the whole GraceTime"
+    assert "preempted; back into the queue" in first.log
+    saved_and_went_on(first)
+    second.wait(240).finished()
+    assert second.state["Restarts"] == "0"
+
+
+def test_a_term_of_the_users_saves_and_ends_the_job_at_once(slurm, small):
+    [job] = slurm.submit(*small, *SIZE, "seed=22")
+    job.wait(90, until=lambda job: steps(job) >= 30)
+    slurm.call("scancel", "--signal=TERM", job.id)
+    began = time.monotonic()
+    job.wait(60)
+    assert time.monotonic() - began < 30
+    assert "asked to end by a TERM, the same line goes on" in job.log
+    assert job.state["JobState"] == "FAILED" and "not requeued" not in job.log
+
+
+def test_a_killed_run_says_so_and_that_the_same_line_goes_on(slurm, small):
+    [job] = slurm.submit(*small, *SIZE, "seed=23")
+    job.wait(90, until=lambda job: steps(job) >= 5)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if "fp8_nemo.recipes.run" in words and str(job.path) in words:
+            os.kill(int(process.name), signal.SIGKILL)
+    job.wait(60)
+    assert "ended with code 137 (killed, often for lack of memory)" in job.log
+    assert "not requeued, the same line goes on" in job.log
+
+
+def test_a_job_that_saves_nothing_before_its_limit_is_not_requeued_for_ever(slurm, small):
+    late = ["cluster.time=1", "cluster.save_before_end=5", "cluster.setup='sleep 20'"]
+    [job] = slurm.submit(*small, *SIZE, *late, "seed=24")
+    job.wait(150)
+    assert "no step was saved since the start: raise cluster.time" in job.log
+    assert job.state["Restarts"] == "0" and job.state["JobState"] != "COMPLETED"
+
+
+def test_a_job_that_loses_one_node_of_two_goes_on_when_there_are_two_again(slurm, small):
+    often = ["grpo.steps=600", "grpo.checkpoint_every=20", "cluster.nodes=2", "seed=25"]
+    [job] = slurm.submit(*small, *SIZE, *often)
+    job.wait(120, until=lambda job: steps(job) >= 45)
+    slurm.kill_node("node2")
+    try:
+        job.wait(120, until=lambda job: job.state["JobState"] == "PENDING")
+    finally:
+        slurm.start_node("node2")
+    job.wait(180, until=lambda job: "restart 1" in job.log).finished(300)
+    assert rows(job) == [*range(601)]
