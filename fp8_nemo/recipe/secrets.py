@@ -50,7 +50,9 @@ def secrets_of(values: Mapping[str, Any]) -> Iterator[str]:
         elif value is not None and looks.fullmatch(name):
             yield f"{key}: looks like a secret, {KEPT}"
         elif assigned:
-            yield f"{key}: gives {assigned[0]} a value, {KEPT}"
+            named = f"which a run's files would keep; export it, and name it: {key}=[{assigned[0]}]"
+            kept = named if key == "cluster.env" else KEPT
+            yield f"{key}: gives {assigned[0]} a value, {kept}"
         elif SECRET_VALUE.search(text):
             yield f"{key}: holds what looks like a secret, {KEPT}"
 

@@ -270,7 +270,7 @@ def test_a_shells_variable_in_braces_is_taken_or_its_remedy_told(tmp_path, monke
         ("cluster.extra=[-a0-1]", "cluster.max_running=N"),
         (
             "cluster.env=['WANDB_API_KEY=abc']",
-            "cluster.env=WANDB_API_KEY=...: would write a secret",
+            "would keep; export it, and name it: cluster.env=[WANDB_API_KEY]",
         ),
         ("cluster.env=[3x]", "must be NAME=value, or NAME alone"),
         ("cluster.max_running=0", "must be at least 1"),
