@@ -118,11 +118,9 @@ def served(precision):
     return pairs[precision]["vLLM, local of the same precision"]["mismatch/kl"]
 
 
-def planned():
-    """How many times as fast as BF16 the plan estimates README's line for a node of H100 to be."""
-    text = (ROOT / "README.md").read_text()
-    [words] = re.findall(r"^python -m recipes\.grpo (model=llama31-8b .+)$", text, re.M)
-    command = [sys.executable, "-m", "recipes.plan", *words.split()]
+def planned(*words):
+    """How many times as fast as BF16 the plan estimates a step of 8B to be, on a node of 8."""
+    command = [sys.executable, "-m", "recipes.plan", "model=llama31-8b", *words]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return re.findall(r"([\d.]+) times as fast as BF16", " ".join(ran.stdout.split()))[0]
 
@@ -174,6 +172,7 @@ def bounds(signal):
     return f"| `{signal.key}` | {word} {signal.watch:g} | {last}|"
 
 
+LONGER = "grpo.max_new_tokens=8192"
 SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
 LINEAR, E2E, KV, BOTH = "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn"
 MOE_DECODE = partial(decode, "rollout-30b-h200", "fp8-linear-deepgemm")
@@ -184,16 +183,17 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
 SAID = {
     "README.md": [
         lambda: f"**{times(LONG, E2E):.2f} times** as fast as in BF16",
-        lambda: f"step {times(AGAIN, E2E):.2f}x to {times(SHORT, E2E):.2f}x |",
-        lambda: f"step {times(LONG, E2E):.2f}x at 7,168 tokens",
-        lambda: f"decode alone {decode('rollout-8b-h200', KV, 'limited')}x |",
-        lambda: f"decode alone {MOE_DECODE().replace(' to', 'x to')}x |",
-        lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama')} points",
+        lambda: f"8 H100 | `bf16` | default {planned('grpo.max_new_tokens=2048')}x |",
         lambda: (
-            f"8 H100 80 GB | the default; the plan chooses a layout that fits | step {planned()}x"
+            f"8 H200 | the default | {planned(LONGER, 'cluster.gpu=h200')}x; "
+            f"{times(LONG, E2E):.2f}x at 7,168 tokens"
         ),
-        lambda: f"lost {losses()} in stress tests",
-        lambda: f"about {rows_of(f'{SHORT}.json')[E2E]['step'] / 60:.0f} min a step with 2,000",
+        lambda: f"| default {planned(LONGER)}x: it must recompute",
+        lambda: f"| {planned(LONGER, f'precision={BOTH}')}x, 8B at 8k on 8 H100 |",
+        lambda: f"[decode alone {decode('rollout-8b-h200', KV, 'limited')}x]",
+        lambda: f"decode alone {MOE_DECODE().replace(' to', 'x to')}x |",
+        lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama').lstrip('+')} points above BF16",
+        lambda: f"lost {losses()} in\nstress tests",
         lambda: f"{disk('llama31-8b')} GB",
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],

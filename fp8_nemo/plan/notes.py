@@ -42,6 +42,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
         yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
     if recipe.glue.transfer == "fp8" and not recipe.glue.sends_fp8:
         yield "glue.transfer: no effect, with glue.quantize=stock NeMo RL's receiver quantizes"
+    yield from _slow_experts(recipe)
     yield from _without_effect(recipe)
     yield from _tight_memory(settled, memory)
 
@@ -89,6 +90,23 @@ def _recalibrate_notes(settled: Settled) -> Iterator[str]:
             "glue=stock: vLLM 0.25.1 puts K and V scales of a mixture of experts, and of an engine "
             "of several GPUs, to 1.0 when its cache wakes up after a refit "
             f"({SEAMS['wakes-with-ones']}); glue=ours keeps them"
+        )
+
+
+def _slow_experts(recipe: Recipe) -> Iterator[str]:
+    """Note where FP8 makes experts slower than BF16."""
+    if not recipe.model.shape.experts:
+        return
+    if recipe.precision.train.is_quantized:
+        yield (
+            "precision.train_linear: FP8 training of experts was slower than BF16's wherever it "
+            "was measured (docs/research/speed.md); precision=fp8-linear trains in BF16"
+        )
+    if recipe.precision.rollout.is_quantized and recipe.cluster.gpu == "h100":
+        yield (
+            "precision.rollout_linear: vLLM 0.25.1 has no FP8 tiles for experts on an H100; of 128 "
+            "to 512 rows they took 1.25 to 1.64 times as long as BF16's "
+            "(benchmarks/results/experts-h100.json), which the step's estimate does not know"
         )
 
 

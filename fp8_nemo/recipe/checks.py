@@ -239,7 +239,6 @@ OURS_OF_SBATCH = {
     ),
 }
 """Options of sbatch that are not the user's: what is wrong, and what to do."""
-"""What names of environment variables with a secret look like."""
 
 
 def _ours(option: str) -> tuple[str, str] | None:
