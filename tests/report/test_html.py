@@ -147,7 +147,7 @@ def test_runs_that_have_not_begun_are_cards_of_dashes_without_a_figure(tmp_path)
 def test_a_setting_with_a_tag_stays_text(tmp_path):
     evil = "<img src=x onerror=alert(1)>"
     for text in (evil, "</article>"):
-        frozen(tmp_path, f"+nemo.policy.generation.vllm_kwargs.a='{text}'", *NEMO)
+        frozen(tmp_path, f"+nemo.policy.generation.vllm_kwargs.revision='{text}'", *NEMO)
     assert main([str(tmp_path / "outputs"), "--html"]) == 0
     text = (tmp_path / "outputs" / "report" / "report.html").read_text()
     assert "<img" not in text and text.count("</article>") == 2
