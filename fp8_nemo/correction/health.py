@@ -66,6 +66,10 @@ SIGNALS = (
         "bounds too tight for this mismatch: recipes.measure_mismatch proposes others",
     ),
     Signal(
+        "rollout/cut_fraction", 0.3, 1.1,
+        "answers are cut before they end, and earn nothing: raise grpo.max_new_tokens",
+    ),
+    Signal(
         "recalibrate/saturated_fraction", 0.5, 1.1,
         "ranges outgrow their scales each step: raise glue.recalibrate.margin or history",
     ),

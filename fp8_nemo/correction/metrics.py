@@ -25,6 +25,7 @@ METRICS = {
     "val/accuracy": Metric(SHARE, "right answers to held-out problems"),
     "rollout/tokens": Metric("tokens", "response tokens of the step"),
     "rollout/mean_length": Metric("tokens", "mean length of a response"),
+    "rollout/cut_fraction": Metric(SHARE, "responses as long as they may be: cut, most likely"),
     "mismatch/kl": Metric("nats per token", "k3 estimate of KL(rollout || train)"),
     "mismatch/token_mult_prob_error": Metric(
         "ratio", "mean exp of the absolute log ratio; 1: none"

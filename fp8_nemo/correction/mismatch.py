@@ -76,6 +76,27 @@ def effective_sample_share(multiplier_N: Tensor) -> float:
     return (multiplier_N.sum().square() / (multiplier_N.numel() * squares)).item()
 
 
+def length_metrics(
+    lengths_B: Tensor, longest: int, full_B: Tensor | None = None
+) -> dict[str, float]:
+    """Return the `rollout/` metrics of a step's responses.
+
+    Args:
+        lengths_B: response tokens.
+        longest: that a response may have: one that long was cut, most likely.
+        full_B: true where prompt and response fill the sequence, which cuts too.
+    """
+    cut_B = lengths_B >= longest
+    if full_B is not None:
+        cut_B = cut_B | full_B
+    tokens, sequences = int(lengths_B.sum()), max(1, len(lengths_B))
+    return {
+        "rollout/tokens": tokens,
+        "rollout/mean_length": tokens / sequences,
+        "rollout/cut_fraction": int(cut_B.sum()) / sequences,
+    }
+
+
 def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
     """Return the `mismatch/` keys of docs/metrics.md; none if the batch holds no real token.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
 from fp8_nemo.correction.measure import save_pair
-from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
 from fp8_nemo.glue import recalibrate
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local import checkpoint
@@ -146,7 +146,7 @@ class GrpoLoop:
                 row["train/grad_norm"] = self._update(
                     batch, advantages_B, train_BR, reference_BR, multiplier
                 )
-            row |= rollout_metrics(batch, rewards_B)
+            row |= rollout_metrics(batch, rewards_B, self.settled.response_tokens)
             row |= mismatch_metrics(pair) | correction_metrics(
                 multiplier, pair, self.recipe.correction
             )
@@ -297,14 +297,10 @@ def k3(current_BR: Tensor, reference_BR: Tensor) -> Tensor:
     return (score_BR * (torch.expm1(x_BR) - x_BR)).clamp(max=10)
 
 
-def rollout_metrics(batch: Batch, rewards_B: Tensor) -> dict[str, float]:
-    """Describe what was sampled: mean reward, response tokens in all, mean response length."""
-    tokens = int(batch.response_mask_BR.sum())
-    return {
-        "reward/mean": rewards_B.mean().item(),
-        "rollout/tokens": tokens,
-        "rollout/mean_length": tokens / len(rewards_B),
-    }
+def rollout_metrics(batch: Batch, rewards_B: Tensor, longest: int) -> dict[str, float]:
+    """Describe what was sampled: mean reward, lengths, answers that the longest length cut."""
+    lengths_B = batch.response_mask_BR.sum(1)
+    return {"reward/mean": rewards_B.mean().item()} | length_metrics(lengths_B, longest)
 
 
 class Clock:

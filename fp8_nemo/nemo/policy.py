@@ -29,7 +29,7 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 
 from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
-from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
 from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.kv_scales import KvScales
@@ -72,8 +72,9 @@ class WatchedPolicy(Policy):
         pair = logprob_pair(data)
         multiplier = correct(pair, self.correction)
         self.row |= mismatch_metrics(pair) | correction_metrics(multiplier, pair, self.correction)
-        tokens, sequences = int(pair.mask_BT.sum()), len(pair.mask_BT)
-        self.row |= {"rollout/tokens": tokens, "rollout/mean_length": tokens / max(1, sequences)}
+        longest = self.cfg["generation"]["max_new_tokens"]
+        full_B = data["input_lengths"] >= self.cfg["max_total_sequence_length"]
+        self.row |= length_metrics(pair.mask_BT.sum(1), longest, full_B)
         self.row |= refit_metrics(self.proofs(), self.refit_info)
         if not self.settings.loss_corrects:
             data = corrected(data, multiplier, self.correction.renormalize_denominator)

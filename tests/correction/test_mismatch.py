@@ -14,6 +14,7 @@ from fp8_nemo.correction import mismatch
 from fp8_nemo.correction.mismatch import (
     LogprobPair,
     effective_sample_share,
+    length_metrics,
     mismatch_metrics,
     ratio,
 )
@@ -160,3 +161,14 @@ def test_a_pair_refuses_logprobs_of_real_tokens_that_are_not_finite(side, value)
     logprobs[side][1, 0] = logprobs[side][0, 1] = value
     with pytest.raises(ValueError, match=f"{side} logprobs of 1 real tokens are not finite"):
         LogprobPair(logprobs["train"], logprobs["rollout"], torch.tensor([[1, 0], [1, 1]]).bool())
+
+
+def test_responses_that_are_as_long_as_they_may_be_are_cut():
+    lengths_B = torch.tensor([3, 8, 5, 8])
+    found = length_metrics(lengths_B, longest=8)
+    assert found == {
+        "rollout/tokens": 24, "rollout/mean_length": 6.0, "rollout/cut_fraction": 0.5,
+    }  # fmt: skip
+    full_B = torch.tensor([True, True, False, False])  # a long prompt left no more room
+    assert length_metrics(lengths_B, 8, full_B)["rollout/cut_fraction"] == 0.75
+    assert length_metrics(torch.tensor([], dtype=torch.int64), 8)["rollout/cut_fraction"] == 0
