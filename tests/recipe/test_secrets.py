@@ -55,7 +55,7 @@ def test_what_holds_a_secret_is_refused_by_its_key_and_its_value_is_not_said(
 
 @pytest.mark.parametrize("word", TAKEN)
 def test_what_only_names_one_is_taken(word):
-    compose(["model=llama31-8b", word])
+    assert compose(["model=llama31-8b", word])
 
 
 def test_what_a_sites_own_file_says_is_looked_at_before_it_is_read():
