@@ -375,12 +375,8 @@ def _unmake(folder: Path) -> None:
 def _write(plan: Plan, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     recipe = escape_interpolation(dataclasses.asdict(plan.recipe))
-    for name, text in (
-        (PLAN, json.dumps(plan.to_json(), indent=1) + "\n"),
-        (RECIPE, OmegaConf.to_yaml(OmegaConf.create(recipe))),
-    ):
-        (folder / name).touch(mode=0o600)  # its owner's alone before anything is in it
-        (folder / name).write_text(text)
+    (folder / PLAN).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+    (folder / RECIPE).write_text(OmegaConf.to_yaml(OmegaConf.create(recipe)))
 
 
 def _move(staged: Path, path: Path) -> list[Path]:

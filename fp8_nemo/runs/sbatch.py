@@ -182,7 +182,7 @@ def not_exported(plans: Iterable[Plan]) -> Iterator[str]:
     names = dict.fromkeys(word for plan in plans for word in plan.recipe.cluster.env)
     for name in names:
         if "=" not in name and name not in os.environ:
-            yield f"cluster.env={name}: is not set here; export it, or write {name}=VALUE"
+            yield f"cluster.env={name}: is not set here; export it, or write {name}=VALUE if it is no secret"
 
 
 def write_job_files(plan: Plan, code: Path) -> None:
@@ -206,7 +206,7 @@ def write_job_files(plan: Plan, code: Path) -> None:
         entries = [*given, *(f"{name}={value}" for name, value in settings.items())]
         _write_entries(folder / "settings", entries)
         _write_entries(folder / "srun", container_options(plan))
-        (folder / "setup.sh").write_text(f"{cluster.setup or ':'}\n")
+        _write(folder / "setup.sh", f"{cluster.setup or ':'}\n")
     except OSError as error:
         raise RunDirError(
             f"{run_path(plan)}: cannot be written ({error.strerror}); nothing is queued, the same "
@@ -248,4 +248,11 @@ def _counts_gpus(partition: str | None) -> bool:
 
 
 def _write_entries(path: Path, entries: Iterable[str]) -> None:
-    path.write_bytes(b"".join(os.fsencode(f"{entry}\0") for entry in entries))
+    _write(path, "".join(f"{entry}\0" for entry in entries))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that its owner alone reads; another owner's, of a shared folder, is replaced."""
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_bytes(os.fsencode(text))
