@@ -182,7 +182,8 @@ def not_exported(plans: Iterable[Plan]) -> Iterator[str]:
     names = dict.fromkeys(word for plan in plans for word in plan.recipe.cluster.env)
     for name in names:
         if "=" not in name and name not in os.environ:
-            yield f"cluster.env={name}: is not set here; export it, or write {name}=VALUE if it is no secret"
+            value = f"write {name}=VALUE if it is no secret"
+            yield f"cluster.env={name}: is not set here; export it, or {value}"
 
 
 def write_job_files(plan: Plan, code: Path) -> None:

@@ -97,7 +97,8 @@ def test_the_jobs_environment_holds_what_is_given_and_names_what_is_secret(slurm
     plan = slurm_plan("cluster.env=['A=b c',MY_TOKEN]")
     monkeypatch.delenv("MY_TOKEN", raising=False)
     assert [*sbatch.not_exported([plan])] == [
-        "cluster.env=MY_TOKEN: is not set here; export it, or write MY_TOKEN=VALUE if it is no secret"
+        "cluster.env=MY_TOKEN: is not set here; export it, "
+        "or write MY_TOKEN=VALUE if it is no secret"
     ]
     monkeypatch.setenv("MY_TOKEN", "x")
     assert [*sbatch.not_exported([plan])] == [] and "--export=ALL,MY_TOKEN" in queued_by(plan)
