@@ -125,6 +125,11 @@ def planned(*words):
     return re.findall(r"([\d.]+) times as fast as BF16", " ".join(ran.stdout.split()))[0]
 
 
+def minutes(target):
+    rows = of("times-cpu", lambda it: it["rows"])
+    return round(next(row["seconds"] for row in rows if row["target"] == target) / 60)
+
+
 def gain(file, precision):
     return f"{100 * (times(file, precision) - 1):.0f}"
 
@@ -191,6 +196,8 @@ SAID = {
         lambda: f"| default {planned(LONGER)}x: it must recompute",
         lambda: f"| {planned(LONGER, f'precision={BOTH}')}x, 8B at 8k on 8 H100 |",
         lambda: f"[decode alone {decode('rollout-8b-h200', KV, 'limited')}x]",
+        lambda: f"about {minutes('demo')} minutes on 2 idle cores",
+        lambda: f"| {minutes('demo')} and {minutes('test')} min |",
         lambda: f"decode alone {MOE_DECODE().replace(' to', 'x to')}x |",
         lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama').lstrip('+')} points above BF16",
         lambda: f"lost {losses()} in\nstress tests",
