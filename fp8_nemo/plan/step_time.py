@@ -54,7 +54,8 @@ LAUNCH = {
     ("experts", "bf16"): Reached(5.4e-3, 7.2e-3),
     ("experts", "fp8"): Reached(8.5e-3, 10.0e-3),
 }
-"""Least seconds of a layer's pass: what the host needs to launch it."""
+"""Least seconds of a layer's pass: what the host needs to launch it. Not fitted: read off by hand
+(bench-train-8b-tp2-h200.json and bench-train-30b-ep8-h200.json); of `dense` in BF16, assumed."""
 LOGIT_BYTES = Reached(58, 11)
 """Memory traffic of one logit in the loss, beside the product that makes it."""
 CHUNKED_BYTES = 60
@@ -62,7 +63,7 @@ CHUNKED_BYTES = 60
 NVLINK = 360e9
 """Assumed bytes a second between two GPUs of a node: 0.8 of a direction's 450e9."""
 PINNED = 50e9
-"""Bytes a second of page-locked copies between host and GPU."""
+"""Assumed bytes a second of page-locked copies between host and GPU; not measured yet."""
 PAGEABLE = Reached(1.36e9, 5.5e9)
 """The same as NeMo RL moves the optimizer: to the host, and back (step-check-h200.json)."""
 DOUBLED = 1.15
