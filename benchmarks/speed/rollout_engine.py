@@ -18,6 +18,7 @@ CHUNK = 16384  # prompt tokens of one step, vLLM's default on an H200
 SPREAD, FP8_SPREAD = 0.02, 64.0  # of a weight, and of its FP8 code
 SCALE_INV = SPREAD / FP8_SPREAD
 KV_SCALE = 0.02  # 448 times this is above any Q, K or V of such weights
+SAMPLING = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}  # tokens and no more
 
 
 class Point(NamedTuple):
@@ -35,10 +36,12 @@ class Point(NamedTuple):
         return Point(int(batch), int(prompt), int(output or 0))
 
     def filled(self, repetitions: int) -> Point:
-        """With an output that outlasts all stretches, however the prompts were spread."""
-        prefill = -(-self.batch * self.prompt // CHUNK)
-        steps = self.output or repetitions * STRETCH + 2 * SETTLE + prefill
-        return self._replace(output=steps)
+        """With an output that outlasts all stretches, unless it has one."""
+        return self if self.output else self.lasting(repetitions * STRETCH + 2 * SETTLE)
+
+    def lasting(self, steps: int) -> Point:
+        """With an output of so many steps of the full batch, however the prompts were spread."""
+        return self._replace(output=steps + -(-self.batch * self.prompt // CHUNK))
 
 
 class Step(NamedTuple):
@@ -176,8 +179,11 @@ def kernels(worker: Any) -> dict[str, int]:
 class Engine:
     """A `vllm.LLM`, alone or in NeMo RL's worker, and how its requests are made."""
 
-    def __init__(self, llm: Any, vocab: int, nemo: Any = None) -> None:
+    def __init__(
+        self, llm: Any, vocab: int, nemo: Any = None, sampling: dict[str, Any] = SAMPLING
+    ) -> None:
         self.llm, self.vocab, self.nemo, self.seed = llm, vocab, nemo, 0
+        self.sampling = sampling
 
     def generate(self, point: Point) -> tuple[float, list[Step]]:
         """Seconds of a call with new prompts, and the engine's steps, by the clock of the call."""
@@ -186,18 +192,17 @@ class Engine:
         engine = self.llm.llm_engine
         inner = getattr(engine.logger_manager, "inner", engine.logger_manager)
         engine.logger_manager = heard = Recorder(inner, self.nemo is not None)
-        ask = self._nemo_call(prompts, point) if self.nemo else self._call(prompts, point.output)
+        ask = self._nemo_call(prompts, point) if self.nemo else self.call(prompts, point.output)
         start = time.perf_counter()
         ask()
         seconds = time.perf_counter() - start
         return seconds, [step._replace(at=step.at - start) for step in heard.steps]
 
-    def _call(self, prompts: list[list[int]], output: int) -> Callable[[], Any]:
+    def call(self, prompts: list[list[int]], output: int) -> Callable[[], Any]:
+        """Make the requests; the call that answers them all, to be timed."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            max_tokens=output, ignore_eos=True, temperature=1.0, detokenize=False
-        )
+        sampling = SamplingParams(max_tokens=output, **self.sampling)
         asked = [{"prompt_token_ids": each} for each in prompts]
         return lambda: self.llm.generate(asked, sampling, use_tqdm=False)
 
