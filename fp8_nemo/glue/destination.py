@@ -28,7 +28,7 @@ ARE_FINE: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8": lambda x: (x & 0x7F) != FP8_NAN,
     "plain": torch.isfinite,
 }
-"""Of each kind, the values that loading may leave."""
+"""By kind of tensor: which values loading may leave in it."""
 
 
 class Part(NamedTuple):
@@ -55,7 +55,7 @@ class Destination:
         self.parts = {name: x if isinstance(x, Part) else Part(x) for name, x in engine.items()}
         self.held = held
         self.here = {name: spec_of(part.tensor) for name, part in self.parts.items()}
-        """Type and shape of what is here of each."""
+        """Type and shape of the part of each tensor that this engine holds."""
         self._compare()
         self.addresses = {name: part.tensor.data_ptr() for name, part in self.parts.items()}
         # The last rank of a vocabulary may hold padding alone, of which nothing is watched.
@@ -65,7 +65,7 @@ class Destination:
 
     @cached_property
     def digests(self) -> Digests:
-        """Make what reads all of `digested` in one launch.
+        """The object that digests all of `digested` in one launch.
 
         Raises:
             RefitError: a part ends within a word of the wire's.
@@ -92,7 +92,7 @@ class Destination:
                 torch._foreach_mul_(some, torch.nan)
 
     def poisoned(self, names: Iterable[str]) -> list[str]:
-        """Name those in which loading left the poison, or put a scale that is none.
+        """Return the names in which loading left the poison, or put an unusable scale.
 
         KV scales are compared by value instead.
         """
@@ -143,7 +143,7 @@ def _spec_of_part(spec: WireSpec, of_wire: tuple[slice, ...]) -> WireSpec:
 
 
 def _watched(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """View what is poisoned and looked at: block scales whole, of others both ends."""
+    """Return a tensor's kind and a view of what is poisoned: scales whole, else both ends."""
     if name.endswith(SCALE_SUFFIX):
         # Flat, once: 224 of 8B's take a host 0.2 ms, and flattening a row is free.
         return "scale", tensor.flatten() if tensor.is_contiguous() else tensor
@@ -153,13 +153,13 @@ def _watched(name: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 
 def _ends(tensor: Tensor) -> Tensor:
-    """View the first and the last element."""
+    """Return a view of the first and the last element."""
     last = sum((side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((2 if last else 1,), (last or 1,))
 
 
 def _not_all(tensors: Mapping[str, Tensor], are_fine: Callable[[Tensor], Tensor]) -> list[str]:
-    """Name tensors that hold what is not fine; looked up one by one only if there is any."""
+    """Return the names of tensors that hold a bad value; look one by one only if one does."""
     if not tensors:
         return []
     fine = are_fine(torch.cat([each.flatten() for each in tensors.values()]))

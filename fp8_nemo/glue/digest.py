@@ -40,12 +40,12 @@ class Placed(NamedTuple):
 
 
 def placed(tensor: Tensor, shape: Sequence[int], of_wire: tuple[slice, ...] = ()) -> Placed:
-    """Say where a part of a wire tensor stands in it.
+    """Return a part of a wire tensor with its place in that tensor.
 
     Args:
         tensor: the part, in one or two dimensions.
-        shape: of the whole.
-        of_wire: rows and columns that it is; the whole if empty.
+        shape: shape of the whole wire tensor.
+        of_wire: rows and columns that the part covers; the whole if empty.
 
     Raises:
         ValueError: it begins or ends within a word of the whole.
@@ -78,7 +78,7 @@ class Digests:
             self.launch = kernels.digests(parts, self.slots)
 
     def __call__(self) -> Tensor:
-        """Return INT64 `[N]`, one of each, on their device; nothing is read on the host."""
+        """Return the digests, INT64 `[N]` on the parts' device, without a read on the host."""
         sums_N = torch.zeros(len(self.parts), dtype=torch.int64, device=self.device)
         self.add_to(sums_N)
         return sums_N
@@ -93,12 +93,12 @@ class Digests:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Digest a whole tensor; an INT64 scalar on its device."""
+    """Return the digest of a whole tensor, an INT64 scalar on the tensor's device."""
     return Digests([placed(tensor, tensor.shape)])()[0]
 
 
 def _in_torch(part: Placed) -> Tensor:
-    """Sum, as the reference, rows of bytes filled up to words, some at a time."""
+    """Return a part's digest as the reference: fill rows up to words, mix and sum some at once."""
     bytes_RC = part.tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     words_RC = pad(bytes_RC, (0, -bytes_RC.shape[1] % WORD)).view(torch.int32)
     index_C = torch.arange(words_RC.shape[1]) + part.first
@@ -119,5 +119,5 @@ def _mixed(word: Tensor, index: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Shift to the right with zeros: torch's own shift repeats the sign of an INT32."""
+    """Shift words right and fill with zeros: torch's own shift repeats the sign of an INT32."""
     return (x >> by) & ((1 << (32 - by)) - 1)

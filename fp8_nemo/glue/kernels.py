@@ -102,7 +102,7 @@ def quantize_groups(x_TI: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
 
 
 def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None:
-    """Raise running maxima by the absolute values of the rows that are kept; one launch for three.
+    """Raise running maxima to the absolute values of the kept rows; one launch for Q, K and V.
 
     Args:
         qkv_RHD: Q, K and V, BF16 `[R, H, D]` on a CUDA device; any strides whose last is 1.
@@ -135,21 +135,22 @@ class Run(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Say whether its words are loaded as such, four by four."""
+        """Whether its words can be loaded four at a time, 16 aligned bytes."""
         aligned = not (self.address % ALIGNED or self.length % ALIGNED)
         return aligned and self.value_stride == self.itemsize and not self.row_stride % ALIGNED
 
     @property
     def tiles(self) -> int:
-        """Count the programs that it takes."""
+        """Number of programs that digest it."""
         across = triton.cdiv(triton.cdiv(self.length, WORD), TILE_WORDS.value)
         return triton.cdiv(self.rows, TILE_ROWS.value) * across
 
 
 def digests(parts: Sequence[Placed], slots: Sequence[int]) -> Callable[[Tensor], None]:
-    """Make what adds each part's digest to its slot: one launch, or two if some lie unevenly.
+    """Return a function that adds each part's digest to its slot.
 
-    The table of where they lie stays on the device: it holds for as long as they do.
+    It takes one launch, or two if some parts are not aligned. The table of their addresses stays on
+    the device, so it is valid for as long as the parts' memory is.
     """
     device = parts[0].tensor.device
     found: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
@@ -169,7 +170,7 @@ def digests(parts: Sequence[Placed], slots: Sequence[int]) -> Callable[[Tensor],
 
 
 def _runs(part: Placed) -> Iterator[Run]:
-    """List a part's rows; whole ones that follow each other are taken in a tile's width."""
+    """Yield a part's rows as runs; a contiguous part is cut anew into rows of a tile's width."""
     x, size = part.tensor, part.tensor.itemsize
     rows, length, wide = len(x), x.shape[1] * size, TILE_WORDS.value
     if x.is_contiguous() and length == part.pitch * WORD:
@@ -291,7 +292,7 @@ def _quantize_groups(
 
 @triton.jit
 def _scales(amax, largest, POW2: tl.constexpr):
-    """Scale and its inverse of maxima, `quantize.exact_scales`."""
+    """Return the scales of maxima and their inverses, as `quantize.exact_scales` does."""
     scale = tl.div_rn(FP8_MAX, amax)
     scale = tl.where(scale == float("inf"), largest, scale)
     if POW2:

@@ -1,17 +1,18 @@
-"""Keep the receiver's book of one refit: what must come, what came, what the engine then holds.
+"""Check one refit on the receiver's side: what must arrive, what did, what the engine then holds.
 
-What must arrive comes from `weights.wire_specs`, the same function that the sender asks. When the
-stream has ended, its number must be the receiver's own count, KV scales must be those that the
-manifest says, and no storage address may have moved, since CUDA graphs hold them.
+`wire.wire_specs` says what must arrive; the sender asks the same function. When the stream has
+ended, its number must be the receiver's own count, KV scales must equal those in the manifest, and
+no storage address may have changed, because CUDA graphs hold the addresses.
 
-`verify: bytes` holds the digest of every tensor in the engine's own memory against the sender's
-(`digest.py`): all are read in one launch, and by the host at once, with the manifest. What an
-engine holds in part, or in another form than it came, is digested whole as it arrives, and in the
-part or the form that the engine then loads.
+`verify: bytes` compares the digest of every tensor in the engine's own memory with the sender's
+(`digest.py`). One launch digests all of them, and the host reads the sums together with the
+manifest. A tensor that the engine holds in part, or in another form than it arrived in, is digested
+twice: whole on arrival, and in the part or form that the engine then loads.
 
-`verify: names` poisons: NaN goes into block scales, and into the first and the last element of
-every other tensor, before; at the end scales must be finite and positive and no poison left. It
-does not see what is stale but plausible. `bytes` poisons only what an engine quantizes for itself.
+`verify: names` poisons before the refit: it writes NaN into block scales, and into the first and
+the last element of every other tensor. At the end scales must be finite and positive, and no poison
+may be left. It does not notice a stale but plausible value. `bytes` poisons only what an engine
+quantizes for itself.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class RefitProof:
 
 
 class Ledger:
-    """Book one refit, from the receiver's side.
+    """Check one refit on the receiver's side: what must arrive, what did, what the engine holds.
 
     Example: `engine` maps wire names to tensors, `stream` is what `refit_stream` sent::
 
@@ -69,9 +70,9 @@ class Ledger:
     An engine that holds parts of tensors, or other forms of them, calls `arrived` and `loading`.
 
     Args:
-        expected: what the wire brings, `weights.wire_specs`.
-        destination: the engine's; what it holds whole need not be what is sent: a sender in BF16
-            feeds an engine that quantizes for itself. Without one, only the wire is proven.
+        expected: what the wire brings, from `wire.wire_specs`.
+        destination: the engine's tensors. Their form may differ from what is sent: an engine that
+            quantizes for itself receives BF16. Without a destination, only the wire is proven.
         verify: `bytes` or `names`.
         number: of this refit, by the receiver's count.
     """
@@ -90,11 +91,11 @@ class Ledger:
         self.problems: list[str] = []
         self.manifest_bytes: Tensor | None = None
         self.manifest: Manifest | None = None
-        """Known when the book is settled."""
+        """Known once `close` has read it."""
         self.sentinel = False
         self.arrived_sums, self.loaded_sums = _Sums(), _Sums()
         self.otherwise: Collection[str] = ()
-        """What the engine does not hold as it comes: a part of it, or another form."""
+        """Names that the engine holds in part, or in another form than they arrive in."""
         self.poisoned: Collection[str] = ()
         if destination is None:
             self.otherwise = expected.keys()
@@ -106,9 +107,9 @@ class Ledger:
             destination.poison(self.poisoned)
 
     def receive(self, name: str, tensor: Tensor) -> bool:
-        """Book one arrival; true if it is a tensor that the engine must now load.
+        """Record one arrival and return whether the engine must now load the tensor.
 
-        What is wrong is kept for `close`, so that one failed refit names everything that failed.
+        A problem is kept until `close`, so that one failed refit names everything that failed.
         """
         if name == SENTINEL:
             self.sentinel = True
@@ -122,10 +123,10 @@ class Ledger:
         return False
 
     def arrived(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Digest, before their memory is used again, those that the engine holds otherwise.
+        """Digest the arrived tensors that the engine holds in part or in another form.
 
         Args:
-            tensors: for which `receive` was true.
+            tensors: those for which `receive` was true; called before their memory is reused.
         """
         some = self._otherwise(tensors)
         self.arrived_sums.book([name for name, _ in some], [placed(x, x.shape) for _, x in some])
@@ -133,9 +134,9 @@ class Ledger:
             self.loading([(name, x) for name, x in some if held[name] == self.expected[name]])
 
     def loading(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Digest what an engine is about to load under each name, the part of it that is here.
+        """Digest this engine's part of each tensor that it is about to load.
 
-        `arrived` calls it; whoever quantizes what arrived calls it with the result.
+        `arrived` calls it. A receiver that quantizes what arrived calls it with the result.
         """
         if to := self.destination:
             some = self._otherwise(tensors)
@@ -143,11 +144,11 @@ class Ledger:
             self.loaded_sums.book([name for name, _ in some], parts)
 
     def close(self, look: Callable[[], Destination] | None = None) -> RefitProof:
-        """Settle the book, with one read on the host.
+        """Check the whole refit with one read on the host, and return its proof.
 
         Args:
-            look: gives the engine's own tensors as they are now, where loading may have put others
-                in their place; by default those of the opening are looked at.
+            look: returns the engine's tensors as they are now, for an engine whose loading may
+                replace them; by default the tensors of the start are checked.
 
         Raises:
             RefitError: with the name of everything that was dropped, sent twice, unknown, of
@@ -173,7 +174,7 @@ class Ledger:
         )
 
     def wire_problems(self) -> list[str]:
-        """List what is wrong with what came, before the engine is looked at."""
+        """Return the problems of what arrived, without looking at the engine."""
         return self._known_problems() or self._wire_problems(self._read(None))
 
     def _arrival_problem(self, name: str, tensor: Tensor) -> str:
@@ -198,7 +199,7 @@ class Ledger:
         ]
 
     def _known_problems(self) -> list[str]:
-        """List what can be said without reading a tensor."""
+        """Return the problems that are known without reading a tensor."""
         named = {problem.split(":")[0] for problem in self.problems}
         lost = [name for name in self.expected if name not in self.received and name not in named]
         found = [*self.problems, *(f"{name}: never arrived" for name in lost)]
@@ -209,10 +210,10 @@ class Ledger:
         return found
 
     def _read(self, now: Destination | None) -> _Found:
-        """Bring all numbers of this refit to the host at once.
+        """Read all numbers of this refit on the host at once.
 
-        NCCL's receiver loads on streams of its own, and its host goes ahead of them: so all that
-        was sent is waited for.
+        It synchronizes first: NCCL's receiver loads on its own streams, ahead of which the host
+        runs.
         """
         assert self.manifest_bytes is not None
         if self.manifest_bytes.is_cuda:
@@ -237,7 +238,7 @@ class Ledger:
         return dict(zip(names, self.manifest.sums, strict=True))
 
     def _wanted(self, found: _Found) -> dict[str, int]:
-        """Return what the engine's memory must give, of what is digested in it."""
+        """Return the digests that the engine's memory must have, by name."""
         if not self.is_digested:
             return {}
         sent = {name: x for name, x in self._sent().items() if name not in self.otherwise}
@@ -293,7 +294,7 @@ class _Sums:
         self.sums: list[Tensor] = []
 
     def book(self, names: Sequence[str], parts: Sequence[Placed]) -> None:
-        """Digest some tensors as they are now."""
+        """Digest some tensors as they are now, and keep the sums on their device."""
         if names:
             self.names += names
             self.sums.append(Digests(parts)())

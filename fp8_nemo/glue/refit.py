@@ -1,12 +1,12 @@
-"""Copying trainer weights into the engine, so that it lands whole or the run stops with a name.
+"""Copy trainer weights into the engine, whole, or stop the run and name what failed.
 
-The stream, in a fixed order with fixed shapes: a sentinel, the trainer's weights in export order
-(each FP8 weight followed by its `scale_inv`), the KV scales, a manifest. The receiver keeps a book
-of it (`ledger.py`).
+The stream has a fixed order and fixed shapes: a sentinel, the trainer's weights in export order
+(each FP8 weight followed by its `scale_inv`), the KV scales, a manifest. The receiver checks it
+against its own list (`ledger.py`).
 
-Weights are quantized in groups, one launch each: a mixture of experts sends 18,000 of them. Those
-that are not finite are refused before the manifest is sent: every weight leaves its verdict on the
-device, and all are read at once.
+Weights are quantized in groups, one launch a group, because a mixture of experts sends 18,000 of
+them. Each weight's finiteness check stays on the device. All checks are read at once before the
+manifest is sent, and a weight that is not finite is refused.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -59,7 +59,7 @@ def refit_stream(
     verify: str = "bytes",
     number: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Everything that one refit sends, by name.
+    """Yield every tensor that one refit sends, with its name.
 
     Args:
         named_weights: the trainer's weights in export order; slabs of experts allowed.
@@ -69,7 +69,7 @@ def refit_stream(
         metadata_only: NeMo RL runs the stream once at set-up for names, types and shapes, before
             any KV scale exists: NaN stands in for them.
         verify: with `bytes` the manifest carries the digest of every tensor.
-        number: of this refit, which the receiver counts too: one of before is told by it.
+        number: the refit's number. The receiver counts too, and so detects an earlier refit.
 
     Raises:
         RefitError: a weight is not finite, or a KV scale is missing or not finite and positive.
@@ -107,13 +107,13 @@ def encode(
     num_layers: int,
     digests: bool = False,
 ) -> Encoded:
-    """Weights and slabs as they travel: by checkpoint name, each FP8 one with its scales.
+    """Encode weights and slabs as they are sent: by checkpoint name, FP8 ones with their scales.
 
     Args:
-        group: at least one, all on one device.
-        precision: decides which are FP8.
+        group: at least one weight or slab, all on one device.
+        precision: decides which become FP8.
         num_layers: layers of the model.
-        digests: take those of what travels.
+        digests: also digest what is sent.
     """
     is_fp8 = {
         name: weights.is_fp8_weight(name, tuple(weight.shape), precision, num_layers)
@@ -150,7 +150,7 @@ def encode(
 
 
 def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive weights until they are `GROUP_BYTES` together."""
+    """Group consecutive weights; a group is complete at `GROUP_BYTES`."""
     group: list[tuple[str, Tensor]] = []
     size = 0
     for name, weight in named_weights:
@@ -165,9 +165,9 @@ def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tupl
 
 
 def pieces_of(name: str, weight: Tensor) -> Tensor:
-    """A weight or a slab as a stack of what travels: `[1, O, I]`, or one matrix per name.
+    """Return a weight or a slab as a stack of what is sent: `[1, O, I]`, or a matrix per name.
 
-    A slab `[E, 2 O, I]` holds gate above up: taken apart, so that no block spans both.
+    A slab `[E, 2 O, I]` holds gate above up. They are separated, so that no block spans both.
     """
     projections = weights.slab_projections(name)
     if not projections:
@@ -176,7 +176,7 @@ def pieces_of(name: str, weight: Tensor) -> Tensor:
 
 
 def _handed_over(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors made on the current stream, safe on whichever stream each is taken.
+    """Yield tensors made on the current stream so that any other stream may use them.
 
     NeMo RL's NCCL sender pulls from buffers' streams in turn (packed_tensor.py).
     """
