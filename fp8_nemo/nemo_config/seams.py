@@ -33,7 +33,7 @@ class Seam(NamedTuple):
         return f"{self.file}:{','.join(map(str, self.lines))}"
 
     def __str__(self) -> str:
-        """The same without folders: `grpo.py:1338`."""
+        """Return `path` without its folders: `grpo.py:1338`."""
         return self.path.rpartition("/")[2]
 
 
