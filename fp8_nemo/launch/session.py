@@ -167,7 +167,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
 
 
 def _prove_engine(parts: Session, plan: Plan, record: Path) -> None:
-    """Record the engine's dtypes, compare them with the plan, and ask our receivers its layout."""
+    """Record the engine's dtypes, compare them with the plan, and check the layout for refits."""
     dtypes = engine_dtypes(parts.generation)
     record.write_text(json.dumps(dtypes, indent=1) + "\n")
     check_engine(dtypes, plan.recipe)
@@ -206,8 +206,8 @@ def first_prompts(parts: Session, count: int) -> Any:
 def _shut_down(parts: Session) -> None:
     """Shut down environments, engine and policy, as `main` of 7ea279a does.
 
-    v0.7.0 leaves it to Ray. The policy is ours to end: its `__del__` would look for its workers for
-    a minute, in a cluster that is gone.
+    v0.7.0 leaves it to Ray. We must end the policy ourselves: otherwise its `__del__` looks for its
+    workers for a minute, in a cluster that is gone.
     """
     from nemo_rl.algorithms import grpo
 

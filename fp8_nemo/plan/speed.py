@@ -29,7 +29,7 @@ class Speed:
     """Bytes a second of an FP8 cache that attention reads, where that is less than `bandwidth`."""
 
     def reached(self) -> Speed:
-        """What real kernels get of it."""
+        """Return the rates that real kernels reach."""
         products = self.bf16 * PRODUCTS_REACHED, self.fp8 * PRODUCTS_REACHED
         memory, cache = self.bandwidth * MEMORY_REACHED, self.bandwidth * FP8_CACHE_REACHED
         return Speed(memory, *products, cache)
@@ -89,7 +89,7 @@ class DecodeWork:
     attention_flops: float
 
     def seconds(self, speed: Speed, fp8_attention: bool) -> float:
-        """The larger of reading and multiplying, for weights and for the cache, one after other."""
+        """Return the time of weights plus cache, for each the larger of reading and multiplying."""
         linear = self.fp8_flops / speed.fp8 + self.bf16_flops / speed.bf16
         attention = self.attention_flops / (speed.fp8 if fp8_attention else speed.bf16)
         cache = min(speed.bandwidth, speed.fp8_cache) if fp8_attention else speed.bandwidth
@@ -99,10 +99,11 @@ class DecodeWork:
 
 
 def decode_work(shape: Shape, precision: Precision, batch: int, context: float) -> DecodeWork:
-    """Bytes and operations of one step that decodes one token of every sequence.
+    """Count the bytes and operations of one step, which decodes one token of every sequence.
 
-    Every weight is read once, but the embedding (a row per token), and of the experts those that
-    the batch is expected to touch: `E * (1 - (1 - k/E)^batch)` if routes are even.
+    It reads every weight once, except for the embedding (a row per token) and the experts. Of
+    these it reads the ones that the batch is expected to use: `E * (1 - (1 - k/E)^batch)` if routes
+    are even.
 
     Args:
         shape: of the model.
@@ -134,7 +135,7 @@ def decode_work(shape: Shape, precision: Precision, batch: int, context: float) 
 def decode_seconds(
     shape: Shape, precision: Precision, batch: int, context: float, gpu: str, fixed: float
 ) -> float:
-    """Seconds of one decode step on one GPU, at the rates that kernels reach.
+    """Estimate the seconds of one decode step on one GPU, at the rates that kernels reach.
 
     Args:
         shape: of the model.
@@ -176,7 +177,7 @@ def decode_of_engine(settled: Settled, context: float) -> Decode:
 
 
 def fitted_for(model: Model) -> Fitted:
-    """Return what was fitted for a model, else for one of its kind.
+    """Return the fitted constants of a model, else those of the most similar model.
 
     Not by layers: 8 layers of 8B took 8.8 ms a step inside NeMo RL on an H100, 128 sequences, which
     is 3 by bytes alone (docs/research/speed.md). Host and sampler take what they take.
@@ -187,16 +188,16 @@ def fitted_for(model: Model) -> Fitted:
 
 
 def is_fitted(settled: Settled) -> bool:
-    """Say whether an engine like this was measured."""
+    """Return whether an engine like this was measured."""
     model = settled.recipe.model
     return (model.name, model.shape.layers) in FITTED and settled.layout.rollout_tensor == 1
 
 
 def refit_seconds(shape: Shape, precision: Precision, gpu: str, fixed: float) -> float:
-    """Seconds of a refit between two processes of one GPU.
+    """Estimate the seconds of a refit between two processes of one GPU.
 
-    The trainer reads its BF16 weights and writes the wire's tensors, the engine reads those and
-    writes its own: all of it memory traffic of the one GPU.
+    The trainer reads its BF16 weights and writes the wire's tensors. The engine reads those and
+    writes its own. All of this is memory traffic of the one GPU.
 
     Args:
         shape: of the model.
