@@ -47,12 +47,12 @@ class Kernel(NamedTuple):
 
 
 def class_of(name: str) -> str:
-    """What a kernel does, by its name: `attention`, `linear products`, ..., or `other`."""
+    """Return what a kernel does, by its name: `attention`, `linear products`, ..., or `other`."""
     return next((kind for kind, part in CLASSES if re.search(part, name, re.I)), OTHER)
 
 
 def busy(kernels: Iterable[Kernel]) -> float:
-    """Microseconds in which at least one kernel ran; streams overlap."""
+    """Return the microseconds in which at least one kernel ran; streams overlap."""
     total, until = 0.0, float("-inf")
     for kernel in sorted(kernels, key=lambda each: each.start):
         end = kernel.start + kernel.duration
@@ -62,13 +62,13 @@ def busy(kernels: Iterable[Kernel]) -> float:
 
 
 def span(kernels: Sequence[Kernel]) -> float:
-    """Microseconds from the first kernel's start to the last one's end."""
+    """Return the microseconds from the first kernel's start to the last one's end."""
     first = min(each.start for each in kernels)
     return max(each.start + each.duration for each in kernels) - first
 
 
 def summary(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
-    """Milliseconds a step: by class, busy, the gaps between kernels, and kernel by kernel.
+    """Return milliseconds a step: by class, busy, the gaps between kernels, and by kernel.
 
     Classes are sums of kernels' own times, so `overlapped` counts twice what two streams did at
     once: classes + gaps - overlapped = span. `unmatched` names every kernel of the class `other`.

@@ -43,7 +43,7 @@ class Measured(NamedTuple):
 
 
 def fitted(points: Iterable[Measured]) -> float:
-    """The constant that makes the relative errors' squares least: a weighted mean of the rests.
+    """Return the constant with the least squares of relative errors: a weighted mean of the rests.
 
     Raises:
         ValueError: there is no point to fit.
@@ -57,7 +57,7 @@ def fitted(points: Iterable[Measured]) -> float:
 
 
 def compared(model: str, points: Sequence[Measured], constant: float) -> list[dict[str, Any]]:
-    """A row per point: predicted, measured, relative error, and which half it is of."""
+    """Return a row per point: predicted, measured, relative error, and its half."""
     return [
         {
             "model": model,
@@ -72,7 +72,7 @@ def compared(model: str, points: Sequence[Measured], constant: float) -> list[di
 
 
 def worst(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """The largest error of the tested half; None if nothing was."""
+    """Return the largest error of the tested half; None if nothing was."""
     return max((abs(row["error"]) for row in rows if row["half"] == "tested"), default=None)
 
 
@@ -82,7 +82,7 @@ def option_of(variant: str) -> str:
 
 
 def decode_points(content: Mapping[str, Any], model: str) -> Iterator[Measured]:
-    """The resident points of a file, precision by precision, by context and batch."""
+    """Yield the resident points of a file, precision by precision, by context and batch."""
     rows = [r for r in content["rows"] if r["model"] == model and r["regime"] == "resident"]
     rows = [r for r in rows if r["engine"] == "vLLM" and not r["precision"].endswith(UNUSED)]
     for down, variant in enumerate(dict.fromkeys(row["precision"] for row in rows)):
@@ -99,7 +99,7 @@ def decode_points(content: Mapping[str, Any], model: str) -> Iterator[Measured]:
 
 
 def reserves(content: Mapping[str, Any], model: str) -> Iterator[Measured]:
-    """Bytes of an engine beside weights and cache, precision by precision."""
+    """Yield the bytes of an engine beside weights and cache, precision by precision."""
     engines = [e for e in content["engines"] if e["model"] == model and e["engine"] == "vLLM"]
     for down, engine in enumerate(engines):
         shape, precision = recipe_parts(model, option_of(engine["precision"]))
@@ -111,7 +111,7 @@ def reserves(content: Mapping[str, Any], model: str) -> Iterator[Measured]:
 
 
 def capacities(content: Mapping[str, Any], model: str, reserve: float) -> list[dict[str, Any]]:
-    """Tokens of each engine's cache, predicted and as it reports them."""
+    """Return the tokens of each engine's cache, predicted and as the engine reports them."""
     found = []
     for point in reserves(content, model):
         shape, precision = recipe_parts(model, option_of(point.point))
@@ -125,7 +125,7 @@ def capacities(content: Mapping[str, Any], model: str, reserve: float) -> list[d
 
 
 def refit_points(content: Mapping[str, Any], model: str, gpu: str) -> Iterator[Measured]:
-    """What a refit's transfer took in one run of benchmarks/glue/compare.py."""
+    """Yield what a refit's transfer took in one run of benchmarks/glue/compare.py."""
     for n, (glue, option) in enumerate(GLUES.items()):
         shape, precision = recipe_parts(model, option)
         without = refit_seconds(shape, precision, gpu, fixed=0.0)
@@ -133,20 +133,20 @@ def refit_points(content: Mapping[str, Any], model: str, gpu: str) -> Iterator[M
 
 
 def recipe_parts(model: str, precision: str) -> tuple[Shape, Precision]:
-    """Shape and precision of two options of conf/."""
+    """Return shape and precision of two options of conf/."""
     [recipe] = compose([f"model={model}", "backend=nemo", f"precision={precision}"])
     return recipe.model.shape, recipe.precision
 
 
 def gate(name: str, rows: Sequence[Mapping[str, Any]], limit: float) -> dict[str, Any]:
-    """One line: the worst error of the tested half against its limit."""
+    """Return one line: the worst error of the tested half against its limit."""
     error = worst(rows)
     holds = error is not None and error <= limit
     return {"what": name, "worst error": error, "limit": limit, "holds": holds}
 
 
 def main() -> None:
-    """Fit, test, show, write."""
+    """Fit the constants, test them, show them, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     record.add_options(parser)
     parser.add_argument("results", type=Path, nargs="+", help="of benchmarks.speed.rollout")
