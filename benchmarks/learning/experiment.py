@@ -362,7 +362,7 @@ def _differences(found: Iterable[MeanOfSeeds | None]) -> str:
 
 
 def main() -> None:
-    """Read, judge, print, write."""
+    """Read the runs, judge the claims, print the tables, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories, or folders of them")
     add_options(parser)

@@ -41,7 +41,7 @@ def later(arguments: list[str]) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Measure, run, compare, write."""
+    """Measure the runs' mismatch, train on with each mask, compare the rejects, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)

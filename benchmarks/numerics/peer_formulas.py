@@ -347,7 +347,7 @@ def ours() -> Iterator[Quantizer]:
 
 
 def main() -> None:
-    """Compare, print, write."""
+    """Compare the peers' formulas with ours, print the rows, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     sources = {

@@ -148,7 +148,7 @@ def converted(source: Path, folder: Path, recipe: Recipe, texts: Iterable[str]) 
 
 
 def main() -> None:
-    """Convert, serve, score, compare, write."""
+    """Convert a checkpoint, serve it, score the answers, compare both sides, and write it all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("folder", type=Path)

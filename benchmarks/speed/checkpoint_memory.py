@@ -59,7 +59,7 @@ def write(shape: Shape, folder: Path, most: int) -> list[int]:
 
 
 def main() -> None:
-    """Write, convert, measure."""
+    """Write a checkpoint, convert it, and measure the memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)

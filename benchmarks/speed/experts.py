@@ -92,7 +92,7 @@ def measured(width: int, rows: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure the experts' kernels, print the rows, and write them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.add_options(parser)
     parser.add_argument("--width", type=int, default=768)

@@ -64,7 +64,7 @@ def clocked(call: Callable[[list[State]], None], states: list[State]) -> float:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure the moves of the optimizer, print the rows, and write them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.add_options(parser)
     parser.add_argument("--gib", type=float, default=9.4)

@@ -218,7 +218,7 @@ def heavy(*shape: int) -> Tensor:
 
 
 def main() -> None:
-    """Measure; the table, the file."""
+    """Measure the quantizers, print the table, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     record.add_options(parser)
     parser.add_argument("--verl", type=Path, help="verl/utils/kernel/fp8_kernel.py")
