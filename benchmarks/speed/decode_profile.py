@@ -61,17 +61,17 @@ TOLD = r"Using|[Bb]ackend|[Ss]cheduling|[Ff]us|[Gg]raph|[Kk]ernel|DeepGEMM|WARN|
 
 
 def graph_sizes(batches: list[int]) -> list[int]:
-    """The shipped sizes that these batches run in: the smallest that holds each."""
+    """Return the shipped sizes that these batches run in: the smallest that holds each."""
     return sorted({min(size for size in GRAPHS if size >= batch) for batch in batches})
 
 
 def lasting(point: Point) -> Point:
-    """With an output for all the steps that are watched, and some that end the profile."""
+    """Return the point with an output for all watched steps, and some that end the profile."""
     return point.lasting(SETTLE + 2 * STEPS + 2 * SETTLE)
 
 
 def merged(arguments: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with those given in their place; tables are merged key by key."""
+    """Return arguments with the given ones in their place; tables are merged key by key."""
     found = dict(arguments)
     for name, value in given.items():
         old = found.get(name)
@@ -81,7 +81,7 @@ def merged(arguments: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def arguments_of(options: argparse.Namespace, shape: Shape, precision: Any, folder: Path) -> dict:
-    """For `vllm.LLM`: those of `benchmarks.speed.rollout`, fewer graphs, and what was asked."""
+    """Return `vllm.LLM`'s arguments: `rollout`'s with fewer graphs, and what was asked."""
     points = [lasting(point) for point in options.points]
     usual = argparse.Namespace(
         points=points, limited=points[0], repetitions=1, share=options.share, eager=False,
@@ -98,20 +98,20 @@ def arguments_of(options: argparse.Namespace, shape: Shape, precision: Any, fold
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
-    """Those of `benchmarks.speed.rollout`, where the engine lives, and what was asked."""
+    """Return `rollout`'s environment, where the engine lives, and what was asked."""
     found = rollout.environment_variables(VARIANTS[options.precision], options.caches.absolute())
     found["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(options.engine == "apart"))
     return found | dict(pair.split("=", 1) for pair in options.env)
 
 
 def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Of the requests; with text also made and searched for a string that never comes."""
+    """Return the sampling; with text it also searches for a string that never comes."""
     text = {"detokenize": True, "stop": [STOP]} if options.text else {}
     return SAMPLINGS[options.sampling] | text
 
 
 def write_model(folder: Path, shape: Shape, longest: int, text: bool) -> None:
-    """A `config.json`; with text a tokenizer that has a word for every token."""
+    """Write a `config.json`; with text also a tokenizer that has a word for every token."""
     folder.mkdir(parents=True, exist_ok=True)
     config = rollout.model_config(shape, longest)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -128,7 +128,7 @@ def write_model(folder: Path, shape: Shape, longest: int, text: bool) -> None:
 
 @contextmanager
 def logged(file: Path) -> Iterator[None]:
-    """This process's output, and that of what it starts, into a file; its end, should it fail."""
+    """Write the output of this process and its children to a file; print its end on failure."""
     sys.stdout.flush()
     kept = os.dup(1), os.dup(2)
     with file.open("wb") as log:
@@ -148,7 +148,7 @@ def logged(file: Path) -> Iterator[None]:
 
 
 def host_clocks(llm: Any, apart: bool) -> dict[str, Clock]:
-    """The parts of a step that the host does outside of the worker and this process can hear."""
+    """Clock the parts of a step that this process does outside of the worker."""
     engine = llm.llm_engine
     found = {"outputs": Clock(engine.output_processor, "process_outputs")}
     if engine.logger_manager is not None:
@@ -161,7 +161,7 @@ def host_clocks(llm: Any, apart: bool) -> dict[str, Clock]:
 
 
 def row_of(point: Point, seen: dict[str, Any], clocks: dict[str, Clock]) -> dict[str, Any]:
-    """One point: milliseconds a step by the wall, the device and the host."""
+    """Return one point's row: milliseconds a step by the wall, the device and the host."""
     first, last = seen["window"]
     wall = 1e3 * (last - first) / len(seen["seconds"])
     host = {name: 1e3 * spent / STEPS for name, spent in seen["worker"].items()}
@@ -177,13 +177,13 @@ def row_of(point: Point, seen: dict[str, Any], clocks: dict[str, Clock]) -> dict
 
 
 def told(log: str) -> list[str]:
-    """What the engine's log says of its choices, each once, without time and process."""
+    """Return what the engine's log says of its choices, each once, without time and process."""
     lines = (line for line in log.splitlines() if re.search(TOLD, line))
     return list(dict.fromkeys(re.sub(r"^.*?(INFO|WARNING) \S+ \S+ ", "", each) for each in lines))
 
 
 def without_folders(text: str) -> str:
-    """A text whose absolute paths are names alone: a results file names no machine's folders."""
+    """Cut absolute paths in a text down to names: no result names a machine's folders."""
     return re.sub(r"/(?:[\w.+@=-]+/)+", "", text)
 
 
@@ -255,7 +255,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

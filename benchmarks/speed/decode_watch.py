@@ -24,7 +24,7 @@ class Clock:
         setattr(owner, name, self)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """The method itself, timed."""
+        """Call the method, and time it."""
         start = time.perf_counter()
         try:
             return self.call(*given, **named)
@@ -32,7 +32,7 @@ class Clock:
             self.spans.append((start, time.perf_counter()))
 
     def within(self, first: float, last: float) -> float:
-        """Seconds of the calls that began in a window."""
+        """Return the seconds of the calls that began in a window."""
         return sum(end - start for start, end in self.spans if first <= start < last)
 
 
@@ -40,7 +40,7 @@ class CudaTrace:
     """The kernels between `start` and `stop`, each of which waits for the device."""
 
     def start(self) -> None:
-        """Begin, with an idle device."""
+        """Start the profiler, with an idle device."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -49,7 +49,7 @@ class CudaTrace:
         self.profiler.start()
 
     def stop(self) -> list[Kernel]:
-        """End, once the device is idle; kernels and copies without the ranges around them."""
+        """Stop the profiler once the device is idle; return kernels and copies, without ranges."""
         import torch
 
         torch.cuda.synchronize()
@@ -93,7 +93,7 @@ class Watch:
         return self.inner(scheduled)
 
     def note(self, computed: list[int]) -> None:
-        """At the start of a full step: the clock, or the profiler's start or stop."""
+        """Note the clock at the start of a full step, or start or stop the profiler there."""
         number, self.seen = self.seen - SETTLE, self.seen + 1
         if 0 <= number <= STEPS:
             self.times.append(time.perf_counter())
@@ -104,7 +104,7 @@ class Watch:
             self.kernels = self.trace.stop()
 
     def taken(self) -> dict[str, Any]:
-        """Seconds of the timed steps, the worker's part of them, and the profile of the others.
+        """Return the seconds of the timed steps, the worker's part, and the profile of the others.
 
         Raises:
             RuntimeError: the batch was not full for long enough, as when a request is preempted.
@@ -126,7 +126,7 @@ class Watch:
 
 
 def arm(worker: Any, batch: int) -> None:
-    """In vLLM's worker: wait for this batch; the first call puts the watch there."""
+    """Make a vLLM worker wait for this batch; the first call puts the watch there."""
     inner = getattr(worker, "worker", worker)
     if "fp8_watch" not in vars(inner):
         inner.fp8_watch = Watch(inner, CudaTrace())
@@ -134,12 +134,12 @@ def arm(worker: Any, batch: int) -> None:
 
 
 def taken(worker: Any) -> dict[str, Any]:
-    """In vLLM's worker: what the watch saw since it was armed."""
+    """Return what the watch of a vLLM worker saw since it was armed."""
     return getattr(worker, "worker", worker).fp8_watch.taken()
 
 
 def settings(worker: Any) -> dict[str, str]:
-    """In vLLM's worker: its configuration as it was resolved, part by part, as text."""
+    """Return a vLLM worker's configuration as it was resolved, part by part, as text."""
     inner = getattr(worker, "worker", worker)
     config = inner.vllm_config
     parts = ("scheduler_config", "cache_config", "compilation_config", "attention_config",
