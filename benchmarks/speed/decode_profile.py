@@ -76,7 +76,7 @@ def merged(arguments: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         old = found.get(name)
         both = isinstance(old, dict) and isinstance(value, dict)
-        found[name] = {**old, **value} if both else value
+        found[name] = old | value if both else value
     return found
 
 
