@@ -18,6 +18,9 @@ thread, and what is left is waiting. Once a profile has run, CUPTI stays in the 
 first point again at the end to see what it costs. The defaults are NeMo RL's worker's: an engine in
 this process, statistics on, vLLM's own choice of scheduling. `--sampling nemo` asks for logprobs as
 its worker does; `--text` gives it a tokenizer, whose text it makes and searches for a stop string.
+`--xqa live` or `frozen` is FlashInfer's XQA for an FP8 cache (decode_xqa.py). With an FP8 cache
+`scales` tells whether scales that change after the capture reach decode: doubled, they halve every
+code and double what is read, so that nothing changes but rounding, unless a graph keeps the old.
 Needs a GPU and vLLM.
 """
 
@@ -37,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.speed import decode_watch, rollout
+from benchmarks.speed import decode_watch, decode_xqa, rollout
 from benchmarks.speed.capacity import decode_floor
 from benchmarks.speed.decode_watch import SETTLE, STEPS, Clock
 from benchmarks.speed.rollout import VARIANTS
@@ -76,7 +79,7 @@ def merged(arguments: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         old = found.get(name)
         both = isinstance(old, dict) and isinstance(value, dict)
-        found[name] = {**old, **value} if both else value
+        found[name] = old | value if both else value
     return found
 
 
@@ -94,6 +97,7 @@ def arguments_of(options: argparse.Namespace, shape: Shape, precision: Any, fold
     }
     found |= SCHEDULING[options.scheduling] | {"disable_log_stats": options.stats == "off"}
     found |= {"skip_tokenizer_init": not options.text}
+    found |= decode_xqa.ARGUMENTS if options.xqa else {}
     return merged(found, options.set)
 
 
@@ -176,6 +180,40 @@ def row_of(point: Point, seen: dict[str, Any], clocks: dict[str, Clock]) -> dict
     }  # fmt: skip
 
 
+def decoded(llm: Any, prompts: list[list[int]]) -> list[tuple[int, float]]:
+    """Per prompt the first token, which prefill made, and the next one's logprob, by decode."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        max_tokens=2, temperature=0.0, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    asked = [{"prompt_token_ids": each} for each in prompts]
+    outputs = [each.outputs[0] for each in llm.generate(asked, sampling, use_tqdm=False)]
+    last = [next(iter(each.logprobs[1].values())).logprob for each in outputs]
+    return [(each.token_ids[0], logprob) for each, logprob in zip(outputs, last, strict=True)]
+
+
+def change(before: list[tuple[int, float]], after: list[tuple[int, float]]) -> float | None:
+    """Mean change of a decoded token's logprob where prefill made the same; None where nowhere."""
+    pairs = zip(before, after, strict=True)
+    found = [abs(a - b) for (first, a), (other, b) in pairs if first == other]
+    return sum(found) / len(found) if found else None
+
+
+def scales_reach(llm: Any, vocab: int, batch: int) -> dict[str, float | None]:
+    """Change of logprobs by scales doubled after the capture, and of the same scales again.
+
+    Decode reads the scales at each step if the first is as small as rounding: far below a logit's
+    spread, and near what `fp8` costs; a graph that kept the old ones reads V at half its size.
+    """
+    prompts = prompts_of(Point(batch, 256), vocab, 99)
+    before, again = decoded(llm, prompts), decoded(llm, prompts)
+    llm.collective_rpc(decode_watch.rescale, args=(2.0,))
+    doubled = decoded(llm, prompts)
+    llm.collective_rpc(decode_watch.rescale, args=(0.5,))
+    return {"unchanged": change(before, again), "doubled": change(before, doubled)}
+
+
 def told(log: str) -> list[str]:
     """Return what the engine's log says of its choices, each once, without time and process."""
     lines = (line for line in log.splitlines() if re.search(TOLD, line))
@@ -203,6 +241,9 @@ def run(options: argparse.Namespace) -> None:
     with logged(log):
         from vllm import LLM
 
+        if options.xqa:
+            decode_xqa.enable(options.xqa == "live")
+
         engine = Engine(LLM(**arguments), shape.vocab, sampling=sampling_of(options))
         described = engine.described()
         [resolved] = engine.llm.collective_rpc(decode_watch.settings)
@@ -210,7 +251,7 @@ def run(options: argparse.Namespace) -> None:
     content: dict[str, Any] = {
         "asked": {name: getattr(options, name) for name in
                   ("model", "precision", "layers", "gpu", "engine", "scheduling", "stats",
-                   "sampling", "text", "set", "env")},
+                   "sampling", "text", "xqa", "set", "env")},
         "engine": described | {
             "start_seconds": time.perf_counter() - start,
             "asynchronous_scheduling":
@@ -221,6 +262,9 @@ def run(options: argparse.Namespace) -> None:
         },
         "steps": STEPS, "rows": [],
     }  # fmt: skip
+    if precision.rollout_kv == "fp8":
+        batch = options.points[0].batch
+        content["scales"] = scales_reach(engine.llm, shape.vocab, batch)
     for number, point in enumerate(map(lasting, options.points)):
         ask = engine.call(prompts_of(point, shape.vocab, number), point.output)
         engine.llm.collective_rpc(decode_watch.arm, args=(point.batch,))
@@ -236,6 +280,7 @@ def run(options: argparse.Namespace) -> None:
         content["seconds"] = time.perf_counter() - start
         record.keep(options.out, options.commit, **content)
         print(f"{point.batch}x{point.prompt}: {content['seconds']:.0f} s so far", flush=True)
+    print(f"scales: {content.get('scales')}")
     show(content["rows"])
 
 
@@ -274,10 +319,13 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--stats", default="on", choices=("on", "off"), help="vLLM's statistics")
     parser.add_argument("--sampling", default="bare", choices=SAMPLINGS)
     parser.add_argument("--text", action="store_true", help="detokenize, and search a stop string")
+    parser.add_argument("--xqa", choices=("frozen", "live"), help="only with --engine inside")
     parser.add_argument("--set", type=json.loads, default={}, help="arguments of vllm.LLM, JSON")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     options = parser.parse_args(words)
     options.points = [Point.read(word) for word in options.points.split(",")]
+    if options.xqa and options.engine == "apart":
+        parser.error("--xqa: changes vLLM in this process; not with --engine apart")
     options.precision = USUAL.get(options.precision, options.precision)
     return options
 

@@ -149,3 +149,12 @@ def settings(worker: Any) -> dict[str, str]:
         "optimization_level": str(config.optimization_level),
         "model_runner": f"{type(inner.model_runner).__module__}",
     }
+
+
+def rescale(worker: Any, factor: float) -> None:
+    """In vLLM's worker: the scales of Q, K and V times a factor, with their copies on the host."""
+    for module in getattr(worker, "worker", worker).get_model().modules():
+        if hasattr(module, "_k_scale"):
+            for name in ("_q_scale", "_k_scale", "_v_scale"):
+                getattr(module, name).mul_(factor)
+                setattr(module, f"{name}_float", getattr(module, f"{name}_float") * factor)

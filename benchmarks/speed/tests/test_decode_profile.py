@@ -5,10 +5,12 @@ That vLLM takes these arguments, and that its kernels have these names, is seen 
 
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.speed import decode_kernels, decode_profile, decode_watch, rollout
 from benchmarks.speed.decode_kernels import Kernel, busy, class_of, summary
@@ -239,3 +241,47 @@ def test_a_row_is_the_wall_less_what_the_device_worked():
     row = decode_profile.row_of(Point(64, 1024, 80), seen, {"schedule": clock})
     assert row["wall_ms"] == pytest.approx(10) and row["gaps_ms"] == pytest.approx(2)
     assert row["host_ms"] == pytest.approx({"execute_model": 2, "schedule": 1})
+
+
+def test_scales_that_reach_decode_are_told_from_those_that_a_graph_kept(monkeypatch):
+    """By a layer that writes V / scale and reads it times the scale, or times the one of before."""
+
+    class Engine:
+        def __init__(self, frozen):
+            self.layer = SimpleNamespace(**{f"_{n}_scale": torch.tensor(0.02) for n in "qkv"})
+            vars(self.layer).update({f"_{n}_scale_float": 0.02 for n in "qkv"})
+            self.frozen = 0.02 if frozen else None
+
+        def collective_rpc(self, work, args):
+            model = SimpleNamespace(modules=lambda: [self.layer])
+            return [work(SimpleNamespace(get_model=lambda: model), *args)]
+
+        def generate(self, asked, sampling, use_tqdm):
+            scale = self.layer._v_scale.item()
+            read = 1.0 / scale * (self.frozen or scale)
+            logprobs = [{7: SimpleNamespace(logprob=-9.0)}, {8: SimpleNamespace(logprob=-read)}]
+            each = SimpleNamespace(token_ids=[7, 8], logprobs=logprobs)
+            return [SimpleNamespace(outputs=[each]) for _ in asked]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    live, kept = (Engine(frozen) for frozen in (False, True))
+    near = pytest.approx
+    assert decode_profile.scales_reach(live, 100, 4) == near({"unchanged": 0, "doubled": 0})
+    assert decode_profile.scales_reach(kept, 100, 4) == near({"unchanged": 0, "doubled": 0.5})
+    assert live.layer._k_scale.item() == pytest.approx(0.02)
+    assert live.layer._q_scale_float == pytest.approx(0.02)
+
+
+def test_a_change_is_counted_where_prefill_made_the_same_token_alone():
+    before = [(1, -2.0), (2, -3.0), (3, -1.0)]
+    assert decode_profile.change(before, [(1, -2.5), (9, -8.0), (3, -1.0)]) == 0.25
+    assert decode_profile.change(before, [(0, -2.5), (0, -8.0), (0, -1.0)]) is None
+
+
+def test_xqa_is_asked_for_by_arguments_and_only_of_an_engine_in_this_process(tmp_path):
+    options = decode_profile.parse([*OUT, "fp8-kv-attn", "--xqa", "live"])
+    recipe = rollout.plan_of(SimpleNamespace(**vars(options), nemo=False), tmp_path).recipe
+    found = decode_profile.arguments_of(options, recipe.model.shape, recipe.precision, tmp_path)
+    assert found["attention_config"] == {"backend": "FLASHINFER", "use_trtllm_attention": True}
+    with pytest.raises(SystemExit):
+        decode_profile.parse([*OUT, "fp8-kv-attn", "--xqa", "live", "--engine", "apart"])
