@@ -139,7 +139,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
     config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
     with own_code_first():
         init_ray()
-    _register_worker()
+    _register_workers()
     stop_if_it_cannot_sleep_or_wake(VllmGeneration)
     tokenizer = get_tokenizer(config.policy["tokenizer"])
     config.policy["generation"] = configure_generation_config(
@@ -149,7 +149,8 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
         tokenizer, config.data, config.env
     )
     settings = settings_of(plan.recipe)
-    with one_conversion(Path(os.environ[CONVERSIONS])), one_engine_start() as engine_is_up:
+    ours = our_generation_worker() if settings.glue.has_receiver else nullcontext()
+    with ours, one_conversion(Path(os.environ[CONVERSIONS])), one_engine_start() as engine_is_up:
 
         def policy_after_engine(**arguments: Any) -> WatchedPolicy:
             engine_is_up()  # colocated: `setup` makes the engine first
@@ -281,14 +282,36 @@ def _use_one_interpreter() -> None:
             ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
 
 
-def _register_worker() -> None:
-    """Run our policy worker in the environment of NeMo RL's own."""
+def _register_workers() -> None:
+    """Run our workers in the environments of NeMo RL's own."""
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.utils.venvs import create_local_venv_on_each_node
 
-    from fp8_nemo.nemo.policy import STOCK_WORKER, WORKER
+    from fp8_nemo.nemo.policy import OUR_WORKERS
 
-    executable = ACTOR_ENVIRONMENT_REGISTRY[STOCK_WORKER]
-    if executable.startswith("uv"):  # NeMo RL would make an environment named after our worker
-        executable = create_local_venv_on_each_node(executable, STOCK_WORKER)
-    ACTOR_ENVIRONMENT_REGISTRY[WORKER] = executable
+    for stock, ours in OUR_WORKERS.items():
+        executable = ACTOR_ENVIRONMENT_REGISTRY[stock]
+        if executable.startswith("uv"):  # NeMo RL would make an environment named after our worker
+            executable = create_local_venv_on_each_node(executable, stock)
+        ACTOR_ENVIRONMENT_REGISTRY[ours] = executable
+
+
+@contextmanager
+def our_generation_worker() -> Iterator[None]:
+    """Let NeMo RL make our vLLM worker where it would make its own (seam engine-worker)."""
+    from nemo_rl.models.generation.vllm import vllm_generation
+
+    from fp8_nemo.nemo.policy import OUR_WORKERS
+
+    stock = vllm_generation.resolve_generation_worker_cls
+
+    def resolve(default: str, config: Any) -> str:
+        """Return our worker's name for NeMo RL's; any other choice of NeMo RL's stays."""
+        chosen = stock(default, config)
+        return OUR_WORKERS.get(chosen, chosen)
+
+    vllm_generation.resolve_generation_worker_cls = resolve
+    try:
+        yield
+    finally:
+        vllm_generation.resolve_generation_worker_cls = stock

@@ -37,7 +37,12 @@ from fp8_nemo.nemo.step_metrics import OPENED
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 WORKER = "fp8_nemo.nemo.policy_worker.Fp8PolicyWorker"
-STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+OUR_WORKERS = {
+    "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker": WORKER,
+    "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker":
+        "fp8_nemo.nemo.generation_worker.Fp8GenerationWorker",
+}  # fmt: skip
+"""Ray actors of ours by NeMo RL's, in whose Python environment each runs."""
 RANGES = "fp8_nemo_ranges.json"
 """Beside a checkpoint's weights: ranges and scales, so that a resumed run starts with them."""
 

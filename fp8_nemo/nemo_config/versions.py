@@ -60,6 +60,9 @@ NEEDED = (
         "VllmGeneration",
         ("finish_generation", "prepare_for_generation"),
     ),
+    Needed(f"{ENGINE}/utils.py", "", ("resolve_generation_worker_cls",)),
+    Needed(WORKER, "VllmGenerationWorkerImpl", ("generate",)),
+    Needed(WORKER, "BaseVllmGenerationWorker", ("_build_sampling_params",)),
     Needed(LOSS, "ClippedPGLossFn", ("use_importance_sampling_correction",)),
     Needed("nemo_rl/utils/venvs.py", "", ("create_local_venv_on_each_node",)),
 )
