@@ -305,7 +305,7 @@ def our_generation_worker() -> Iterator[None]:
 
     stock = vllm_generation.resolve_generation_worker_cls
 
-    def resolve(default: str, config: Any) -> str:
+    def resolve(default: str, config: Any) -> Any:
         """Return our worker's name for NeMo RL's; any other choice of NeMo RL's stays."""
         chosen = stock(default, config)
         return OUR_WORKERS.get(chosen, chosen)

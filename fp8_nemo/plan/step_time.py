@@ -192,7 +192,7 @@ def _pass_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
     shared = layout.tensor * layout.context
     product = (1 + way) * layer_work(shape).end / (LINEARS["bf16"][way] * speed.bf16)
     traffic = LOGIT_BYTES[way] + (CHUNKED_BYTES if way and layout.logits_chunk else 0)
-    logits = traffic * shape.vocab / speed.reached().bandwidth
+    logits = traffic * shape.vocab / speed.reached().weights
     end = tokens / shared * (product + logits)
     return stack_seconds(settled, lengths, tokens, way) + end
 

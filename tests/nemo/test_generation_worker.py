@@ -86,8 +86,7 @@ def test_results_are_nemo_rls(classes, lengths):
     answers = drawn_answers(lengths)
     data = [prompts_of([4, 2, 7][: len(lengths)]) for _ in classes]
     theirs, ours = (
-        worker_of(kind, answers).generate(batch)
-        for kind, batch in zip(classes, data, strict=True)
+        worker_of(kind, answers).generate(batch) for kind, batch in zip(classes, data, strict=True)
     )
     assert theirs.keys() == ours.keys()
     for name, value in theirs.items():
