@@ -56,6 +56,16 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             gc.freeze()
         return wire
 
+    def prepare_for_training(self, *arguments: Any, **options: Any) -> None:
+        """Bring gradients and optimizer back, into memory of their own.
+
+        NeMo RL empties the allocator's cache after that. Gradients that had been given a part of
+        the logprob pass's memory would leave the rest to Adam's moments, which stay: then neither
+        part could go back to the device for the rollout.
+        """
+        torch.cuda.empty_cache()
+        super().prepare_for_training(*arguments, **options)
+
     def move_optimizer(self, device: str) -> None:
         """Move Adam's state as NeMo RL does, through page-locked memory (`optimizer_state.py`)."""
         self.fp8_nemo_host_state = self.fp8_nemo_host_state or HostState()
