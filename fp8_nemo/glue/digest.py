@@ -32,7 +32,7 @@ class Placed(NamedTuple):
     """Place a tensor: the rectangle of the wire's tensor that it is."""
 
     tensor: Tensor
-    """`[R, C]` of any strides, on the engine's own memory."""
+    """`[R, C]`, or one row `[C]`, of any strides, on the engine's own memory."""
     first: int
     """Index of its first word."""
     pitch: int
@@ -50,13 +50,16 @@ def placed(tensor: Tensor, shape: Sequence[int], of_wire: tuple[slice, ...] = ()
     Raises:
         ValueError: it begins or ends within a word of the whole.
     """
-    *rows, columns = of_wire or [slice(0, side) for side in shape]
-    length, row = tensor.itemsize * shape[-1], rows[0].start if rows else 0
+    length = tensor.itemsize * shape[-1]
+    pitch = -(-length // WORD)
+    if not of_wire:
+        return Placed(tensor, 0, pitch)
+    *rows, columns = of_wire
     start, stop = (tensor.itemsize * side for side in (columns.start, columns.stop))
     if start % WORD or (stop % WORD and stop != length):
         raise ValueError(f"bytes {start} to {stop} of {length} in a row are not whole words")
-    pitch = -(-length // WORD)
-    return Placed(torch.atleast_2d(tensor), row * pitch + start // WORD, pitch)
+    row = rows[0].start if rows else 0
+    return Placed(tensor, row * pitch + start // WORD, pitch)
 
 
 class Digests:
@@ -64,32 +67,21 @@ class Digests:
 
     Args:
         parts: all on one device.
-        slots: where in `add_to`'s sums each digest goes; in turn if left out.
     """
 
-    def __init__(self, parts: Sequence[Placed], slots: Sequence[int] | None = None) -> None:
+    def __init__(self, parts: Sequence[Placed]) -> None:
         self.parts = parts
-        self.slots = range(len(parts)) if slots is None else slots
-        self.device = parts[0].tensor.device if parts else torch.device("cpu")
-        self.launch: Callable[[Tensor], None] | None = None
-        if self.device.type == "cuda":
+        self.launch: Callable[[], Tensor] | None = None
+        if parts and parts[0].tensor.is_cuda:
             from fp8_nemo.glue import kernels
 
-            self.launch = kernels.digests(parts, self.slots)
+            self.launch = kernels.digests(parts)
 
     def __call__(self) -> Tensor:
         """Return the digests, INT64 `[N]` on the parts' device, without a read on the host."""
-        sums_N = torch.zeros(len(self.parts), dtype=torch.int64, device=self.device)
-        self.add_to(sums_N)
-        return sums_N
-
-    def add_to(self, sums_N: Tensor) -> None:
-        """Add each digest to its slot."""
         if self.launch is not None:
-            self.launch(sums_N)
-            return
-        for slot, part in zip(self.slots, self.parts, strict=True):
-            sums_N[slot] += _in_torch(part)
+            return self.launch()
+        return torch.tensor([_in_torch(part) for part in self.parts], dtype=torch.int64)
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -97,9 +89,10 @@ def digest(tensor: Tensor) -> Tensor:
     return Digests([placed(tensor, tensor.shape)])()[0]
 
 
-def _in_torch(part: Placed) -> Tensor:
+def _in_torch(part: Placed) -> int:
     """Return a part's digest as the reference: fill rows up to words, mix and sum some at once."""
-    bytes_RC = part.tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    part_RC = torch.atleast_2d(part.tensor)
+    bytes_RC = part_RC.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     words_RC = pad(bytes_RC, (0, -bytes_RC.shape[1] % WORD)).view(torch.int32)
     index_C = torch.arange(words_RC.shape[1]) + part.first
     total = torch.zeros((), dtype=torch.int64)
@@ -108,7 +101,7 @@ def _in_torch(part: Placed) -> Tensor:
         some_RC = words_RC[start : start + rows]
         index_R = torch.arange(start, start + len(some_RC)) * part.pitch
         total += _mixed(some_RC, (index_R[:, None] + index_C).int()).sum(dtype=torch.int64)
-    return total
+    return int(total)
 
 
 def _mixed(word: Tensor, index: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ R rows (tokens), H heads, D head dimension, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -118,6 +120,18 @@ def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None
         )  # fmt: skip
 
 
+class Lying(NamedTuple):
+    """Say how a part lies in memory, and where in the wire's tensor it is: all but its address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    beyond: int
+    """Bytes of its address beyond an aligned one."""
+    first: int
+    pitch: int
+
+
 class Run(NamedTuple):
     """Describe rows of bytes on the device, as `_digest` reads them; strides in bytes."""
 
@@ -146,43 +160,89 @@ class Run(NamedTuple):
         return triton.cdiv(self.rows, TILE_ROWS.value) * across
 
 
-def digests(parts: Sequence[Placed], slots: Sequence[int]) -> Callable[[Tensor], None]:
-    """Return a function that adds each part's digest to its slot.
+class Launch(NamedTuple):
+    """State which runs of a table one launch digests."""
 
-    It takes one launch, or two if some parts are not aligned. The table of their addresses stays on
-    the device, so it is valid for as long as the parts' memory is.
+    is_even: bool
+    first: int
+    """Where its runs begin among the numbers of the table."""
+    runs: int
+    tiles: int
+
+
+class Runs(NamedTuple):
+    """Hold what `_digest` is told about parts, wherever they are: a table without addresses."""
+
+    numbers: Tensor
+    """INT64: all runs one after the other, then a zero for each part's digest."""
+    at: Tensor
+    """Where in `numbers` the addresses are, one a run."""
+    parts: list[int]
+    """Of which part each run is."""
+    launches: list[Launch]
+
+
+def digests(parts: Sequence[Placed]) -> Callable[[], Tensor]:
+    """Return a function that digests all parts, which stay where they are.
+
+    It takes one launch, or two if some parts are not aligned, and one copy: the table of the parts'
+    addresses travels together with the zeros to which they are added up.
     """
     device = parts[0].tensor.device
-    found: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
-    tiles = {True: 0, False: 0}
-    for part, slot in zip(parts, slots, strict=True):
-        for run in _runs(part):
-            found[run.is_even].append((*run._replace(first_tile=tiles[run.is_even]), slot))
-            tiles[run.is_even] += run.tiles
-    tables = {even: _sent(rows, device) for even, rows in found.items() if tiles[even]}
+    addresses = [part.tensor.data_ptr() for part in parts]
+    known = _runs_of(tuple([
+        Lying(x.shape, x.stride(), x.itemsize, address % ALIGNED, first, pitch)
+        for address, (x, first, pitch) in zip(addresses, parts, strict=True)
+    ]))  # fmt: skip
+    starts = [addresses[n] // ALIGNED * ALIGNED for n in known.parts]
+    starts_R = torch.tensor(starts, dtype=torch.int64)
+    numbers = known.numbers.scatter_add(0, known.at, starts_R).pin_memory()
 
-    def add_to(sums_N: Tensor) -> None:
+    def launched() -> Tensor:
+        there = numbers.to(device, non_blocking=True, copy=True)
+        sums_N = there[len(there) - len(parts) :]
         with torch.cuda.device(device):
-            for even, table in tables.items():
-                _digest[(tiles[even],)](table, sums_N, len(table), EVEN=even, num_warps=WARPS)
+            for is_even, first, runs, tiles in known.launches:
+                _digest[(tiles,)](there[first:], sums_N, runs, EVEN=is_even, num_warps=WARPS)
+        return sums_N
 
-    return add_to
+    return launched
 
 
-def _runs(part: Placed) -> Iterator[Run]:
+@lru_cache(maxsize=2**10)  # every refit has the same groups: 49 of 8B, 222 of a 30B of experts
+def _runs_of(parts: tuple[Lying, ...]) -> Runs:
+    """Return the table for parts that lie so."""
+    found = [(slot, run) for slot, part in enumerate(parts) for run in _runs(part)]
+    found.sort(key=lambda pair: not pair[1].is_even)
+    numbers, launches = [], []
+    for is_even, together in groupby(found, key=lambda pair: pair[1].is_even):
+        first, tiles = len(numbers), 0
+        for slot, run in together:
+            numbers += [*run._replace(first_tile=tiles), slot]
+            tiles += run.tiles
+        launches.append(Launch(is_even, first, (len(numbers) - first) // RUN.value, tiles))
+    return Runs(
+        torch.tensor(numbers + [0] * len(parts), dtype=torch.int64),
+        torch.arange(0, len(numbers), RUN.value),
+        [slot for slot, _ in found],
+        launches,
+    )
+
+
+def _runs(part: Lying) -> Iterator[Run]:
     """Yield a part's rows as runs; a contiguous part is cut anew into rows of a tile's width."""
-    x, size = part.tensor, part.tensor.itemsize
-    rows, length, wide = len(x), x.shape[1] * size, TILE_WORDS.value
-    if x.is_contiguous() and length == part.pitch * WORD:
+    size, at, first, wide = part.itemsize, part.beyond, part.first, TILE_WORDS.value
+    rows, columns = (1, *part.shape)[-2:]
+    row, value = (columns * part.strides[-1], *part.strides)[-2:]
+    is_contiguous = (columns == 1 or value == 1) and (rows == 1 or row == columns)
+    if is_contiguous and columns * size == part.pitch * WORD:
         full, rest = divmod(rows * part.pitch, wide)
-        at = x.data_ptr(), part.first
         for count, words in ((full, wide), (1, rest)):
             if count and words:
-                yield Run(at[0], 0, count, words * WORD, wide * WORD, size, size, wide, at[1])
-            at = at[0] + full * wide * WORD, at[1] + full * wide
-    elif x.numel():
-        row, value = (size * stride for stride in x.stride())
-        yield Run(x.data_ptr(), 0, rows, length, row, value, size, part.pitch, part.first)
+                yield Run(at, 0, count, words * WORD, wide * WORD, size, size, wide, first)
+            at, first = at + full * wide * WORD, first + full * wide
+    elif rows and columns:
+        yield Run(at, 0, rows, columns * size, row * size, value * size, size, part.pitch, first)
 
 
 def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
