@@ -120,18 +120,6 @@ def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None
         )  # fmt: skip
 
 
-class Lying(NamedTuple):
-    """Say how a part lies in memory, and where in the wire's tensor it is: all but its address."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
-    beyond: int
-    """Bytes of its address beyond an aligned one."""
-    first: int
-    pitch: int
-
-
 class Run(NamedTuple):
     """Describe rows of bytes on the device, as `_digest` reads them; strides in bytes."""
 
@@ -191,7 +179,7 @@ def digests(parts: Sequence[Placed]) -> Callable[[], Tensor]:
     device = parts[0].tensor.device
     addresses = [part.tensor.data_ptr() for part in parts]
     known = _runs_of(tuple([
-        Lying(x.shape, x.stride(), x.itemsize, address % ALIGNED, first, pitch)
+        (x.shape, x.stride(), x.itemsize, address % ALIGNED, first, pitch)
         for address, (x, first, pitch) in zip(addresses, parts, strict=True)
     ]))  # fmt: skip
     starts = [addresses[n] // ALIGNED * ALIGNED for n in known.parts]
@@ -210,9 +198,9 @@ def digests(parts: Sequence[Placed]) -> Callable[[], Tensor]:
 
 
 @lru_cache(maxsize=2**10)  # every refit has the same groups: 49 of 8B, 222 of a 30B of experts
-def _runs_of(parts: tuple[Lying, ...]) -> Runs:
-    """Return the table for parts that lie so."""
-    found = [(slot, run) for slot, part in enumerate(parts) for run in _runs(part)]
+def _runs_of(parts: tuple[tuple, ...]) -> Runs:
+    """Return the table for parts of these shapes, strides and places (arguments of `_runs`)."""
+    found = [(slot, run) for slot, part in enumerate(parts) for run in _runs(*part)]
     found.sort(key=lambda pair: not pair[1].is_even)
     numbers, launches = [], []
     for is_even, together in groupby(found, key=lambda pair: pair[1].is_even):
@@ -229,20 +217,31 @@ def _runs_of(parts: tuple[Lying, ...]) -> Runs:
     )
 
 
-def _runs(part: Lying) -> Iterator[Run]:
-    """Yield a part's rows as runs; a contiguous part is cut anew into rows of a tile's width."""
-    size, at, first, wide = part.itemsize, part.beyond, part.first, TILE_WORDS.value
-    rows, columns = (1, *part.shape)[-2:]
-    row, value = (columns * part.strides[-1], *part.strides)[-2:]
+def _runs(
+    shape: Sequence[int], strides: Sequence[int], size: int, at: int, first: int, pitch: int
+) -> Iterator[Run]:
+    """Yield a part's rows as runs; a contiguous part is cut anew into rows of a tile's width.
+
+    Args:
+        shape: `[R, C]` or `[C]`.
+        strides: in values.
+        size: bytes of a value.
+        at: the part's address, or what of it is beyond an aligned one.
+        first: as `Placed.first`.
+        pitch: as `Placed.pitch`.
+    """
+    rows, columns = (1, *shape)[-2:]
+    row, value = (columns * strides[-1], *strides)[-2:]
     is_contiguous = (columns == 1 or value == 1) and (rows == 1 or row == columns)
-    if is_contiguous and columns * size == part.pitch * WORD:
-        full, rest = divmod(rows * part.pitch, wide)
+    wide = TILE_WORDS.value
+    if is_contiguous and columns * size == pitch * WORD:
+        full, rest = divmod(rows * pitch, wide)
         for count, words in ((full, wide), (1, rest)):
             if count and words:
                 yield Run(at, 0, count, words * WORD, wide * WORD, size, size, wide, first)
             at, first = at + full * wide * WORD, first + full * wide
     elif rows and columns:
-        yield Run(at, 0, rows, columns * size, row * size, value * size, size, part.pitch, first)
+        yield Run(at, 0, rows, columns * size, row * size, value * size, size, pitch, first)
 
 
 def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -252,7 +251,7 @@ def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
 
 def _sizes(weight_OI: Tensor) -> tuple[int, int, int, int]:
     O, I = weight_OI.shape[-2:]
-    return O, I, triton.cdiv(O, 128), triton.cdiv(I, 128)
+    return O, I, -(-O // 128), -(-I // 128)  # triton.cdiv takes 2 us on the host
 
 
 def _results(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

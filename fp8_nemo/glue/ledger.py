@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.destination import Destination, spec_of
+from fp8_nemo.glue.destination import Destination, dtype_of
 from fp8_nemo.glue.digest import Digests, Placed, placed
 from fp8_nemo.glue.manifest import (
     KV_SUFFIXES,
@@ -183,10 +183,10 @@ class Ledger:
             return "unknown name"
         if name in self.received:
             return "sent twice"
-        if (found := spec_of(tensor)).dtype != spec.dtype:
-            return f"wrong dtype {found.dtype}, expected {spec.dtype}"
-        if found.shape != spec.shape:
-            return f"wrong shape {list(found.shape)}, expected {list(spec.shape)}"
+        if (dtype := dtype_of(tensor)) != spec.dtype:
+            return f"wrong dtype {dtype}, expected {spec.dtype}"
+        if tensor.shape != spec.shape:
+            return f"wrong shape {list(tensor.shape)}, expected {list(spec.shape)}"
         return ""
 
     def _otherwise(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -225,7 +225,7 @@ class Ledger:
         numbers = torch.cat([
             manifest, *self.arrived_sums.sums, *self.loaded_sums.sums,
             *([now.digests()] if now and digested else []),
-            *(now.parts[name].tensor.view(torch.int32).long() for name in kv_scales if now),
+            *([now.kv_bits()] if now and kv_scales else []),
         ]).tolist()  # fmt: skip
         sent, rest = numbers[: len(manifest)], iter(numbers[len(manifest) :])
         self.manifest = read_manifest(sent, [n for n in self.received if n.endswith(KV_SUFFIXES)])
