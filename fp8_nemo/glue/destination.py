@@ -182,11 +182,13 @@ def _not_all(
     watched: Mapping[str, Sequence[Tensor]], are_fine: Callable[[Tensor], Tensor]
 ) -> list[str]:
     """Return the names of tensors that hold a bad value; look one by one only if one does."""
-    views = [view if view.ndim == 1 else view.flatten() for each in watched.values() for view in each]
+    views = [
+        view if view.ndim == 1 else view.flatten() for each in watched.values() for view in each
+    ]
     fine = are_fine(torch.cat(views))
     if fine.all():
         return []
-    verdicts = torch.stack([each.all() for each in fine.split([len(view) for view in views])])
+    verdicts = torch.stack([each.all() for each in fine.split([view.numel() for view in views])])
     names = [name for name, each in watched.items() for _ in each]
     bad = [name for name, passed in zip(names, verdicts.tolist(), strict=True) if not passed]
     return [*dict.fromkeys(bad)]

@@ -14,7 +14,9 @@ numbers; a CPU's torch operations are its reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,14 @@ FACTOR, FIRST, SECOND = -0x61C8864F, 0x7FEB352D, -0x7B935975
 """As INT32: 0x9E3779B1 of an index, 0x7FEB352D and 0x846CA68B of `mix`."""
 WORDS_AT_ONCE = 2**22
 """Words that a CPU mixes at once, each of which takes 16 bytes meanwhile."""
+
+
+ALIGNED = 16
+"""Bytes that a thread loads at once."""
+TILE_ROWS, TILE_WORDS = 32, 128
+"""What one program of the kernel digests."""
+RUN = 10
+"""Numbers in a row of the kernel's table: `Run`, and which part it is of."""
 
 
 class Placed(NamedTuple):
@@ -87,6 +97,91 @@ class Digests:
 def digest(tensor: Tensor) -> Tensor:
     """Return the digest of a whole tensor, an INT64 scalar on the tensor's device."""
     return Digests([placed(tensor, tensor.shape)])()[0]
+
+
+class Run(NamedTuple):
+    """Describe rows of bytes on the device, as `kernels._digest` reads them; strides in bytes."""
+
+    address: int
+    first_tile: int
+    rows: int
+    length: int
+    row_stride: int
+    value_stride: int
+    itemsize: int
+    pitch: int
+    """Words of the wire's tensor from row to row."""
+    first: int
+    """Index of the first word."""
+
+    @property
+    def is_even(self) -> bool:
+        """Whether its words can be loaded four at a time, 16 aligned bytes."""
+        aligned = not (self.address % ALIGNED or self.length % ALIGNED)
+        return aligned and self.value_stride == self.itemsize and not self.row_stride % ALIGNED
+
+    @property
+    def tiles(self) -> int:
+        """Number of programs that digest it."""
+        return -(-self.rows // TILE_ROWS) * -(-self.length // (WORD * TILE_WORDS))
+
+
+class Runs(NamedTuple):
+    """Hold what the kernel is told about parts that lie in one way, wherever they are."""
+
+    numbers: Tensor
+    """INT64: every run with the part that it is of, then a zero for each part's digest."""
+    at: Tensor
+    """Where in `numbers` the address of each run is, of which only the unaligned rest is known."""
+    parts: list[int]
+    """Of which part each run is."""
+    launches: list[tuple[bool, int, int, int]]
+    """Whether its runs are even, where in `numbers` they begin, how many they are, and tiles."""
+
+
+@lru_cache(maxsize=2**10)  # the groups of every refit are the same: 49 of 8B, 222 of 30B's experts
+def runs_of(parts: tuple[tuple, ...]) -> Runs:
+    """Return what the kernel is told about parts, each given as the arguments of `_runs`."""
+    found = [(part, run) for part, each in enumerate(parts) for run in _runs(*each)]
+    found.sort(key=lambda pair: not pair[1].is_even)
+    numbers, launches = [], []
+    for is_even, together in groupby(found, key=lambda pair: pair[1].is_even):
+        first, tiles = len(numbers), 0
+        for part, run in together:
+            numbers += [*run._replace(first_tile=tiles), part]
+            tiles += run.tiles
+        launches.append((is_even, first, (len(numbers) - first) // RUN, tiles))
+    return Runs(
+        torch.tensor(numbers + [0] * len(parts), dtype=torch.int64),
+        torch.arange(0, len(numbers), RUN), [part for part, _ in found], launches,
+    )  # fmt: skip
+
+
+def _runs(
+    shape: Sequence[int], strides: Sequence[int], size: int, at: int, first: int, pitch: int
+) -> Iterator[Run]:
+    """Yield a part's rows as runs; a contiguous part is cut anew into rows of a tile's width.
+
+    Args:
+        shape: `[R, C]` or `[C]`.
+        strides: in values.
+        size: bytes of a value.
+        at: the part's address, or what of it is beyond an aligned one.
+        first: as `Placed.first`.
+        pitch: as `Placed.pitch`.
+    """
+    rows, columns = (1, *shape)[-2:]
+    row, value = (columns * strides[-1], *strides)[-2:]
+    is_contiguous = (columns == 1 or value == 1) and (rows == 1 or row == columns)
+    wide = TILE_WORDS
+    if is_contiguous and columns * size == pitch * WORD:
+        full, rest = divmod(rows * pitch, wide)
+        for count, words in ((full, wide), (1, rest)):
+            if count and words:
+                yield Run(at, 0, count, words * WORD, wide * WORD, size, size, wide, first)
+            at, first = at + full * wide * WORD, first + full * wide
+    elif rows and columns:
+        yield Run(at, 0, rows, columns * size, row * size, value * size, size, pitch, first)
 
 
 def _in_torch(part: Placed) -> int:

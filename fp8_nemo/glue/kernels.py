@@ -20,17 +20,15 @@ R rows (tokens), H heads, D head dimension, T tokens.
 # Triton comes with a CUDA build of torch, and only there is this module imported.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from itertools import groupby
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8_nemo.glue.digest import Placed
+from fp8_nemo.glue import digest
+from fp8_nemo.glue.digest import ALIGNED, Placed, runs_of
 
 BLOCK = tl.constexpr(128)
 FP8_MAX = tl.constexpr(448.0)
@@ -40,10 +38,7 @@ COLUMNS = tl.constexpr(8)  # of the table of weights: three addresses, first blo
 ROWS_AT_ONCE = 16
 GROUPS_AT_ONCE = 32  # rows of activations that one program takes, one group of 128 of each
 HEADS_AT_ONCE = tl.constexpr(1024)  # values of a row that one turn reads
-ALIGNED = 16  # bytes; what a thread loads at once
-WORD = 4
-RUN = tl.constexpr(10)  # columns of the table of what is digested: `Run`, and the slot
-TILE_ROWS, TILE_WORDS = tl.constexpr(32), tl.constexpr(128)  # that one program digests
+RUN, TILE_ROWS, TILE_WORDS = map(tl.constexpr, (digest.RUN, digest.TILE_ROWS, digest.TILE_WORDS))
 
 
 def quantize(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,56 +115,6 @@ def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None
         )  # fmt: skip
 
 
-class Run(NamedTuple):
-    """Describe rows of bytes on the device, as `_digest` reads them; strides in bytes."""
-
-    address: int
-    first_tile: int
-    rows: int
-    length: int
-    row_stride: int
-    value_stride: int
-    itemsize: int
-    pitch: int
-    """Words of the wire's tensor from row to row."""
-    first: int
-    """Index of the first word."""
-
-    @property
-    def is_even(self) -> bool:
-        """Whether its words can be loaded four at a time, 16 aligned bytes."""
-        aligned = not (self.address % ALIGNED or self.length % ALIGNED)
-        return aligned and self.value_stride == self.itemsize and not self.row_stride % ALIGNED
-
-    @property
-    def tiles(self) -> int:
-        """Number of programs that digest it."""
-        across = triton.cdiv(triton.cdiv(self.length, WORD), TILE_WORDS.value)
-        return triton.cdiv(self.rows, TILE_ROWS.value) * across
-
-
-class Launch(NamedTuple):
-    """State which runs of a table one launch digests."""
-
-    is_even: bool
-    first: int
-    """Where its runs begin among the numbers of the table."""
-    runs: int
-    tiles: int
-
-
-class Runs(NamedTuple):
-    """Hold what `_digest` is told about parts, wherever they are: a table without addresses."""
-
-    numbers: Tensor
-    """INT64: all runs one after the other, then a zero for each part's digest."""
-    at: Tensor
-    """Where in `numbers` the addresses are, one a run."""
-    parts: list[int]
-    """Of which part each run is."""
-    launches: list[Launch]
-
-
 def digests(parts: Sequence[Placed]) -> Callable[[], Tensor]:
     """Return a function that digests all parts, which stay where they are.
 
@@ -178,7 +123,7 @@ def digests(parts: Sequence[Placed]) -> Callable[[], Tensor]:
     """
     device = parts[0].tensor.device
     addresses = [part.tensor.data_ptr() for part in parts]
-    known = _runs_of(tuple([
+    known = runs_of(tuple([
         (x.shape, x.stride(), x.itemsize, address % ALIGNED, first, pitch)
         for address, (x, first, pitch) in zip(addresses, parts, strict=True)
     ]))  # fmt: skip
@@ -195,53 +140,6 @@ def digests(parts: Sequence[Placed]) -> Callable[[], Tensor]:
         return sums_N
 
     return launched
-
-
-@lru_cache(maxsize=2**10)  # every refit has the same groups: 49 of 8B, 222 of a 30B of experts
-def _runs_of(parts: tuple[tuple, ...]) -> Runs:
-    """Return the table for parts of these shapes, strides and places (arguments of `_runs`)."""
-    found = [(slot, run) for slot, part in enumerate(parts) for run in _runs(*part)]
-    found.sort(key=lambda pair: not pair[1].is_even)
-    numbers, launches = [], []
-    for is_even, together in groupby(found, key=lambda pair: pair[1].is_even):
-        first, tiles = len(numbers), 0
-        for slot, run in together:
-            numbers += [*run._replace(first_tile=tiles), slot]
-            tiles += run.tiles
-        launches.append(Launch(is_even, first, (len(numbers) - first) // RUN.value, tiles))
-    return Runs(
-        torch.tensor(numbers + [0] * len(parts), dtype=torch.int64),
-        torch.arange(0, len(numbers), RUN.value),
-        [slot for slot, _ in found],
-        launches,
-    )
-
-
-def _runs(
-    shape: Sequence[int], strides: Sequence[int], size: int, at: int, first: int, pitch: int
-) -> Iterator[Run]:
-    """Yield a part's rows as runs; a contiguous part is cut anew into rows of a tile's width.
-
-    Args:
-        shape: `[R, C]` or `[C]`.
-        strides: in values.
-        size: bytes of a value.
-        at: the part's address, or what of it is beyond an aligned one.
-        first: as `Placed.first`.
-        pitch: as `Placed.pitch`.
-    """
-    rows, columns = (1, *shape)[-2:]
-    row, value = (columns * strides[-1], *strides)[-2:]
-    is_contiguous = (columns == 1 or value == 1) and (rows == 1 or row == columns)
-    wide = TILE_WORDS.value
-    if is_contiguous and columns * size == pitch * WORD:
-        full, rest = divmod(rows * pitch, wide)
-        for count, words in ((full, wide), (1, rest)):
-            if count and words:
-                yield Run(at, 0, count, words * WORD, wide * WORD, size, size, wide, first)
-            at, first = at + full * wide * WORD, first + full * wide
-    elif rows and columns:
-        yield Run(at, 0, rows, columns * size, row * size, value * size, size, pitch, first)
 
 
 def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
