@@ -47,6 +47,11 @@ def as_typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def printable(line: str) -> str:
+    """Escape what would break a line, or command the terminal, in a word that is repeated."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
+
+
 def verb_line(verb: str) -> str:
     """Return how to call a verb, in the way in which the user has called this one.
 
