@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
-from fp8_nemo.correction.measure import save_pair
+from fp8_nemo.correction.measure import packed, pair_file
 from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
 from fp8_nemo.glue import recalibrate
 from fp8_nemo.glue.refit import refit_stream
@@ -151,7 +151,8 @@ class GrpoLoop:
                 multiplier, pair, self.recipe.correction
             )
             if self._validates(step):
-                save_pair(self.path, step, pair)
+                with metrics.replaced(pair_file(self.path, step)) as file:
+                    file.write_bytes(packed(pair))
             if self.fp8_kv:
                 with clock("recalibrate"):
                     row |= self._recalibrate(batch)

@@ -169,7 +169,7 @@ def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
                     "bounds a mask, and correction.mask=none",
                     "set correction.mask=token, sequence, geometric or a divergence, as token-k2",
                 )
-    elif low is None and high is None:
+    elif low is None and high is None and correction.mask in (*RATIOS, *DIVERGENCES):
         yield Mistake("correction.mask", correction.mask, "needs correction.low or correction.high")
     elif correction.mask in DIVERGENCES and (low is not None or high is None):
         yield Mistake(

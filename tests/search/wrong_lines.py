@@ -1,0 +1,1 @@
+LINES: list[tuple[str, str]] = []
