@@ -1,7 +1,8 @@
 """Two hundred wrong lines, a row each: one line says what is wrong, and nothing is made.
 
 Every verb is called as a user types it, in this process, in a folder that holds what a user may
-point at by mistake. A row is the line, and what its message must begin with or hold.
+point at by mistake. `wrong_lines.txt` is the table: a line as a shell reads it, and below it what
+its message must hold.
 """
 
 import shlex
@@ -14,8 +15,9 @@ import pytest
 from fp8_nemo.recipe.model_dir import SHIPPED
 from fp8_nemo.runs.run_dir import freeze
 from tests.conftest import small_plan
-from tests.search.wrong_lines import LINES
 
+TABLE = (Path(__file__).parent / "wrong_lines.txt").read_text().splitlines()
+LINES = [(line, message.strip()) for line, message in zip(TABLE[::2], TABLE[1::2], strict=True)]
 UNSET = ("NEMO_RL_ROOT", "RAY_ADDRESS", "UNSET_NAME", "HF_TOKEN")
 
 

@@ -1,1 +1,0 @@
-LINES: list[tuple[str, str]] = []
