@@ -1,0 +1,163 @@
+"""Run verbs in processes of their own that start fast: forked from one that has loaded torch.
+
+A child can be killed at any moment, as a user's process can, and costs no start of torch.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+CURVES = ("metrics.jsonl", "rows.jsonl")
+LOADED = (
+    "fp8_nemo.recipes.grpo",
+    "fp8_nemo.recipes.compare",
+    "fp8_nemo.local.run",
+    "fp8_nemo.export.convert",
+    "fp8_nemo.report.figures",
+    "fp8_nemo.report.html.render",
+)
+CHANGES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod")
+"""Python's audit events, which come before the change."""
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(list(LOADED))
+
+
+class Child:
+    """One call in a process of its own, its output in a file."""
+
+    def __init__(
+        self, output: Path, call: Callable[..., int], *arguments: Any, dies_at: int | None = None
+    ) -> None:
+        """Start `call(*arguments)`, whose result is the exit code.
+
+        Args:
+            output: file of what it prints; beside it `output.changes`, how many changes it began.
+            call: a function of a module.
+            arguments: of the call.
+            dies_at: which change of a file or folder beside `output` it is killed before.
+        """
+        self.output = output
+        self._process = FORKING.Process(
+            target=_in_child, args=(str(output), call, arguments, dies_at)
+        )
+        self._process.start()
+
+    def kill(self, seconds: float) -> bool:
+        """SIGKILL after so long; whether it was still there, or had killed itself."""
+        self._process.join(seconds)
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode == -signal.SIGKILL
+
+    def end(self, seconds: float = 300) -> int:
+        """Return its exit code."""
+        self._process.join(seconds)
+        assert self._process.exitcode is not None, f"still there: {self.said}"
+        return self._process.exitcode
+
+    @property
+    def said(self) -> str:
+        """What it printed."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    @property
+    def changes(self) -> int:
+        """How many changes of files it began, once it has come to its end."""
+        return int(self.output.with_suffix(".changes").read_text())
+
+
+def _in_child(
+    output: str, call: Callable[..., int], arguments: tuple[Any, ...], dies_at: int | None
+) -> None:
+    code, said = 70, Path(output)
+    with said.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+        changes = _watch(str(said.parent), dies_at)
+        try:
+            code = call(*arguments)
+        except SystemExit as stopped:
+            code = stopped.code
+        except BaseException:
+            traceback.print_exc()
+    said.with_suffix(".changes").write_text(str(len(changes)))
+    os._exit(code)
+
+
+def _watch(folder: str, dies_at: int | None) -> list[str]:
+    """Keep the changes of files below a folder as they begin; die before the one of a number."""
+    changes: list[str] = []
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in CHANGES or not str(arguments[0]).startswith(folder):
+            return
+        if event == "open" and not arguments[2] & WRITING:
+            return
+        changes.append(event)
+        if len(changes) == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hear)
+    return changes
+
+
+def verb(name: str, *words: str) -> int:
+    """Call a verb; to be given to `Child`."""
+    return import_module(f"fp8_nemo.recipes.{name}").main(list(words))
+
+
+def trained(*words: str) -> int:
+    """Freeze a line's one cell and run it, both in this process."""
+    from fp8_nemo.plan.cells import compose_plans
+    from fp8_nemo.runs.metrics import RunDirError
+    from fp8_nemo.runs.run_dir import freeze
+
+    try:
+        [cell] = freeze(compose_plans(words))
+    except RunDirError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0 if cell.state == "finished" else verb("run", str(cell.path))
+
+
+def undisturbed(output: Path, call: Callable[..., int], *arguments: Any) -> tuple[float, int]:
+    """Let a call come to its end; its seconds, and how many changes of files it began."""
+    start = time.monotonic()
+    child = Child(output, call, *arguments)
+    assert child.end() == 0, child.said
+    return time.monotonic() - start, child.changes
+
+
+def tree(folder: Path, but: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return every file below a folder by its path: its bytes, or of metrics its rows.
+
+    Args:
+        folder: to be read.
+        but: parts of paths, of files that say when or how often something was done.
+    """
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_dir() or any(part in name for part in but):
+            continue
+        found[name] = (
+            rows(path) if path.name in ("metrics.jsonl", "rows.jsonl") else path.read_bytes()
+        )
+    return found
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a curve without its times."""
+    lines = file.read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if not key.startswith("time/")}
+        for line in lines
+    ]
