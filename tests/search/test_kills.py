@@ -25,8 +25,8 @@ OF_AN_ATTEMPT = ("log/", "environment.json", ".lock")
 def killed(kills: int, seed: int, output: Path, target: Path, call, *arguments) -> None:
     """Start a call again and again, kill it `kills` times, and let it come to its end at last.
 
-    One half dies at any time, the other half before a change of a file or folder, drawn among all.
-    Where it came to its end before its last kill, what it made is deleted.
+    Every fourth dies at any time, the others before a change of a file or folder, drawn from as many
+    parts of all changes. Where it came to its end before its last kill, what it made is deleted.
 
     Args:
         kills: SIGKILLs that met a living process.
@@ -39,7 +39,8 @@ def killed(kills: int, seed: int, output: Path, target: Path, call, *arguments) 
     seconds, changes = undisturbed(output, call, *arguments)
     shutil.rmtree(target)
     while done < kills:
-        at = draw.randint(1, changes) if done % 2 else None
+        part = draw.uniform(done, done + 1) / kills
+        at = max(1, round(part * changes)) if done % 4 else None
         child = Child(output, call, *arguments, dies_at=at)
         if child.kill(600 if at else draw.uniform(0, seconds)):
             done += 1
