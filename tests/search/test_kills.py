@@ -23,10 +23,10 @@ OF_AN_ATTEMPT = ("log/", "environment.json", ".lock")
 
 
 def killed(kills: int, seed: int, output: Path, target: Path, call, *arguments) -> None:
-    """Start a call again and again, kill it `kills` times, and let it come to its end at last.
+    """Start a call again and again and kill it `kills` times; see that each end is the same.
 
     Every fourth dies at any time, the others before a change of a file or folder, drawn from as many
-    parts of all changes. Where it came to its end before its last kill, what it made is deleted.
+    parts of all changes. Once it has come to its end in spite of it, it begins anew.
 
     Args:
         kills: SIGKILLs that met a living process.
@@ -37,6 +37,16 @@ def killed(kills: int, seed: int, output: Path, target: Path, call, *arguments) 
     """
     draw, done = random.Random(seed), 0
     seconds, changes = undisturbed(output, call, *arguments)
+    whole = tree(target, OF_AN_ATTEMPT)
+
+    def ended() -> None:
+        """See that nothing is missing or left over; a kill may have come after all was done."""
+        undisturbed(output, call, *arguments)
+        assert tree(target, OF_AN_ATTEMPT) == whole
+        assert {path.name for path in target.parent.iterdir()} == around
+        shutil.rmtree(target)
+
+    around = {path.name for path in target.parent.iterdir()}
     shutil.rmtree(target)
     while done < kills:
         part = draw.uniform(done, done + 1) / kills
@@ -44,40 +54,29 @@ def killed(kills: int, seed: int, output: Path, target: Path, call, *arguments) 
         child = Child(output, call, *arguments, dies_at=at)
         if child.kill(600 if at else draw.uniform(0, seconds)):
             done += 1
-            continue
-        assert child.end() == 0, child.said
-        shutil.rmtree(target)
-    for _ in range(2):  # a kill may have come after all was done, and left something
-        undisturbed(output, call, *arguments)
+        else:
+            assert child.end() == 0, child.said
+            ended()
+    undisturbed(output, call, *arguments)
+    ended()
 
 
 def runs(tmp_path: Path, kills: int, seed: int) -> None:
-    outputs, words = tmp_path / "outputs", [*RUN, f"seed={seed}", f"outputs={tmp_path}/outputs"]
-    undisturbed(tmp_path / "output", trained, *words)
-    whole = tree(outputs, OF_AN_ATTEMPT)
-    killed(kills, seed, tmp_path / "output", outputs, trained, *words)
-    assert tree(outputs, OF_AN_ATTEMPT) == whole
+    words = [*RUN, f"seed={seed}", f"outputs={tmp_path}/outputs"]
+    killed(kills, seed, tmp_path / "output", tmp_path / "outputs", trained, *words)
 
 
 def conversions(tmp_path: Path, kills: int, seed: int) -> None:
-    target = tmp_path / "fp8"
-    words = ["quantize_checkpoint", str(SHIPPED / "tiny-qwen3-moe"), str(target)]
-    undisturbed(tmp_path / "output", verb, *words)
-    whole = tree(target)
-    killed(kills, seed, tmp_path / "output", target, verb, *words)
-    assert tree(target) == whole
-    assert {path.name for path in tmp_path.iterdir()} == {"fp8", "output", "output.changes"}
+    words = ["quantize_checkpoint", str(SHIPPED / "tiny-qwen3-moe"), f"{tmp_path}/fp8"]
+    killed(kills, seed, tmp_path / "output", tmp_path / "fp8", verb, *words)
 
 
 def comparisons(tmp_path: Path, kills: int, seed: int) -> None:
-    outputs, words = tmp_path / "outputs", ["compare", f"{tmp_path}/outputs", "--html"]
     for precision in ("bf16", "fp8-linear"):
-        line = [*RUN, f"precision={precision}", f"outputs={outputs}"]
+        line = [*RUN, f"precision={precision}", f"outputs={tmp_path}/outputs"]
         undisturbed(tmp_path / "output", trained, *line)
-    undisturbed(tmp_path / "output", verb, *words)
-    whole = tree(outputs)
-    killed(kills, seed, tmp_path / "output", outputs / "report", verb, *words)
-    assert tree(outputs) == whole
+    words = ["compare", f"{tmp_path}/outputs", "--html"]
+    killed(kills, seed, tmp_path / "output", tmp_path / "outputs" / "report", verb, *words)
 
 
 KILLED = {"runs": runs, "conversions": conversions, "comparisons": comparisons}
