@@ -137,7 +137,7 @@ def undisturbed(output: Path, call: Callable[..., int], *arguments: Any) -> tupl
 
 
 def tree(folder: Path, but: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return every file below a folder by its path: its bytes, or of metrics its rows.
+    """Return all below a folder by its path: a file's bytes, of metrics its rows, of a folder None.
 
     Args:
         folder: to be read.

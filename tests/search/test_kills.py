@@ -25,8 +25,8 @@ OF_AN_ATTEMPT = ("log/", "environment.json", ".lock")
 def killed(kills: int, seed: int, output: Path, target: Path, call, *arguments) -> None:
     """Start a call again and again and kill it `kills` times; see that each end is the same.
 
-    Every fourth dies at any time, the others before a change of a file or folder, drawn from as many
-    parts of all changes. Once it has come to its end in spite of it, it begins anew.
+    Every fourth dies at any time, the others before a change of a file or folder, drawn from as
+    many parts of all changes. Once it has come to its end in spite of it, it begins anew.
 
     Args:
         kills: SIGKILLs that met a living process.
@@ -50,7 +50,7 @@ def killed(kills: int, seed: int, output: Path, target: Path, call, *arguments) 
     shutil.rmtree(target)
     while done < kills:
         part = draw.uniform(done, done + 1) / kills
-        at = max(1, round(part * changes)) if done % 4 else None
+        at = max(1, round(part * changes)) if done % 4 < 3 else None
         child = Child(output, call, *arguments, dies_at=at)
         if child.kill(600 if at else draw.uniform(0, seconds)):
             done += 1
