@@ -114,18 +114,27 @@ def verb(name: str, *words: str) -> int:
     return import_module(f"fp8_nemo.recipes.{name}").main(list(words))
 
 
-def trained(*words: str) -> int:
-    """Freeze a line's one cell and run it, both in this process."""
+def frozen(*words: str) -> int:
+    """Make the run directories of a line's cells, and run none."""
     from fp8_nemo.plan.cells import compose_plans
     from fp8_nemo.runs.metrics import RunDirError
     from fp8_nemo.runs.run_dir import freeze
 
     try:
-        [cell] = freeze(compose_plans(words))
+        print(*(f"{each.state} {each.path}" for each in freeze(compose_plans(words))), sep="\n")
     except RunDirError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0 if cell.state == "finished" else verb("run", str(cell.path))
+    return 0
+
+
+def trained(*words: str) -> int:
+    """Freeze a line's one cell and run it in the same process, where a verb starts another one."""
+    from fp8_nemo.plan.cells import compose_plans
+    from fp8_nemo.runs.run_dir import run_path
+
+    code = frozen(*words)
+    return code or verb("run", str(run_path(compose_plans(words)[0])))
 
 
 def undisturbed(output: Path, call: Callable[..., int], *arguments: Any) -> tuple[float, int]:
