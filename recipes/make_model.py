@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         make(folder, recipe, problems)
     except OSError as error:
-        tell(f"{folder}: cannot be written ({error.strerror or error}); make room", sys.stderr)
+        tell(error, sys.stderr)
         return 2
     return 0
 

@@ -287,7 +287,11 @@ def new_model(shape: Shape, chat: Chat, seed: int) -> PreTrainedModel:
 
 
 def save_model(model: PreTrainedModel, chat: Chat, folder: Path) -> None:
-    """Write weights in BF16, configuration, tokenizer and chat template; all of it, or nothing."""
+    """Write weights in BF16, configuration, tokenizer and chat template; all of it, or nothing.
+
+    Raises:
+        OSError: it cannot be written; one line, with the folder.
+    """
     saving = new_staging(folder.resolve().parent, ".saving")
     try:
         new = saving / folder.resolve().name
@@ -299,8 +303,9 @@ def save_model(model: PreTrainedModel, chat: Chat, folder: Path) -> None:
             sync(each)
         new.replace(folder.resolve())
         sync(saving.parent)
-    except SafetensorError as error:  # its own word for a full disk
-        raise OSError(f"{folder}: cannot be written ({error}); make room") from error
+    except (OSError, SafetensorError) as error:  # its own word for a full disk
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise OSError(f"{folder}: cannot be written ({reason}); make room") from error
     finally:
         shutil.rmtree(saving)
 

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,33 @@ FORKING = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(list(LOADED))
 
 
+def nothing(number: int) -> None:
+    """Let a change be."""
+
+
 class Child:
-    """One call in a process of its own, its output in a file."""
+    """One call in a process of its own, its output in files."""
 
     def __init__(
-        self, output: Path, call: Callable[..., int], *arguments: Any, dies_at: int | None = None
+        self,
+        output: Path,
+        call: Callable[..., int],
+        *arguments: Any,
+        before: Callable[[int], None] = nothing,
     ) -> None:
         """Start `call(*arguments)`, whose result is the exit code.
 
         Args:
-            output: file of what it prints; beside it `output.changes`, how many changes it began.
+            output: file of what it prints; `output.err` and, once it has come to its end,
+                `output.changes`, how many changes it began, lie beside it.
             call: a function of a module.
             arguments: of the call.
-            dies_at: which change of a file or folder beside `output` it is killed before.
+            before: called in the child before each change of a file or folder beside `output`,
+                with the change's number from 1.
         """
         self.output = output
         self._process = FORKING.Process(
-            target=_in_child, args=(str(output), call, arguments, dies_at)
+            target=_in_child, args=(output, call, arguments, before), daemon=True
         )
         self._process.start()
 
@@ -62,51 +73,78 @@ class Child:
     def end(self, seconds: float = 300) -> int:
         """Return its exit code."""
         self._process.join(seconds)
-        assert self._process.exitcode is not None, f"still there: {self.said}"
+        assert self._process.exitcode is not None, f"still there: {self.said}{self.error}"
         return self._process.exitcode
 
     @property
     def said(self) -> str:
         """What it printed."""
-        return self.output.read_text() if self.output.exists() else ""
+        return self.output.read_text()
+
+    @property
+    def error(self) -> str:
+        """What it printed to standard error."""
+        return self.output.with_suffix(".err").read_text()
 
     @property
     def changes(self) -> int:
-        """How many changes of files it began, once it has come to its end."""
+        """How many changes of files it began."""
         return int(self.output.with_suffix(".changes").read_text())
 
 
 def _in_child(
-    output: str, call: Callable[..., int], arguments: tuple[Any, ...], dies_at: int | None
+    output: Path,
+    call: Callable[..., int],
+    arguments: tuple[Any, ...],
+    before: Callable[[int], None],
 ) -> None:
-    code, said = 70, Path(output)
-    with said.open("w", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
-        changes = _watch(str(said.parent), dies_at)
-        try:
-            code = call(*arguments)
-        except SystemExit as stopped:
-            code = stopped.code
-        except BaseException:
-            traceback.print_exc()
-    said.with_suffix(".changes").write_text(str(len(changes)))
+    code = 70
+    error = output.with_suffix(".err")
+    with output.open("w", buffering=1) as file, error.open("w", buffering=1) as errors:
+        changes = _watch(str(output.parent), before)
+        with redirect_stdout(file), redirect_stderr(errors):
+            try:
+                code = call(*arguments)
+            except SystemExit as stopped:
+                code = stopped.code
+            except BaseException:
+                traceback.print_exc()
+    number = len(changes)
+    output.with_suffix(".changes").write_text(str(number))
     os._exit(code)
 
 
-def _watch(folder: str, dies_at: int | None) -> list[str]:
-    """Keep the changes of files below a folder as they begin; die before the one of a number."""
+def _watch(folder: str, before: Callable[[int], None]) -> list[str]:
+    """Keep the changes of files below a folder as they begin."""
     changes: list[str] = []
+    aside = []  # while `before` changes files of its own
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in CHANGES or not str(arguments[0]).startswith(folder):
+        if event not in CHANGES or aside or not str(arguments[0]).startswith(folder):
             return
         if event == "open" and not arguments[2] & WRITING:
             return
         changes.append(event)
-        if len(changes) == dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        aside.append(event)
+        try:
+            before(len(changes))
+        finally:
+            aside.clear()
 
     sys.addaudithook(hear)
     return changes
+
+
+@dataclass
+class Dies:
+    """Kill the process before its change of a number."""
+
+    at: int | None
+
+    def __call__(self, number: int) -> None:
+        """Hear of a change."""
+        if number == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def verb(name: str, *words: str) -> int:
@@ -141,7 +179,7 @@ def undisturbed(output: Path, call: Callable[..., int], *arguments: Any) -> tupl
     """Let a call come to its end; its seconds, and how many changes of files it began."""
     start = time.monotonic()
     child = Child(output, call, *arguments)
-    assert child.end() == 0, child.said
+    assert child.end() == 0, child.said + child.error
     return time.monotonic() - start, child.changes
 
 
@@ -164,8 +202,8 @@ def tree(folder: Path, but: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a curve without its times."""
-    lines = file.read_text().splitlines()
+    """Return the rows of a curve without its times, and without a last one that is cut short."""
+    lines = file.read_text().split("\n")[:-1]
     return [
         {key: value for key, value in json.loads(line).items() if not key.startswith("time/")}
         for line in lines

@@ -12,11 +12,11 @@ import pytest
 
 from fp8_nemo.recipe.model_dir import SHIPPED
 from tests.conftest import SMALL
-from tests.search.children import Child, frozen, trained, tree, undisturbed, verb
+from tests.search.children import Child, Dies, frozen, trained, tree, undisturbed, verb
 
 RUN = [
     *SMALL,
-    *("precision=fp8-kv-attn", "grpo.steps=8", "grpo.checkpoint_every=2"),
+    *("precision=fp8-kv-attn", "grpo.steps=5", "grpo.checkpoint_every=1"),
     *("grpo.validate_every=3", "grpo.max_new_tokens=3", "grpo.prompts_per_step=2"),
 ]
 OF_AN_ATTEMPT = ("log/", "environment.json", ".lock")
@@ -51,11 +51,11 @@ def killed(kills: int, seed: int, output: Path, target: Path, call, *arguments) 
     while done < kills:
         part = draw.uniform(done, done + 1) / kills
         at = max(1, round(part * changes)) if done % 4 < 3 else None
-        child = Child(output, call, *arguments, dies_at=at)
+        child = Child(output, call, *arguments, before=Dies(at))
         if child.kill(600 if at else draw.uniform(0, seconds)):
             done += 1
         else:
-            assert child.end() == 0, child.said
+            assert child.end() == 0, child.said + child.error
             ended()
     undisturbed(output, call, *arguments)
     ended()
@@ -65,13 +65,13 @@ def test_a_sweep_killed_before_any_change_that_makes_its_directories_leaves_noth
     output, outputs = tmp_path / "output", tmp_path / "outputs"
     words = ["-m", *SMALL, "precision=bf16,fp8-linear", f"outputs={outputs}"]
     _, changes = undisturbed(output, frozen, *words)
-    whole = tree(outputs)
+    whole = tree(outputs, OF_AN_ATTEMPT)
     assert changes > 12
-    for at in range(1, changes + 1):
+    for at in range(1, changes + 1, 2):
         shutil.rmtree(outputs)
-        assert Child(output, frozen, *words, dies_at=at).kill(60)
+        assert Child(output, frozen, *words, before=Dies(at)).kill(60)
         undisturbed(output, frozen, *words)
-        assert tree(outputs) == whole, at
+        assert tree(outputs, OF_AN_ATTEMPT) == whole, at
 
 
 def runs(tmp_path: Path, kills: int, seed: int) -> None:
