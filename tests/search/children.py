@@ -55,7 +55,7 @@ class Child:
             call: a function of a module.
             arguments: of the call.
             before: called in the child before each change of a file or folder beside `output`,
-                with the change's number from 1.
+                with the change's number from 1, and once after the last one.
         """
         self.output = output
         self._process = FORKING.Process(
@@ -109,7 +109,8 @@ def _in_child(
                 code = stopped.code
             except BaseException:
                 traceback.print_exc()
-    number = len(changes)
+        number = len(changes)
+        before(number + 1)
     output.with_suffix(".changes").write_text(str(number))
     os._exit(code)
 

@@ -30,8 +30,9 @@ def lost(tmp_path: Path, call, parts: int | None) -> tuple[list[Path], dict]:
     whole = tree(disk, OF_AN_ATTEMPT)
     shutil.rmtree(disk)
     disk.mkdir()
-    numbers = range(1, changes + 1)
-    moments = frozenset(numbers if parts is None else numbers[3 :: max(1, changes // parts)])
+    end = changes + 1
+    every = 1 if parts is None else max(1, changes // parts)
+    moments = frozenset({*range(every, end, every), end})
     child = Child(output, *call, before=Power(disk, tmp_path / "images", moments))
     assert child.end() == 0, child.error
     assert tree(disk, OF_AN_ATTEMPT) == whole
