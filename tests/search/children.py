@@ -101,7 +101,7 @@ def _in_child(
     code = 70
     error = output.with_suffix(".err")
     with output.open("w", buffering=1) as file, error.open("w", buffering=1) as errors:
-        changes = _watch(str(output.parent), before)
+        watch = Watch(str(output.parent), before)
         with redirect_stdout(file), redirect_stderr(errors):
             try:
                 code = call(*arguments)
@@ -109,31 +109,32 @@ def _in_child(
                 code = stopped.code
             except BaseException:
                 traceback.print_exc()
-        number = len(changes)
-        before(number + 1)
+        number = watch.changes
+        watch.tell()
     output.with_suffix(".changes").write_text(str(number))
     os._exit(code)
 
 
-def _watch(folder: str, before: Callable[[int], None]) -> list[str]:
-    """Keep the changes of files below a folder as they begin."""
-    changes: list[str] = []
-    aside = []  # while `before` changes files of its own
+class Watch:
+    """Count the changes of files below a folder, and tell of each before it is made."""
 
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in CHANGES or aside or not str(arguments[0]).startswith(folder):
-            return
-        if event == "open" and not arguments[2] & WRITING:
-            return
-        changes.append(event)
-        aside.append(event)
-        try:
-            before(len(changes))
-        finally:
-            aside.clear()
+    def __init__(self, folder: str, before: Callable[[int], None]) -> None:
+        self.changes, self._folder, self._before = 0, folder, before
+        self._tells = False  # `before` may change files of its own
+        sys.addaudithook(self._hear)
 
-    sys.addaudithook(hear)
-    return changes
+    def tell(self) -> None:
+        """Tell of the next change, or of the end."""
+        self._tells = True
+        self._before(self.changes + 1)
+        self._tells = False
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in CHANGES or self._tells or not str(arguments[0]).startswith(self._folder):
+            return
+        if event != "open" or arguments[2] & WRITING:
+            self.tell()
+            self.changes += 1
 
 
 @dataclass
