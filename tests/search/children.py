@@ -109,9 +109,8 @@ def _in_child(
                 code = stopped.code
             except BaseException:
                 traceback.print_exc()
-        number = watch.changes
-        watch.tell()
-    output.with_suffix(".changes").write_text(str(number))
+        watch.end()
+    output.with_suffix(".changes").write_text(str(watch.changes))
     os._exit(code)
 
 
@@ -123,17 +122,18 @@ class Watch:
         self._tells = False  # `before` may change files of its own
         sys.addaudithook(self._hear)
 
-    def tell(self) -> None:
-        """Tell of the next change, or of the end."""
+    def end(self) -> None:
+        """Tell once more, and hear no more."""
         self._tells = True
         self._before(self.changes + 1)
-        self._tells = False
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in CHANGES or self._tells or not str(arguments[0]).startswith(self._folder):
             return
         if event != "open" or arguments[2] & WRITING:
-            self.tell()
+            self._tells = True
+            self._before(self.changes + 1)
+            self._tells = False
             self.changes += 1
 
 
