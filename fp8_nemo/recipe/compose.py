@@ -49,6 +49,8 @@ ADDED = "cluster.extra"
 """A list to which a line adds, where Hydra would replace the one of the site's file."""
 SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.qos")
 QUOTE = "quote a value that holds = , : or brackets: \"key='a=b'\", \"key=['a=b']\""
+UNREADABLE = (ValueError, TypeError, AttributeError, AssertionError, RecursionError, YAMLError)
+"""What Hydra raises of a file whose `defaults` is no list, that is not UTF-8, or names itself."""
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -232,7 +234,7 @@ def _sweep_of(overrides: list[Override], loader: ConfigLoader) -> list[Override]
         raise ComposeError([f"{', '.join(chosen)}: one sweep at a time"])
     try:
         found = hydra_compose(CONFIG, chosen, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, *UNREADABLE) as error:
         raise ComposeError([f"{chosen[0]}: {_first_line(error)}"]) from error
     params = found.hydra.sweeper.params or {}
     typed = {each.key_or_group for each in overrides}
@@ -274,7 +276,7 @@ def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]
         return None, [_first_line(error)]
     except YAMLError as error:  # in a site's own file, which it names with line and column
         return None, [" ".join(str(error).split())]
-    except ValueError as error:  # as one whose `defaults` is no list, or that is not UTF-8
+    except UNREADABLE as error:
         return None, [f"{' '.join(cell)}: cannot be composed, {_first_line(error)}"]
     if beside in tree:
         group, _, key = ADDED.partition(".")
