@@ -29,7 +29,7 @@ from fp8_nemo.correction.correct import (
     correct,
     correction_metrics,
 )
-from fp8_nemo.correction.measure import save_pair
+from fp8_nemo.correction.measure import packed, pair_file
 from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
 from fp8_nemo.correction.routing import RouteCount, is_missing, replay_shares
 from fp8_nemo.correction.update import policy_ratio
@@ -176,7 +176,8 @@ class GrpoLoop:
             row |= advantage_metrics(multiplier, pair, advantages)
             row |= self._replay_metrics(batch)
             if self._validates(step):
-                save_pair(self.path, step, pair)
+                with metrics.replaced(pair_file(self.path, step)) as file:
+                    file.write_bytes(packed(pair))
             if self.fp8_kv:
                 with clock("recalibrate"):
                     row |= self._recalibrate(batch)

@@ -114,6 +114,7 @@ def _learned_nothing(rows: list[dict[str, Any]]) -> bool:
 
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
+    logging.raiseExceptions = False  # a full disk is told in one line, by what the run stops at
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
     run_dir.write_environment(path, **starting_point(plan.recipe, path))
     logging.info("environment %s", environment())

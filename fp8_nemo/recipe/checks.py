@@ -48,6 +48,11 @@ def as_typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def printable(line: str) -> str:
+    """Escape what would break a line, or command the terminal, in a word that is repeated."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
+
+
 def verb_line(verb: str) -> str:
     """Return how to call a verb, in the way in which the user has called this one.
 
@@ -167,7 +172,7 @@ def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
                     "bounds a mask, and correction.mask=none",
                     "set correction.mask=token, sequence, geometric or a divergence, as token-k2",
                 )
-    elif low is None and high is None:
+    elif low is None and high is None and correction.mask in (*RATIOS, *DIVERGENCES):
         yield Mistake("correction.mask", correction.mask, "needs correction.low or correction.high")
     elif correction.mask in DIVERGENCES and (low is not None or high is None):
         yield Mistake(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.provenance import COMMIT, commit
-from fp8_nemo.runs.run_dir import code_parent
+from fp8_nemo.runs.run_dir import code_parent, new_staging
 
 ROOT = Path(__file__).resolve().parents[2]
 IGNORED = ("__pycache__", "*.pyc", ".*")
@@ -61,7 +60,7 @@ def freeze_code(outputs: Path) -> Path:
 
 def _copy_whole(target: Path, parent: Path) -> None:
     """Copy the code to a folder of its own and move it into place; leave nothing else behind."""
-    staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=parent))
+    staging = new_staging(parent)
     try:
         for package, folder in _packages().items():
             into = staging.joinpath(*package.split("."))
