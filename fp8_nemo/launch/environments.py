@@ -41,7 +41,7 @@ Seen = dict[str, Any]
 
 def settings_of(recipe: Recipe) -> WorkerSettings:
     """Return what a run of this recipe tells its workers."""
-    return WorkerSettings.of(recipe, loss_corrects=native_correction(recipe.correction) is not None)
+    return WorkerSettings.of(recipe, loss_corrects=native_correction(recipe) is not None)
 
 
 def interpreters(plan: Plan) -> dict[str, str]:
