@@ -8,8 +8,13 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+CLIPPED, MOVED = "fp8_nemo_clipped", "fp8_nemo_moved"
+"""Ours among the metrics of NeMo RL's micro-batches, where `_min` and `_max` would be extrema."""
 
 
 def policy_ratio(
@@ -46,3 +51,29 @@ def entropy_sum(current_BT: Tensor, rollout_BT: Tensor, mask_BT: Tensor) -> Tens
     """
     weighed_BT = (current_BT - rollout_BT).exp() * current_BT
     return -weighed_BT.masked_fill(~mask_BT.bool(), 0.0).sum()
+
+
+def update_metrics(
+    of_micro_batches: dict[str, list[float]], *, has_ratio: bool
+) -> dict[str, float]:
+    """Return a step's `train/` metrics from those of NeMo RL's micro-batches; ours are taken out.
+
+    Its workers have divided each by the update's tokens and by the step's updates, so that the sum
+    is the mean over updates.
+
+    Args:
+        of_micro_batches: `all_mb_metrics` of `Policy.train`.
+        has_ratio: whether the loss has one; else NeMo RL writes logprobs in its place.
+    """
+    sums = {
+        "train/entropy": of_micro_batches.get("approx_entropy"),
+        "train/kl": of_micro_batches.pop(MOVED, None),
+        "train/clip_fraction": of_micro_batches.pop(CLIPPED, None),
+    }
+    found = {key: float(sum(values)) for key, values in sums.items() if values is not None}
+    ratios = [x for x in of_micro_batches.get("probs_ratio_max", ()) if math.isfinite(x)]
+    if not has_ratio:
+        found.pop("train/clip_fraction", None)
+    elif ratios:
+        found["train/ratio_max"] = max(ratios)
+    return found

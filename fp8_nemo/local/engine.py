@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ class Batch:
 
     def of(self, rows: slice | Tensor) -> Batch:
         """Return the sequences of a slice, or where a mask is true."""
-        return Batch(*(each if each is None else each[rows] for each in vars(self).values()))
+        fields: dict[str, Any] = vars(self)
+        return Batch(*(each if each is None else each[rows] for each in fields.values()))
 
 
 class Engine:

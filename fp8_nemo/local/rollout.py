@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,12 +119,11 @@ def joined(batches: list[Batch], padding: int) -> Batch:
     prompt = max(each.mask_BT.shape[1] - each.response_mask_BR.shape[1] for each in batches)
     response = max(each.response_mask_BR.shape[1] for each in batches)
     wide = [_widened(each, prompt, response, padding) for each in batches]
-    return Batch(
-        *(
-            None if parts[0] is None else torch.cat(parts)
-            for parts in zip(*(vars(each).values() for each in wide), strict=True)
-        )
-    )
+    fields = {name: [vars(each)[name] for each in wide] for name in vars(wide[0])}
+    joint: dict[str, Any] = {
+        name: None if parts[0] is None else torch.cat(parts) for name, parts in fields.items()
+    }
+    return Batch(**joint)
 
 
 def _widened(batch: Batch, prompt: int, response: int, padding: int) -> Batch:
