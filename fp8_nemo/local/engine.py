@@ -58,8 +58,10 @@ class Batch:
 
     def of(self, rows: slice | Tensor) -> Batch:
         """Return the sequences of a slice, or where a mask is true."""
-        fields: dict[str, Any] = vars(self)
-        return Batch(*(each if each is None else each[rows] for each in fields.values()))
+        fields: dict[str, Any] = {
+            name: None if each is None else each[rows] for name, each in vars(self).items()
+        }
+        return Batch(**fields)
 
 
 class Engine:

@@ -56,20 +56,20 @@ def is_informative(rewards_PG: Tensor) -> Tensor:
     return (rewards_PG != rewards_PG[:, :1]).any(1)
 
 
-def group_advantages(rewards_PG: Tensor, algorithm: Algorithm | None = None) -> Tensor:
+def group_advantages(rewards_PG: Tensor, algorithm: Algorithm) -> Tensor:
     """Return advantages `[P G]` over the group's mean, normalized where the others differ.
 
     `calculate_baseline_and_std_per_prompt` and `GRPOAdvantageEstimator`.
     """
     G = rewards_PG.shape[1]
-    leaves_out = algorithm is None or algorithm.use_leave_one_out_baseline
+    leaves_out = algorithm.use_leave_one_out_baseline
     own_PG, n = (rewards_PG, G - 1) if leaves_out else (torch.zeros_like(rewards_PG), G)
     others_PG = (rewards_PG.sum(1, keepdim=True) - own_PG) / n
     squares_PG = (rewards_PG.square().sum(1, keepdim=True) - own_PG.square()) / n
     variance_PG = (squares_PG - others_PG.square()).clamp(min=0) * (n / max(n - 1, 1))
     deviation_PG = variance_PG.sqrt()
     scale_PG = torch.where(deviation_PG > 0, deviation_PG + STD_EPSILON, 1.0)
-    if algorithm is not None and not algorithm.normalize_rewards:
+    if not algorithm.normalize_rewards:
         scale_PG = torch.ones_like(scale_PG)
     return ((rewards_PG - others_PG) / scale_PG).flatten()
 

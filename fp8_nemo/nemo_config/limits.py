@@ -25,11 +25,6 @@ from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
 
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
-REPLAYED_BESIDE = (
-    ("virtual_pipeline_model_parallel_size", 1, "must be null or 1", "replay-stages"),
-    ("moe_router_fusion", False, "must be false: the fused top-k asks no replay", "fused-router"),
-)
-"""Megatron's keys, the value that replay goes with, and where upstream says so."""
 NAMES_ENVIRONMENT = re.compile(r"data\.(default|train|validation)\.env_name")
 
 
@@ -288,7 +283,15 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
         SEAMS["short-schedule"].path,
         "lower it",
     )
-    yield from _of_replay(recipe, written)
+    fusion = f"{MEGATRON}.model_overrides.moe_router_fusion"
+    yield Limit(
+        f"nemo.{fusion}",
+        written.get(fusion),
+        recipe.replay.is_on and bool(written.get(fusion)),
+        f"must be false with replay={recipe.replay.name}: the fused top-k asks no replay",
+        SEAMS["fused-router"].path,
+        "leave it out, or set replay=none",
+    )
     multiple = written["policy.make_sequence_length_divisible_by"]
     tokens = 8 * (tensor if by_sequence else 1)
     yield Limit(
@@ -299,21 +302,6 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
         "transformer_engine, assert_dim_for_fp8_exec",
         "leave it out, or add +nemo.policy.make_sequence_length_divisible_by=128",
     )
-
-
-def _of_replay(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
-    """What routers do not replay beside."""
-    for key, usual, allowed, seam in REPLAYED_BESIDE:
-        for place in (f"{MEGATRON}.{key}", f"{MEGATRON}.model_overrides.{key}"):
-            value = written.get(place)
-            yield Limit(
-                f"nemo.{place}",
-                value,
-                recipe.replay.is_on and value not in (None, usual),
-                f"{allowed}, with replay={recipe.replay.name}",
-                SEAMS[seam].path,
-                "leave it out, or set replay=none",
-            )
 
 
 def _of_environments(written: Mapping[str, Any]) -> Iterator[Limit]:

@@ -213,10 +213,6 @@ SEAMS = {
         "assert self.lr_warmup_steps < self.lr_decay_steps",
         "a warm-up as long as its schedule is cut short",
     ),
-    "replay-stages": Seam(
-        MAIN, "nemo_rl/models/megatron/router_replay.py", (66,), "vpp_size not in (None, 1)",
-        "router replay has no virtual pipeline stages",
-    ),
     "no-replay": Seam(
         V0_7_0, GRPO, (2556,), '"sample_mask": repeated_batch["loss_multiplier"]',
         "the loop's batch for training carries no routed experts",
