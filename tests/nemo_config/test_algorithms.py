@@ -22,7 +22,10 @@ def given(*arguments, cell=CELL):
 def test_grpo_writes_nothing_so_that_bases_and_old_lines_stay_as_they_are():
     assert given("algorithm=grpo", "replay=none") == {}
     own = overrides(
-        *CELL, "+nemo.loss_fn.ratio_clip_max=0.28", "+nemo.grpo.normalize_rewards=false"
+        *CELL,
+        "+nemo.loss_fn.ratio_clip_max=0.28",
+        "+nemo.grpo.normalize_rewards=false",
+        host=host("main"),
     )
     assert (own["loss_fn.ratio_clip_max"], own["grpo.normalize_rewards"]) == (0.28, False)
 
