@@ -186,7 +186,7 @@ class Decoder:
         tokens_BT: Tensor,
         mask_BT: Tensor,
         more: int,
-        routers: Routers | None,
+        routers: Routers | None = None,
     ) -> None:
         self.model, self.tokens_BT, self.routers = model, tokens_BT, routers
         self.chosen_NA: list[Tensor] = []

@@ -165,8 +165,10 @@ class GrpoLoop:
             pair = LogprobPair(train_BR, batch.rollout_BR, batch.response_mask_BR)
             multiplier = correct(pair, self.recipe.correction)
             advantages = self._advantages(rollout, batch, train_BR, reference_BR)
+            if warmup := self.recipe.grpo.warmup_steps:
+                self.policy.warm_up(step - 1, warmup)
             with clock("train"):
-                row |= self._update(step, batch, advantages, train_BR, reference_BR, multiplier)
+                row |= self._update(batch, advantages, train_BR, reference_BR, multiplier)
             row |= sampled | rollout_metrics(rollout.batch, self.settled.response_tokens)
             row |= mismatch_metrics(pair) | correction_metrics(
                 multiplier, pair, self.recipe.correction
@@ -196,24 +198,27 @@ class GrpoLoop:
         generations = self.settled.generations_per_prompt
         return [each for each in chosen for _ in range(generations)]
 
-    def _sample(self, problems: list[Problem], generator: torch.Generator) -> Rollout:
+    def _sample(self, problems: list[Problem], generator: torch.Generator) -> Batch:
         prompts = [self.chat.prompt(problem.input) for problem in problems]
-        longest = self.settled.response_tokens
-        batch = self.engine.generate(prompts, self.chat, longest, generator)
+        return self.engine.generate(prompts, self.chat, self.settled.response_tokens, generator)
+
+    def _answered(self, problems: list[Problem], generator: torch.Generator) -> Rollout:
+        """Sample answers and reward them."""
+        batch, longest = self._sample(problems, generator), self.settled.response_tokens
         return rewarded(batch, problems, self.chat, self.algorithm, longest)
 
     def _rollout(self, step: int) -> tuple[Rollout, dict[str, float]]:
         """Sample a step's answers; return them, and what all that were sampled earned."""
         prompts, sampler = self.settled.prompts_per_step, self.progress.sampler
         if not self.algorithm.use_dynamic_sampling:
-            rollout = self._sample(self._problems_of((step - 1) * prompts, prompts), sampler)
+            rollout = self._answered(self._problems_of((step - 1) * prompts, prompts), sampler)
             return rollout, {"reward/mean": rollout.rewards_B.mean().item()}
 
         def draw() -> Rollout:
             """Sample answers to the next prompts."""
             first, many = self.progress.prompts, self.settled.prompts_per_batch
             self.progress.prompts += many
-            return self._sample(self._problems_of(first, many), sampler)
+            return self._answered(self._problems_of(first, many), sampler)
 
         generations = self.settled.generations_per_prompt
         rollout, rewards_N, batches = sample_dynamically(
@@ -244,7 +249,6 @@ class GrpoLoop:
 
     def _update(
         self,
-        step: int,
         batch: Batch,
         advantages: Tensor,
         train_BR: Tensor,
@@ -257,8 +261,6 @@ class GrpoLoop:
         mask_BR = counted_BR = batch.response_mask_BR
         if self.recipe.correction.renormalize_denominator:
             counted_BR = multiplier.kept_BT
-        if warmup := self.recipe.grpo.warmup_steps:
-            self.policy.warm_up(step - 1, warmup)
         in_loss = None if algorithm.use_kl_in_reward else reference_BR
         moved, norms = UpdateMetrics(algorithm, updates), []
         for start in range(0, len(batch.tokens_BT), size):
@@ -342,7 +344,7 @@ class GrpoLoop:
         """Return the share of right answers on held-out problems; the sampling repeats itself."""
         problems = self.problems.validation[:VALIDATION_PROBLEMS]
         generator = torch.Generator(self.policy.device).manual_seed(self.recipe.seed)
-        return self._sample(problems, generator).right_B.mean().item()
+        return self._answered(problems, generator).right_B.mean().item()
 
 
 def rollout_metrics(batch: Batch, longest: int) -> dict[str, float]:
