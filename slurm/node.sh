@@ -25,7 +25,7 @@ for turn in {0..7}; do
     [[ -e $lock ]] || (umask 0 && : >"$lock")
     listens=$(seq "$port" $((port + 7)) | xargs printf ':%04X [0-9A-F:]+ 0A |')
     { exec 9<"$lock"; } 2>/dev/null && flock --nonblock 9 &&
-        ! grep -qE "${listens%|}" /proc/net/tcp /proc/net/tcp6 && break
+        ! grep -qE "${listens%|}" /proc/net/tcp /proc/net/tcp6 && found=yes && break
 done
 
 stage="cluster.setup"
@@ -84,6 +84,10 @@ over() { # the first node is done, one has failed, time is up, or a newer attemp
 trap leave EXIT
 trap 'touch "$attempt/term"' TERM # the run hears it too, and saves: wait for that
 
+[[ -n ${found-} ]] || {
+    stage="looking for free ports (1200 to 1391 are in use, \`ss -ltnp\` says by whom)"
+    exit 1
+}
 [[ -w $attempt ]] || { stage="$attempt cannot be written on this node, cluster.mounts or outputs"; exit 1; }
 while IFS= read -r -d '' setting; do export "${setting?}"; done <"$run_dir/job/settings" # over an image's
 source "$run_dir/job/setup.sh" || exit

@@ -1,6 +1,6 @@
 """Write the `sbatch` call of a run, or of the runs of a sweep, and the files that a job reads.
 
-    RUN_DIR/job/           settings, srun, setup.sh: what slurm/grpo.sbatch reads; id: its number
+    RUN_DIR/job/           settings, srun, enter, setup.sh: what slurm/grpo.sbatch reads; id: number
     outputs/.arrays/NAME/  cells/0, 1, ...: links to the run directories of an array's tasks
 
 Nothing that a user typed is ever parsed by a shell: it travels as one argument, or as an entry of a
@@ -207,6 +207,7 @@ def write_job_files(plan: Plan, code: Path) -> None:
         entries = [*given, *(f"{name}={value}" for name, value in settings.items())]
         _write_entries(folder / "settings", entries)
         _write_entries(folder / "srun", container_options(plan))
+        _write_entries(folder / "enter", enter_command(plan))
         _write(folder / "setup.sh", f"{cluster.setup or ':'}\n")
     except OSError as error:
         raise RunDirError(
@@ -216,16 +217,29 @@ def write_job_files(plan: Plan, code: Path) -> None:
 
 
 def container_options(plan: Plan) -> list[str]:
-    """Return `srun`'s options for each node's part in a container (pyxis), if one is named."""
-    image = plan.recipe.cluster.container
-    if image is None:
+    """Return `srun`'s options for each node's part in a container, if pyxis is to enter one."""
+    cluster = plan.recipe.cluster
+    if cluster.container is None or cluster.enter:
         return []
     return [
-        f"--container-image={image}",
+        f"--container-image={cluster.container}",
         f"--container-mounts={','.join(mounts(plan))}",
         f"--container-workdir={Path.cwd()}",
         "--no-container-mount-home",  # a home's packages would shadow the image's
     ]
+
+
+def enter_command(plan: Plan) -> list[str]:
+    """Return the site's command in front of each node's part, if one is to enter a container."""
+    cluster = plan.recipe.cluster
+    if cluster.container is None:
+        return []
+    named = {
+        "{image}": cluster.container,
+        "{mounts}": ",".join(mounts(plan)),
+        "{folder}": str(Path.cwd()),
+    }
+    return [re.sub("|".join(named), lambda found: named[found[0]], word) for word in cluster.enter]
 
 
 def _python(recipe: Recipe) -> str:
