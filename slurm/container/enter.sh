@@ -17,7 +17,7 @@ image=$1 folder=$3
 IFS=, read -ra mounts <<<"$2"
 shift 3
 
-mkdir -p -m 700 "$layers"
+mkdir -p "$layers"
 mount -t tmpfs tmpfs "$layers"
 mkdir "$layers"/{written,work,root}
 mount -t overlay -o "lowerdir=$image,upperdir=$layers/written,workdir=$layers/work" overlay "$layers/root"

@@ -23,12 +23,13 @@ def main(clone: Path, folder: Path) -> None:
     project, uv = nemo["project"], nemo["tool"]["uv"]
     extras = project["optional-dependencies"]
     built = {*uv["no-build-isolation-package"], *uv["sources"], "megatron-core"}
-    left = built - {"torch", "torchvision", "triton"}  # a registry has these too
+    left = built - {"torch", "torchvision", "triton", "nvidia-modelopt"}  # a registry has these
     base = [*_kept(project["dependencies"], left)]
+    policy = [*extras["mcore"], *extras["modelopt"], *bridge["project"]["dependencies"]]
     files = {
         "driver": base,
         "vllm": [*base, *_kept(extras["vllm"], left)],
-        "policy": [*base, *_kept(extras["mcore"] + bridge["project"]["dependencies"], left)],
+        "policy": [*base, *_kept(policy, left)],
         "overrides": _kept(uv["override-dependencies"], left),
     }
     for name, lines in files.items():
