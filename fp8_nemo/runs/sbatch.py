@@ -170,7 +170,11 @@ def container_notes(plans: Iterable[Plan]) -> list[str]:
     clusters = [plan.recipe.cluster for plan in plans if plan.recipe.cluster.kind == "slurm"]
     named = [("cluster.container", each.container or "") for each in clusters]
     named += [("cluster.mounts", word.split(":")[0]) for each in clusters for word in each.mounts]
-    return [
+    by_pyxis = any(each.container and not each.enter for each in clusters) and not _has_pyxis()
+    pyxis = (
+        "srun has no --container-image (pyxis) here; the nodes must have it, or set cluster.enter"
+    )
+    return [f"cluster.container: {pyxis}"] * by_pyxis + [
         f"{key}: {path} is not on this machine; the nodes must have it"
         for key, path in dict.fromkeys(named)
         if path.startswith("/") and not Path(path).exists()
@@ -250,6 +254,15 @@ def _asks_for_gpus(plan: Plan) -> bool:
     """Tell whether to name GPUs: for NeMo RL, where Slurm counts them; the node has all anyway."""
     cluster = plan.recipe.cluster
     return plan.backend == "nemo" and not cluster.gres and _counts_gpus(cluster.partition)
+
+
+def _has_pyxis() -> bool:
+    """Tell whether `srun` here takes an image; True where there is no `srun` to ask."""
+    try:
+        asked = subprocess.run(["srun", "--help"], capture_output=True, text=True)
+    except OSError:
+        return True
+    return "--container-image" in asked.stdout
 
 
 @cache
