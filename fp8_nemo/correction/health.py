@@ -37,7 +37,7 @@ class Signal(NamedTuple):
     action: str
 
     def state(self, value: float) -> int:
-        """Index into `STATES`."""
+        """Return the index in `STATES` of a value of this metric."""
         sign = 1 if self.unstable > self.watch else -1
         return (sign * value > sign * self.watch) + (sign * value > sign * self.unstable)
 
@@ -109,7 +109,7 @@ def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:
 
 
 def summary(rows: Sequence[Row]) -> str | None:
-    """Sum a run's health up: `watch in 9 of 40 steps, worst step 31: REASONS`; None if healthy.
+    """Return a run's health: `watch in 9 of 40 steps, worst step 31: REASONS`; None if healthy.
 
     Args:
         rows: as `append_judged` wrote them.

@@ -23,7 +23,7 @@ from fp8_nemo.runs.run_dir import PLAN, read_plan
 def convert(
     source: Path, target: Path, settings: list[str], calibrate: Path | None, progress: Progress
 ) -> list[WeightError]:
-    """Convert, or go on with it; what FP8 cost each weight.
+    """Convert a checkpoint, or resume the conversion; return what FP8 cost each weight.
 
     Args:
         source: the checkpoint, BF16 or FP32; or a run of the local backend, which is exported.

@@ -87,7 +87,7 @@ def quantize_checkpoint(
     calibration: Calibration | None = None,
     progress: Progress = lambda shard, done, total: None,
 ) -> list[WeightError]:
-    """Convert; errors of every FP8 weight, in the order of the shards.
+    """Convert a checkpoint; return the errors of every FP8 weight, in the order of the shards.
 
     Args:
         source: a folder in Hugging Face format, BF16 or FP32 safetensors; subfolders are left out.

@@ -19,7 +19,7 @@ PART = ".part"
 
 
 def without_parts(folder: Path) -> None:
-    """Throw away what a kill left half written."""
+    """Remove what a kill left half written."""
     shutil.rmtree(folder / PART, ignore_errors=True)
 
 
@@ -50,7 +50,7 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def sha256_of(file: Path) -> str:
-    """Digest a file's bytes; in hex."""
+    """Return the SHA-256 of a file's bytes, in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

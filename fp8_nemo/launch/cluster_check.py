@@ -85,7 +85,7 @@ def check(plan: Plan, path: Path) -> list[Finding]:
 
 
 def findings_table(found: list[Finding]) -> Table:
-    """Lay out what was found, equal findings of several nodes in one row."""
+    """Return the findings as a table, equal findings of several nodes in one row."""
     order = list(dict.fromkeys(each.check for each in found))
     ranked = sorted(found, key=lambda each: (order.index(each.check), *each[2:], each.node))
     rows = [
@@ -249,7 +249,7 @@ class Reducer:
 
 
 def _all_reduce(names: dict[str, str]) -> Finding:
-    """Sum over all nodes, `{Ray's id: name}`; return the time, or why the ranks do not meet."""
+    """Run an all-reduce over all nodes, `{Ray's id: name}`; return its time, or why it failed."""
     import ray
     from ray.exceptions import GetTimeoutError
 

@@ -50,9 +50,9 @@ NOTHING_LEARNED = (
 
 
 def run(plan: Plan, path: Path) -> int:
-    """Train; 0 when the last step is done, 2 for an unusable directory, 1 if a proof failed.
+    """Train a plan; return 0 after the last step, 2 for an unusable directory, 1 if a proof fails.
 
-    SIGUSR1 (Slurm's, before the time limit), SIGTERM and Ctrl-C save after the present step and
+    SIGUSR1 (Slurm's, before the time limit), SIGTERM and Ctrl-C save after the current step and
     stop; Ctrl-C again stops at once.
     """
     transformers.logging.set_verbosity_error()

@@ -41,12 +41,12 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     fp8_nemo_host_state: HostState | None = None
 
     def prepare_refit_info(self) -> dict[str, Any]:
-        """The handshake: the stream as it will be, before any KV scale exists.
+        """Return the handshake: names, shapes and types of the stream, before KV scales exist.
 
-        It ends the set-up, whose objects live as long as the worker. NeMo RL asks Python for a full
-        collection before and after each refit and before each logprob pass, which walked all of
-        them: 1.45 s of 2.4 in stock's refit of 8B's shape (benchmarks/results/glue-8b-h200.json).
-        None looks at them from here on, as in vLLM's own workers.
+        It ends the set-up, whose objects live as long as the worker, so it freezes them, as vLLM's
+        own workers do. NeMo RL asks Python for a full collection before and after each refit and
+        before each logprob pass. Walking these objects took 1.45 s of 2.4 in stock's refit of 8B's
+        shape (benchmarks/results/glue-8b-h200.json).
         """
         self.fp8_nemo_wire, self.fp8_nemo_refits = None, 0
         wire: dict[str, Any] = super().prepare_refit_info()
@@ -55,6 +55,16 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             gc.collect()
             gc.freeze()
         return wire
+
+    def prepare_for_training(self, *arguments: Any, **options: Any) -> None:
+        """Bring gradients and optimizer back, into memory of their own.
+
+        NeMo RL empties the allocator's cache after that. Gradients that had been given a part of
+        the logprob pass's memory would leave the rest to Adam's moments, which stay: then neither
+        part could go back to the device for the rollout.
+        """
+        torch.cuda.empty_cache()
+        super().prepare_for_training(*arguments, **options)
 
     def move_optimizer(self, device: str) -> None:
         """Move Adam's state as NeMo RL does, through page-locked memory (`optimizer_state.py`)."""
@@ -66,16 +76,20 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             self.fp8_nemo_host_state.to_device(states, device)
 
     def stream_weights_via_ipc_zmq(self, *arguments: Any, **options: Any) -> None:
-        """Send to the engine on this GPU.
+        """Send the weights to the engine on this GPU.
 
         Raises:
-            RefitError: a weight or a KV scale was refused; the engine has refused the refit too.
+            RefitError: a weight or a KV scale was refused; so the engine refused the refit too.
         """
         super().stream_weights_via_ipc_zmq(*arguments, **options)
         self.fp8_nemo_raise_refused()
 
     def broadcast_weights_for_collective(self, *arguments: Any, **options: Any) -> None:
-        """Send to engines on other GPUs; raises as `stream_weights_via_ipc_zmq`."""
+        """Send the weights to engines on other GPUs.
+
+        Raises:
+            RefitError: as `stream_weights_via_ipc_zmq`.
+        """
         super().broadcast_weights_for_collective(*arguments, **options)
         self.fp8_nemo_raise_refused()
 
@@ -106,10 +120,11 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     def fp8_nemo_to_the_end(
         self, stream: Iterator[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """A stream that is refused half-way goes on with ones, and no manifest can be read.
+        """Yield the stream; if it is refused half-way, yield ones for the rest.
 
         A sender that stopped would leave the receiver waiting: 120 seconds for an answer, or for
-        ever in a broadcast of which it knows the sizes. Ones: vLLM stops at a KV scale of 0.
+        ever in a broadcast whose sizes it knows. Ones are no readable manifest, so the receiver
+        refuses the refit. Zeros would not do: vLLM stops at a KV scale of 0.
         """
         sent: set[str] = set()
         try:
@@ -123,14 +138,14 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
                     yield name, torch.ones(shape, device="cuda").to(dtype)
 
     def fp8_nemo_raise_refused(self) -> None:
-        """Once the stream has ended on both sides; a refit after it starts anew."""
+        """Raise the error that stopped the stream, once both sides have reached its end."""
         refused, self.fp8_nemo_refused = self.fp8_nemo_refused, None
         if refused is not None:
             raise refused
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """While other weights are in, nothing is observed."""
+        """Use the reference weights as NeMo RL does, without observing Q, K and V."""
         with super().use_reference_model():
             self.fp8_nemo_is_reference = True
             try:
@@ -139,7 +154,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
                 self.fp8_nemo_is_reference = False
 
     def get_logprobs(self, *, data: Any, **options: Any) -> Any:
-        """NeMo RL's, observed."""
+        """Run NeMo RL's `get_logprobs`, and observe Q, K and V if the recipe says so."""
         settings = _settings()
         if self.fp8_nemo_is_reference or not settings.observes:
             return super().get_logprobs(data=data, **options)
@@ -157,9 +172,9 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             return super().get_logprobs(data=data, **options)
 
     def fp8_nemo_take_ranges(self) -> list[list[float]]:
-        """Largest absolute values `[L, 3]` of all ranks since the last call; zeros if none.
+        """Return the largest absolute values `[L, 3]` of all ranks since the last call.
 
-        The step's one read on the host.
+        They are zeros if nothing was observed. It is the only read of a step on the host.
         """
         assert self.fp8_nemo_observer, "asked only with glue.recalibrate.source=logprob"
         # As integers, which order as the numbers do and put NaN above all; NCCL may drop a NaN.

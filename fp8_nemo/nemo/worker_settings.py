@@ -51,7 +51,7 @@ class WorkerSettings:
         return None if text is None else _read(text)
 
     def to_environment(self) -> dict[str, str]:
-        """Return the variable for the workers of a run; nothing where nothing in them is ours."""
+        """Return the workers' environment variable; empty if no worker runs code of ours."""
         return {VARIABLE: json.dumps(asdict(self))} if self.needs_plugin else {}
 
     @property
@@ -66,7 +66,7 @@ class WorkerSettings:
 
     @property
     def wire_precision(self) -> Precision:
-        """What travels: FP8 of our own quantizing; else BF16, and the receiver quantizes."""
+        """The precision that is sent: FP8 that we quantized, or BF16 for the receiver's rule."""
         if self.glue.sends_fp8:
             return self.precision
         return replace(self.precision, rollout_linear="bf16")
@@ -78,9 +78,9 @@ def _read(text: str) -> WorkerSettings:
 
 
 def own_folder() -> Path | None:
-    """Return what a worker's path needs to find this package; None where it lies among others.
+    """Return the folder that a worker's path needs for this package; None in `site-packages`.
 
-    A clone, or a job's frozen copy; a driver's whole `site-packages` would bring packages of
+    It is a clone, or a job's frozen copy. A driver's whole `site-packages` would bring packages of
     another Python into the workers.
     """
     folder = Path(fp8_nemo.__file__).parents[1]

@@ -169,13 +169,13 @@ PASSED = {
         "",
     ),
 }
-"""Arguments of vLLM that NeMo RL writes, to the word that sets them: twice is a `TypeError`, or one
-of the two is lost."""
+"""Arguments of vLLM that NeMo RL writes, to the word that sets them. If the user set one too, it
+would be a `TypeError`, or one of the two would be lost."""
 DRAFTED = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 
 
 def may_be_added(key: str, declared: Mapping[str, str] = ADDED) -> bool:
-    """Whether a key may be new to a base file: NeMo RL declares it, or it is in an open map."""
+    """Return whether a base file may lack a key: NeMo RL declares it, or its map is open."""
     above = [key[: dot.start()] for dot in re.finditer(r"\.", key)]
     return key in declared or any(
         each in OPEN_MAPS or "dict" in declared.get(each, "").split(" | ") for each in above
@@ -185,7 +185,7 @@ def may_be_added(key: str, declared: Mapping[str, str] = ADDED) -> bool:
 def command_line(
     base_config: str, written: Mapping[str, Any], declared: Mapping[str, str] = ADDED
 ) -> list[str]:
-    """The stock command that sets the same configuration, as an argument list.
+    """Return the stock command that sets the same configuration, as an argument list.
 
     Args:
         base_config: relative to NeMo RL's checkout.
@@ -200,7 +200,7 @@ def command_line(
 
 
 def hydra_value(value: Any) -> str:
-    """A value as Hydra's command line reads it: texts quoted, the rest as JSON writes it."""
+    """Write a value for Hydra's command line: texts quoted, the rest as in JSON."""
     if isinstance(value, str):
         # Hydra takes a backslash for one, but before a quote.
         doubled = re.sub(r"\\+(?='|$)", lambda run: run[0] * 2, value)

@@ -66,7 +66,7 @@ class Configuration:
 
 
 def configure(settled: Settled, host: Host) -> Configuration:
-    """Write the configuration of a run, and say what is wrong with the user's part of it.
+    """Write the configuration of a run, and list the mistakes in the user's part of it.
 
     Args:
         settled: the run's recipe, with the user's own keys.
@@ -82,11 +82,11 @@ def configure(settled: Settled, host: Host) -> Configuration:
 
 
 def native_correction(correction: Correction) -> dict[str, Any] | None:
-    """The keys of `loss_fn` that make NeMo RL's own loss apply a correction; None if none does.
+    """Return the keys of `loss_fn` with which NeMo RL's own loss applies a correction, or None.
 
-    `tis` is its `tis`, `mis` its `icepop`, a bare token ratio its correction without a type. Every
-    other one multiplies the advantages before the loss sees them (`nemo/policy.py`). Its
-    `seq-mask-tis` leaves the token ratio without a bound and is therefore not `geo-mis`.
+    Our `tis` is its `tis`, our `mis` its `icepop`, and a bare token ratio its correction without a
+    type. Every other correction multiplies the advantages before the loss sees them
+    (`nemo/policy.py`). Its `seq-mask-tis` does not bound the token ratio, so it is not `geo-mis`.
     """
     plain = (
         correction.level == "token"
@@ -107,7 +107,7 @@ def native_correction(correction: Correction) -> dict[str, Any] | None:
 
 
 def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
-    """Write every key that this cell sets, but folders; without the user's own."""
+    """Return every key that this cell sets, without folders and the user's own keys."""
     recipe = settled.recipe
     base, there = _base(recipe), host.leaves(_base(recipe))
     written = {
@@ -152,7 +152,7 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
 
 
 def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str, Any]:
-    """The keys that name the run's folders, absolute: NeMo RL takes its own relative to its start.
+    """Return the keys that name the run's folders, absolute: NeMo RL's are relative to its start.
 
     Args:
         recipe: of the plan.
@@ -196,7 +196,7 @@ def _grpo(settled: Settled) -> dict[str, Any]:
 
 
 def _has_first_scales(recipe: Recipe) -> bool:
-    """NeMo RL refits for its first validation without KV scales; our own measuring comes before."""
+    """Return whether a first validation has the KV scales it needs: only ours come before it."""
     return not recipe.precision.cache.is_quantized or recipe.glue.recalibrate.source == "logprob"
 
 
@@ -250,10 +250,10 @@ def _rollout(settled: Settled) -> dict[str, Any]:
 
 
 def graph_sizes(settled: Settled) -> list[int]:
-    """Give the batches that vLLM captures as CUDA graphs: those that an engine's sequences pass.
+    """Return the batch sizes that vLLM captures as CUDA graphs, enough for an engine's sequences.
 
-    vLLM's own are 51, each of which DeepGEMM compiles kernels for: three minutes of a first start.
-    A batch between two of them runs as the larger one, and reads no more weights and cache for it.
+    vLLM's own list has 51 sizes, and DeepGEMM compiles kernels for each: three minutes of a first
+    start. A batch between two sizes runs as the larger one, and reads no more weights or cache.
     """
     sequences = settled.sequences_per_engine
     return [size for before, size in zip((0, *GRAPHS), GRAPHS, strict=False) if before < sequences]
@@ -377,7 +377,7 @@ def _records(recipe: Recipe) -> dict[str, Any]:
 
 
 def _model_name(model: Model) -> str:
-    """The folder if there is one, else the hub's name, else the model that ships here."""
+    """Return the model's folder, else its name on the hub, else the model that ships here."""
     return model.hub_id or str(model_path(model).absolute())
 
 

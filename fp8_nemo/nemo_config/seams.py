@@ -33,7 +33,7 @@ class Seam(NamedTuple):
         return f"{self.file}:{','.join(map(str, self.lines))}"
 
     def __str__(self) -> str:
-        """The same without folders: `grpo.py:1338`."""
+        """Return `path` without its folders: `grpo.py:1338`."""
         return self.path.rpartition("/")[2]
 
 
@@ -180,6 +180,14 @@ SEAMS = {
     "engine-arguments": Seam(
         MAIN, f"{ENGINE}/vllm_worker.py", (596,), "**vllm_kwargs,",
         "what vLLM is given, once: a second value is a TypeError",
+    ),
+    "engine-worker": Seam(
+        MAIN, f"{ENGINE}/vllm_generation.py", (205,), "resolve_generation_worker_cls(",
+        "the name of the actor that holds an engine",
+    ),
+    "logprobs-one-by-one": Seam(
+        MAIN, f"{ENGINE}/vllm_worker.py", (983,), "full_logprobs[sequence_length + idx]",
+        "a rollout's logprobs are written one by one, after its last token",
     ),
     "engine-names": Seam(
         VLLM, "vllm/engine/arg_utils.py", (414,), "class EngineArgs",

@@ -74,7 +74,7 @@ def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> I
 
 
 def fits(value: Any, kinds: str) -> bool:
-    """Say whether NeMo RL's models take a value: `fits(0.5, "int | None")` is false."""
+    """Return whether NeMo RL's models take a value: `fits(0.5, "int | None")` is false."""
     return any(_is_of(value, kind) for kind in kinds.split(" | "))
 
 
@@ -94,7 +94,7 @@ def _is_of(value: Any, kind: str) -> bool:
 
 
 def _is_like(value: Any, usual: Any) -> bool:
-    """Say whether a value is of the type that a YAML has there; a number is a number."""
+    """Return whether a value has the type of the YAML's own value; any two numbers match."""
     if usual is None or (isinstance(usual, str) and isinstance(value, str | None)):
         return True
     if isinstance(usual, bool) or isinstance(value, bool):

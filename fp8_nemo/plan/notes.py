@@ -154,7 +154,7 @@ def _tight_memory(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
 
 
 def _room(settled: Settled, phase: str) -> str:
-    """Say what would make room in a phase: shorter sequences only where they do."""
+    """Return what would make room in a phase; shorter sequences only where they help."""
     if phase == "rollout":
         bounded = settled.layout.kv_cache_gib is not None
         lower = f"model.memory.{'kv_cache_gib' if bounded else 'rollout_share'}"

@@ -35,9 +35,9 @@ NOT_IN_HASH = ("cluster", "logging", "outputs")
 ONLY_CHECKED = ("measurement", "max_reject")
 """Correction keys that only a plan checks: they change no step, so the hash leaves them out."""
 RETIRED = {"cluster": ("launcher",)}
-"""Keys that earlier versions froze into plan.json, which say nothing now."""
+"""Keys that earlier versions wrote into plan.json, which have no meaning now."""
 RENAMED = {("glue", "verify"): {"ledger": "bytes", "full": "bytes"}}
-"""Values that earlier versions froze, and what such a run goes on with: the present default."""
+"""Values that earlier versions wrote into plan.json, to the values that such a run resumes with."""
 HASHED_AS = {("glue", "verify"): {"bytes": "ledger"}}
 """Values that enter the hash by an older name, so that a run keeps its own."""
 
@@ -122,7 +122,7 @@ class Plan:
 def _with_values(
     recipe: Mapping[str, Any], table: Mapping[tuple[str, str], Mapping[str, str]]
 ) -> dict[str, Any]:
-    """A recipe as plain data whose values are exchanged by a table."""
+    """Return a recipe's plain data with values replaced by a table."""
     changed = dict(recipe)
     for (group, key), names in table.items():
         if (held := changed.get(group, {}).get(key)) in names:
@@ -131,7 +131,7 @@ def _with_values(
 
 
 def _given(content: dict[str, Any]) -> dict[str, Any]:
-    """Keep the keys that are not null: a key that a later version adds changes no run's name."""
+    """Return the keys that are not null: a key that a later version adds changes no run's hash."""
     return {
         key: _given(value) if isinstance(value, dict) else value
         for key, value in content.items()
@@ -140,7 +140,7 @@ def _given(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_from_json(content: dict[str, Any]) -> Plan:
-    """Read back what `Plan.to_json` wrote, in this version or an earlier one.
+    """Read what `Plan.to_json` wrote, in this version or an earlier one.
 
     Raises:
         KeyError, TypeError: the content is not a plan.

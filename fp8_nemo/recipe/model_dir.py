@@ -32,7 +32,7 @@ def model_path(model: Model) -> Path:
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest names and bytes of a model's weight files: runs that share it began alike."""
+    """Return the digest of a model's weight files' names and bytes: equal for equal starts."""
     digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     with ThreadPoolExecutor() as pool:  # one thread hashes 1.2 GB a second
         for path, found in zip(paths, pool.map(_file_digest, paths), strict=True):
