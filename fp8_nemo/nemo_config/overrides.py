@@ -52,6 +52,7 @@ ARCHITECTURES = {"h100": "9.0", "h200": "9.0", "b200": "10.0"}
 GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_FILE = "data.default.prompt_file"
 VALIDATION_BATCH = "grpo.val_batch_size"
+WANDB_NAME = "logger.wandb.name"
 VLLM_PRECISION = {"bf16": "bfloat16", "fp8": "fp8"}
 """`vllm_cfg.precision` by the format of the engine's linear weights."""
 VLLM_CACHE = {"bf16": "auto", "fp8": "fp8"}
@@ -166,7 +167,7 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
 
 
 def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str, Any]:
-    """Return the keys that hold folders, as absolute paths: NeMo RL's own depend on its start.
+    """Return the keys that name the run's folders, absolute: NeMo RL's are relative to its start.
 
     Args:
         recipe: of the plan.
@@ -179,6 +180,8 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
         "logger.log_dir": str(here / "log" / "nemo"),
         "checkpointing.checkpoint_dir": str(here / "checkpoints"),
     }
+    if WANDB_NAME not in leaves(recipe.nemo):
+        found[WANDB_NAME] = "-".join(here.parts[-3:])  # model, cell, seed and hash
     if recipe.data.name == "openmath-2" and PROMPT_FILE not in leaves(recipe.nemo):
         prompt = (root or Path()) / "examples" / "prompts" / "cot.txt"
         found[PROMPT_FILE] = str(prompt)
@@ -408,7 +411,7 @@ def _records(recipe: Recipe) -> dict[str, Any]:
         "logger.tensorboard_enabled": recipe.logging.tensorboard,
         "logger.wandb_enabled": recipe.logging.wandb,
         "logger.wandb.project": "fp8-nemo",
-        "logger.wandb.name": "-".join(
+        WANDB_NAME: "-".join(
             (recipe.model.name, recipe.precision.name, recipe.correction.name, f"s{recipe.seed}")
         ),
         "logger.mlflow_enabled": False,

@@ -333,6 +333,13 @@ def _env_mistakes(words: list[str]) -> Iterator[Mistake]:
 
 
 def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
+    if cluster.enter and "{image}" not in " ".join(cluster.enter):
+        yield Mistake(
+            "cluster.enter",
+            str(list(cluster.enter)),
+            "must name {image}, where cluster.container goes",
+            'as cluster.enter=[apptainer,exec,"--bind={mounts}","{image}"]',
+        )
     limit = seconds(cluster.time)
     if limit is None:
         yield Mistake(

@@ -522,7 +522,9 @@ class Cluster:
     extra: list[str] = field(default_factory=list)
     """More options of `sbatch`, one word each; those of a line come after the site's."""
     container: str | None = None
-    """Image for `srun --container-image` (pyxis); None runs on the bare node."""
+    """Image, or root folder, that a job's part on each node runs in; None runs on the bare node."""
+    enter: list[str] = field(default_factory=list)
+    """Command that enters it, of `{image}`, `{mounts}` and `{folder}`; empty: pyxis does."""
     mounts: list[str] = field(default_factory=list)
     """Folders that the container sees, `/from:/to` or `/both`, besides those of the run itself."""
     setup: str | None = None

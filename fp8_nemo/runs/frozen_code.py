@@ -69,7 +69,7 @@ def _copy_whole(target: Path, parent: Path) -> None:
                 copy = into / file.relative_to(folder)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, copy)
-        _copy_metadata(staging)
+        write_metadata(staging)
         (staging / COMMIT).write_text(f"{commit() or ''}\n")
         staging.chmod(0o755)
         with suppress(FileExistsError):  # another submission was first
@@ -112,8 +112,13 @@ def _files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _copy_metadata(target: Path) -> None:
-    """Copy what `importlib.metadata` reads: version and entry points."""
+def is_clone() -> bool:
+    """Tell whether this package runs from its clone, beside which no metadata lies."""
+    return (ROOT / "pyproject.toml").is_file()
+
+
+def write_metadata(target: Path) -> None:
+    """Write to a folder what `importlib.metadata` reads of this package: version, entry points."""
     installed = metadata.distribution("fp8-nemo")
     folder = target / f"fp8_nemo-{installed.version}.dist-info"
     folder.mkdir()
