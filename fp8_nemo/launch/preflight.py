@@ -21,6 +21,7 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_mistakes, model_path, shape_mistakes
 from fp8_nemo.recipe.options import Cluster
+from fp8_nemo.recipe.own.model import rope_type
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.provenance import gpus
@@ -189,12 +190,6 @@ def model_problems(plan: Plan) -> Iterator[str]:
     if plan.nemo and longest > most and rope_type(config) in UNSTRETCHED:
         text = f"makes sequences of {longest} tokens, the model has {most} positions"
         yield str(Mistake("grpo.max_new_tokens", recipe.grpo.max_new_tokens, text, "lower it"))
-
-
-def rope_type(config: dict[str, Any]) -> str:
-    """Return the rotary embedding of a `config.json`, in transformers' older spellings too."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def hub_mistakes(name: str, kind: str = "model") -> Iterator[Mistake]:
