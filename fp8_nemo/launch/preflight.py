@@ -22,6 +22,7 @@ from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_mistakes, model_path, shape_mistakes
 from fp8_nemo.recipe.options import Cluster
 from fp8_nemo.recipe.own.model import rope_type
+from fp8_nemo.recipe.own.reward import reward_problems
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.provenance import gpus
@@ -256,15 +257,18 @@ def missing_in_cache(name: str, kind: str) -> str:
 
 
 def data_problems(plan: Plan) -> Iterator[str]:
-    """Check that problems outside the hub can be read and fill a batch."""
+    """Check that problems outside the hub can be read and fill a batch, and a user's reward."""
     recipe, prompts = plan.recipe, plan.settled.prompts_per_step
     if recipe.data.is_on_hub:
+        yield from reward_problems(recipe.data)
         return
     try:
-        count = len(load_problems(recipe.data, recipe.seed).train)
+        problems = load_problems(recipe.data, recipe.seed).train
     except DataError as error:
         yield str(error)
         return
+    yield from reward_problems(recipe.data, problems[0])
+    count = len(problems)
     if plan.nemo and count < prompts:
         text = f"NeMo RL drops the last, unfilled batch, and there are {count} problems"
         remedy = "lower it, or give more problems"

@@ -34,7 +34,8 @@ from fp8_nemo.local.policy import Policy
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Recipe
-from fp8_nemo.recipe.problems import Problem, load_problems, reward, write_problems
+from fp8_nemo.recipe.own.reward import rewarder
+from fp8_nemo.recipe.problems import Problem, load_problems, write_problems
 from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS
 from fp8_nemo.runs import metrics, run_dir
 from fp8_nemo.runs.metrics import append_judged
@@ -64,6 +65,7 @@ class GrpoLoop:
         self.problems = load_problems(self.recipe.data, self.recipe.seed)
         if self.recipe.data.is_made:
             write_problems(run_dir.data_dir(path), self.problems)
+        self.reward = rewarder(self.recipe.data)
         self.chat = Chat.load(source)
         self.policy = Policy(source, precision, self.settled.learning_rate, device)
         self.reference = (
@@ -181,9 +183,8 @@ class GrpoLoop:
 
     def _rewards(self, batch: Batch, problems: list[Problem]) -> Tensor:
         answers = self.chat.texts(batch.responses_BR, batch.response_mask_BR)
-        return torch.tensor(
-            [reward(answer, problem) for answer, problem in zip(answers, problems, strict=True)]
-        )
+        pairs = zip(answers, problems, strict=True)
+        return torch.tensor([self.reward(answer, problem) for answer, problem in pairs])
 
     def _update(
         self,

@@ -292,6 +292,8 @@ class Data:
     """For `jsonl`: a folder with train.jsonl and validation.jsonl, objects of `input`, `output`."""
     difficulty: int | None = number(None, least=1)
     """Of problems that are made (`TASKS`): digits of an operand, numbers of a sum."""
+    reward: str | None = None
+    """A Python file of yours with `reward(answer, output)`; null: right answers get 1, others 0."""
 
     @property
     def level(self) -> int:

@@ -3,7 +3,9 @@
 transformers' own small models, and the checkpoints that it saves, are the reference.
 """
 
+import importlib.util
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,34 @@ def test_every_fp8_dimension_of_every_model_option_is_a_multiple_of_128(option):
     named = weights.named_shapes(shape)
     fp8 = [each for name, each in named.items() if weights.is_fp8_weight(name, each, FP8_KV, 99)]
     assert fp8 and not [each for each in fp8 if each[0] % 128 or each[1] % 128]
+
+
+BRIDGES = {
+    "llama": ("llama.llama_bridge", "LlamaBridge", {}),
+    "qwen2": ("qwen.qwen2_bridge", "Qwen2Bridge", {"qkv_bias": True}),
+    "qwen3": ("qwen.qwen3_bridge", "Qwen3Bridge", {"qk_norm": True}),
+    "qwen3_moe": ("qwen.qwen3_moe_bridge", "Qwen3MoEBridge", {"qk_norm": True, "experts": 2}),
+}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="Megatron-Bridge is not installed here"
+)
+@pytest.mark.parametrize("family", weights.FAMILIES)
+def test_megatron_bridge_exports_the_names_of_the_table(family):
+    """`linear_qkv.bias` of Megatron's becomes three biases; what a tied model has is one less."""
+    module, name, more = BRIDGES[family]
+    bridge = getattr(importlib.import_module(f"megatron.bridge.models.{module}"), name)
+    pairs = [(each.megatron_param, each.hf_param) for each in bridge().mapping_registry()]
+    exported = {
+        name: megatron
+        for megatron, found in pairs
+        for name in (found.values() if isinstance(found, dict) else [found])
+        if not megatron.startswith("mtp.")
+    }
+    named = {re.sub(r"\.\d+\.", ".*.", name) for name in weights.named_shapes(Shape(**more))}
+    assert exported.keys() == named
+    biases = {megatron for name, megatron in exported.items() if name.endswith(".bias")}
+    assert biases == (
+        {"decoder.layers.*.self_attention.linear_qkv.bias"} if more.get("qkv_bias") else set()
+    )
