@@ -343,7 +343,10 @@ GPUS = {
     "qwen25-7b": (NODE, NODE),
     "qwen25-math-7b": (NODE, NODE),
     "qwen3-4b": (NODE, NODE),
+    "llama31-8b": (NODE, NODE),
+    "qwen3-8b": (NODE, NODE),
     "qwen3-14b": (NODE, NODE),
+    "qwen3-30b-a3b": (TWO, NODE),
     "qwen3-32b": (TWO, NODE),
 }
 """Nodes and GPUs of each on which every precision fits, H100 and H200."""
