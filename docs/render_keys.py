@@ -24,8 +24,8 @@ Rendered by `python docs/render_keys.py`; a test holds it to the code.
 
 Choose [an option file](options.md) by its group's name (`precision=fp8-e2e`), or set one key
 (`grpo.steps=100`). `null` inherits the value of NeMo RL's base YAML. NeMo RL's own keys follow
-`+nemo.`: `+nemo.policy.train_micro_batch_size=2`. Your own option is a file in `conf/GROUP/`, and its `name`
-becomes part of the run directory's name.
+`+nemo.`: `+nemo.policy.train_micro_batch_size=2`. Your own option is a file in `conf/GROUP/`, and
+its `name` becomes part of the run directory's name.
 """
 
 OPTIONS = """# Every option

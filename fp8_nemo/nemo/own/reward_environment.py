@@ -33,7 +33,8 @@ class RewardWorker:
         return [self.reward(*pair) for pair in zip(answers, outputs, strict=True)]
 
 
-@ray.remote(max_restarts=-1, max_task_retries=-1, max_concurrency=1000)
+# As NeMo RL's own. Ray's stubs know fewer numbers than Ray takes.
+@ray.remote(max_restarts=-1, max_task_retries=-1, max_concurrency=1000)  # pyright: ignore
 class RewardEnvironment(BaseMathEnvironment):
     """Reward a batch of answers; metrics and shutdown are those of NeMo RL's math environment."""
 

@@ -115,7 +115,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     if foreign := what_else(config):
         raise ValueError(f"is {foreign}; {NEEDS}")
     kind = KINDS[config["model_type"]]
-    found = {key: config.get(name) for key, name in NUMBERS.items()}
+    found: dict[str, Any] = {key: config.get(name) for key, name in NUMBERS.items()}
     experts = config.get("num_experts") or config.get("num_local_experts")
     if config["model_type"] == "qwen3_moe":
         found["experts"] = experts
