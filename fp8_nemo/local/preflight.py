@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import damage, model_mistakes
+from fp8_nemo.recipe.own.reward import reward_problems
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.run_dir import checkpoints, run_path
 
@@ -24,9 +25,10 @@ def problems_with(plan: Plan) -> list[str]:
     lines += map(str, model_mistakes(plan.recipe, pads=True))
     lines += _checkpoint_mistakes(run_path(plan))
     try:
-        load_problems(plan.recipe.data, plan.recipe.seed)
+        problems = load_problems(plan.recipe.data, plan.recipe.seed)
     except DataError as error:
-        lines.append(str(error))
+        return [*lines, str(error)]
+    lines += reward_problems(plan.recipe.data, problems.train[0])
     return lines
 
 

@@ -30,12 +30,15 @@ from fp8_nemo.local.grpo import GrpoLoop, Report
 from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.local.rollout import DynamicSamplingError
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.own.reward import RewardError
 from fp8_nemo.runs import metrics, process, run_dir
 from fp8_nemo.runs.provenance import environment
 from fp8_nemo.runs.run_dir import starting_point
 from fp8_nemo.runs.terminal import console, tell
 
-DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError, DynamicSamplingError)
+DIVERGED = (
+    RefitError, RecalibrateError, LogprobError, UnstableError, DynamicSamplingError, RewardError,
+)  # fmt: skip
 SHOWN = {
     "reward": "reward/mean",
     "val": "val/accuracy",

@@ -267,6 +267,7 @@ def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     paths = {
         "outputs": recipe.outputs,
         "data.path": recipe.data.path,
+        "data.reward": recipe.data.reward,
         "model.path": recipe.model.path,
         "cluster.nemo_root": recipe.cluster.nemo_root,
         "cluster.python": recipe.cluster.python,

@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fp8_nemo.plan.plan import Plan, plan_from_json
 from fp8_nemo.recipe.model_dir import model_path, weights_digest
 from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.own.reward import reward_digest
 from fp8_nemo.recipe.plain import escape_interpolation
 from fp8_nemo.recipe.problems import problems_digest
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout
@@ -314,6 +315,8 @@ def _digests(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "weights", weights_digest(model_path(recipe.model))
     if not recipe.data.is_on_hub:
         yield "problems", problems_digest(recipe.data, recipe.seed)
+    if recipe.data.reward:
+        yield "reward", reward_digest(Path(recipe.data.reward))
 
 
 def write_environment(run_dir: Path, **more: str) -> None:
