@@ -1,6 +1,7 @@
-"""Render docs/keys.md from the recipe's dataclasses and the option files in conf/.
+"""Render the two pages of keys from the recipe's dataclasses and the option files in conf/.
 
 python docs/render_keys.py > docs/keys.md
+python docs/render_keys.py cluster > docs/keys-cluster.md
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, get_type_hints
@@ -24,7 +26,13 @@ Rendered by `python docs/render_keys.py > docs/keys.md`; a test holds it to the 
 Choose an option file by its group's name (`precision=fp8-e2e`), or set one key (`grpo.steps=100`).
 `null` inherits the value of NeMo RL's base YAML. NeMo RL's own keys follow `+nemo.`:
 `+nemo.policy.train_micro_batch_size=2`. Your own option is a file in `conf/GROUP/`, and its `name`
-becomes part of the run directory's name.
+becomes part of the run directory's name. Where a run is started, experiments and sweeps have
+[a page of their own](keys-cluster.md).
+"""
+CLUSTER_HEAD = """# Every key of a cluster, experiments and sweeps
+
+Rendered by `python docs/render_keys.py cluster > docs/keys-cluster.md`; a test holds it to the
+code. The keys of a recipe are in [keys.md](keys.md).
 """
 
 
@@ -77,13 +85,30 @@ def option_rows(group: str) -> Iterator[str]:
         yield f"| `{name}` | {first} |"
 
 
-def page() -> str:
-    """Render the whole page."""
-    lines = [HEAD]
+def group_section(group: str, kind: type) -> Iterator[str]:
+    """Render a group: what it is, its option files, its keys."""
     default = yaml.safe_load((option_folder("grpo").parent / "grpo.yaml").read_text())["defaults"]
     chosen = {
         key: value for each in default if isinstance(each, dict) for key, value in each.items()
     }
+    usual = f" Default: `{group}={chosen[group]}`." if group in chosen else ""
+    yield from ("", f"## {group}", " ".join((kind.__doc__ or "").split()) + usual, "")
+    if group in chosen:
+        yield from ("| option | is |", "|---|---|", *option_rows(group), "")
+    yield from ("| key | takes | what it does |", "|---|---|---|", *rows(kind, f"{group}."))
+
+
+def cluster_page() -> str:
+    """Render the page of cluster, experiments and sweeps."""
+    lines = [CLUSTER_HEAD.rstrip(), *group_section("cluster", options.Cluster)]
+    for group in ("experiment", "sweep"):
+        lines += ["", f"## {group}", "| option | is |", "|---|---|", *option_rows(group)]
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Render the page of a recipe's keys."""
+    lines = [HEAD]
     recipe = get_type_hints(options.Recipe)
     lines += ["## Of the whole recipe", "| key | takes | what it does |", "|---|---|---|"]
     said = meanings(options.Recipe)
@@ -92,17 +117,10 @@ def page() -> str:
             kind = "keys" if field.name == "nemo" else recipe[field.name].__name__
             lines.append(f"| `{field.name}` | {allowed(field, kind)} | {said[field.name]} |")
     for group, kind in recipe.items():
-        if not dataclasses.is_dataclass(kind):
-            continue
-        usual = f" Default: `{group}={chosen[group]}`." if group in chosen else ""
-        lines += ["", f"## {group}", " ".join((kind.__doc__ or "").split()) + usual, ""]
-        if group in chosen:
-            lines += ["| option | is |", "|---|---|", *option_rows(group), ""]
-        lines += ["| key | takes | what it does |", "|---|---|---|", *rows(kind, f"{group}.")]
-    for group in ("experiment", "sweep"):
-        lines += ["", f"## {group}", "| option | is |", "|---|---|", *option_rows(group)]
+        if dataclasses.is_dataclass(kind) and group != "cluster":
+            lines += group_section(group, kind)  # type: ignore[arg-type]
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print({"cluster": cluster_page}.get("".join(sys.argv[1:]), page)(), end="")

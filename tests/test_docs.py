@@ -47,10 +47,11 @@ def test_every_link_leads_somewhere_and_no_page_is_long(page):
     assert len(text.splitlines()) <= (150 if page.name == "README.md" else 250)
 
 
-def test_the_pages_of_keys_is_the_codes_rendering():
-    command = [sys.executable, "docs/render_keys.py"]
+@pytest.mark.parametrize(("page", "words"), [("keys", []), ("keys-cluster", ["cluster"])])
+def test_a_page_of_keys_is_the_codes_rendering(page, words):
+    command = [sys.executable, "docs/render_keys.py", *words]
     made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert (ROOT / "docs" / "keys.md").read_text() == made.stdout
+    assert (ROOT / "docs" / f"{page}.md").read_text() == made.stdout
 
 
 def of(file, pick):

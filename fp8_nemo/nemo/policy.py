@@ -234,7 +234,7 @@ def without_correction(loss_fn: ClippedPGLossFn) -> ClippedPGLossFn:
 
 
 class WatchedLoss(ClippedPGLossFn):
-    """NeMo RL's loss, which also says how far an update has moved the policy."""
+    """Compute NeMo RL's loss, and how far an update has moved the policy."""
 
     def __call__(
         self,
@@ -243,7 +243,7 @@ class WatchedLoss(ClippedPGLossFn):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """NeMo RL's value and metrics, and our two, as shares of the update's tokens."""
+        """Return NeMo RL's value and metrics, and our two, as shares of the update's tokens."""
         loss, metrics = super().__call__(
             next_token_logprobs, data, global_valid_seqs, global_valid_toks
         )
@@ -260,7 +260,7 @@ class WatchedLoss(ClippedPGLossFn):
 
 
 def watched_loss(loss_fn: ClippedPGLossFn) -> WatchedLoss:
-    """The same loss, watched."""
+    """Return a copy of the loss that watches itself."""
     watched = copy.copy(loss_fn)
     watched.__class__ = WatchedLoss
     assert isinstance(watched, WatchedLoss)
