@@ -4,6 +4,7 @@
 #
 # As a runtime does it: what the command writes outside of the mounts is gone with it, the image's
 # variables (/etc/environment) win over the job's, and a user is root inside, with the user's own rights.
+# The folder belongs to who enters it, or root does.
 set -euo pipefail
 
 if [[ -z ${FP8_NEMO_UNSHARED-} ]]; then
@@ -23,9 +24,10 @@ mkdir "$layers"/{written,work,root}
 mount -t overlay -o "lowerdir=$image,upperdir=$layers/written,workdir=$layers/work" overlay "$layers/root"
 for mounted in /proc /sys /dev /tmp /etc/resolv.conf /etc/hosts "${mounts[@]}"; do
     from=${mounted%%:*} to=$layers/root/${mounted#*:}
-    if [[ -d $from ]]; then mkdir -p "$to"; else mkdir -p "${to%/*}" && touch "$to"; fi
+    if [[ -d $from ]]; then mkdir -p "$to"; elif ! [[ -e $to ]]; then mkdir -p "${to%/*}" && touch "$to"; fi
     mount --rbind "$from" "$to"
 done
+enter=$(command -v unshare)
 while IFS= read -r variable; do export "${variable?}"; done <"$layers/root/etc/environment"
 export HOME=/root
-exec chroot "$layers/root" env --chdir="$folder" "$@"
+exec "$enter" --root="$layers/root" --wd="$folder" "$@"
