@@ -12,6 +12,7 @@ from fp8_nemo import __version__
 from fp8_nemo.nemo_config.versions import SUPPORTED
 from fp8_nemo.recipe.checks import verb_line
 from fp8_nemo.recipe.compose import choices
+from fp8_nemo.recipe.secrets import hidden
 
 HELP, VERSION = ("-h", "--help"), "--version"
 CALL = re.compile(r"python -m recipes\.(\w+)")
@@ -57,8 +58,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(VERSION, action="version", version=version())
 
     def error(self, message: str) -> NoReturn:
-        """Say a mistake in one line, without the usage."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        """Say a mistake in one line, without the usage, and without a secret that was typed."""
+        self.exit(2, f"{self.prog}: error: {hidden(message)}\n")
 
 
 def cells_parser(verb: str, text: str | None) -> Parser:

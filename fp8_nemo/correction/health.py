@@ -70,6 +70,10 @@ SIGNALS = (
         "answers are cut before they end, and earn nothing: raise grpo.max_new_tokens",
     ),
     Signal(
+        "replay/missing_fraction", 0.001, 0.05,
+        "routes that vLLM did not report are the trainer's own: turn its prefix cache off",
+    ),
+    Signal(
         "recalibrate/saturated_fraction", 0.5, 1.1,
         "ranges outgrow their scales each step: raise glue.recalibrate.margin or history",
     ),

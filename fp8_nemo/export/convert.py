@@ -81,8 +81,9 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
         raise ConversionError(f"{strange[0]}: quantize_checkpoint takes precision alone")
     [recipe] = compose(["precision=fp8-linear", *settings, f"model.shape.layers={count}"])
     if not recipe.precision.rollout.is_quantized:
-        name = recipe.precision.name
-        raise ConversionError(f"precision={name}: its weights are BF16; choose fp8-linear")
+        set_to = [word for word in settings if word.startswith("precision.rollout_linear")]
+        said = (set_to or [f"precision={recipe.precision.name}"])[-1]
+        raise ConversionError(f"{said}: its weights are BF16; choose precision=fp8-linear")
     return recipe
 
 

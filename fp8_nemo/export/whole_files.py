@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+
+from fp8_nemo.runs.metrics import sync
 
 PART = ".part"
 """Name of that folder; it is there only while something is written, or after a kill."""
@@ -21,6 +25,25 @@ PART = ".part"
 def without_parts(folder: Path) -> None:
     """Remove what a kill left half written."""
     shutil.rmtree(folder / PART, ignore_errors=True)
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Leave nothing half written behind in a folder, and no empty folder.
+
+    Raises:
+        OSError: the disk is full, or fails; one line, with the folder.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # its own word for a full disk
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        text = f"{folder}: cannot be written ({reason}); make room, and the same line goes on"
+        raise OSError(text) from error
+    finally:
+        without_parts(folder)
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def part_of(file: Path) -> Path:
@@ -35,11 +58,11 @@ def put(part: Path, file: Path) -> None:
     Raises:
         OSError: the disk is full, or fails.
     """
-    _sync(part)
+    sync(part)
     part.rename(file)
     with suppress(OSError):  # something else is being written
         part.parent.rmdir()
-    _sync(file.parent)
+    sync(file.parent)
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -53,11 +76,3 @@ def sha256_of(file: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

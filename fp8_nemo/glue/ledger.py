@@ -20,13 +20,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.destination import Destination, spec_of
+from fp8_nemo.glue.destination import Destination, dtype_of
 from fp8_nemo.glue.digest import Digests, Placed, placed
 from fp8_nemo.glue.manifest import (
     KV_SUFFIXES,
@@ -158,24 +159,28 @@ class Ledger:
             raise RefitError(problems)
         opened = self.destination
         now = look() if opened and look else opened
-        found = self._read(now)
-        problems = self._wire_problems(found)
-        if not problems and opened and now:
-            problems = [*self._engine_problems(found, opened, now)]
-        if problems:
-            raise RefitError(problems)
+        numbers = self._ask(now)
+        # The device digests the engine meanwhile.
+        moved = [*_moved(opened, now)] if opened and now else []
         held = opened.held if opened else self.expected
+        verified = sum(weights.scale_name(name) in held for name in self.received)
+        found = self._read(numbers, now)
+        if problems := self._wire_problems(found):
+            raise RefitError(problems)
+        wanted = self._wanted(found)
+        if now and (problems := [*moved, *self._engine_problems(found, wanted, now)]):
+            raise RefitError(problems)
         sent = self.manifest.sums if self.manifest else []
         return RefitProof(
             bytes=sum(self.received.values()),
-            verified_weights=sum(weights.scale_name(name) in held for name in self.received),
-            checksums=len(self._wanted(found).keys() & found.held.keys()),
+            verified_weights=verified,
+            checksums=len(wanted.keys() & found.held.keys()),
             sent=struct.pack(f"{len(sent)}q", *sent),
         )
 
     def wire_problems(self) -> list[str]:
         """Return the problems of what arrived, without looking at the engine."""
-        return self._known_problems() or self._wire_problems(self._read(None))
+        return self._known_problems() or self._wire_problems(self._read(self._ask(None), None))
 
     def _arrival_problem(self, name: str, tensor: Tensor) -> str:
         spec = self.expected.get(name)
@@ -183,10 +188,10 @@ class Ledger:
             return "unknown name"
         if name in self.received:
             return "sent twice"
-        if (found := spec_of(tensor)).dtype != spec.dtype:
-            return f"wrong dtype {found.dtype}, expected {spec.dtype}"
-        if found.shape != spec.shape:
-            return f"wrong shape {list(found.shape)}, expected {list(spec.shape)}"
+        if (dtype := dtype_of(tensor)) != spec.dtype:
+            return f"wrong dtype {dtype}, expected {spec.dtype}"
+        if tensor.shape != spec.shape:
+            return f"wrong shape {list(tensor.shape)}, expected {list(spec.shape)}"
         return ""
 
     def _otherwise(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -209,8 +214,8 @@ class Ledger:
             found.append(CUT_SHORT)
         return found
 
-    def _read(self, now: Destination | None) -> _Found:
-        """Read all numbers of this refit on the host at once.
+    def _ask(self, now: Destination | None) -> Tensor:
+        """Return all numbers of this refit, INT64 on the device, without a wait for the digests.
 
         It synchronizes first: NCCL's receiver loads on its own streams, ahead of which the host
         runs.
@@ -220,18 +225,26 @@ class Ledger:
             torch.cuda.synchronize(self.manifest_bytes.device)
         manifest = self.manifest_bytes.flatten().view(torch.uint8)
         manifest = manifest[: len(manifest) // 8 * 8].view(torch.int64)
+        of_engine = []
+        if now and self.is_digested and now.digested:
+            of_engine.append(now.digests())
+        if now and now.kv_scales:
+            of_engine.append(now.kv_bits())
+        return torch.cat([manifest, *self.arrived_sums.sums, *self.loaded_sums.sums, *of_engine])
+
+    def _read(self, numbers: Tensor, now: Destination | None) -> _Found:
+        """Read on the host what `_ask` returned, all at once."""
         digested = now.digested if now and self.is_digested else []
         kv_scales = now.kv_scales if now else []
-        numbers = torch.cat([
-            manifest, *self.arrived_sums.sums, *self.loaded_sums.sums,
-            *([now.digests()] if now and digested else []),
-            *(now.parts[name].tensor.view(torch.int32).long() for name in kv_scales if now),
-        ]).tolist()  # fmt: skip
-        sent, rest = numbers[: len(manifest)], iter(numbers[len(manifest) :])
-        self.manifest = read_manifest(sent, [n for n in self.received if n.endswith(KV_SUFFIXES)])
         names = self.arrived_sums.names, self.loaded_sums.names, digested, kv_scales
+        read = numbers.tolist()
+        count = len(read) - sum(map(len, names))
+        rest = iter(read[count:])
+        kv_names = [name for name in self.received if name.endswith(KV_SUFFIXES)]
+        self.manifest = read_manifest(read[:count], kv_names)
         return _Found(*(dict(zip(some, rest, strict=False)) for some in names))
 
+    @cached_property
     def _sent(self) -> dict[str, int]:
         assert self.manifest is not None
         names = [name for name in self.received if not name.endswith(KV_SUFFIXES)]
@@ -241,7 +254,7 @@ class Ledger:
         """Return the digests that the engine's memory must have, by name."""
         if not self.is_digested:
             return {}
-        sent = {name: x for name, x in self._sent().items() if name not in self.otherwise}
+        sent = {name: x for name, x in self._sent.items() if name not in self.otherwise}
         return sent | found.loaded
 
     def _wire_problems(self, found: _Found) -> list[str]:
@@ -257,7 +270,7 @@ class Ledger:
             return []
         if len(sent.sums) + len(sent.kv_scales) != len(self.received):
             return [f"{MANIFEST}: lacks digests, which verify=bytes needs"]
-        was = self._sent()
+        was = self._sent
         missing = [n for n in was if n in self.otherwise and n not in found.arrived]
         return [
             *(f"{name}: was not digested on arrival" for name in missing),
@@ -269,7 +282,7 @@ class Ledger:
         ]
 
     def _engine_problems(
-        self, found: _Found, opened: Destination, now: Destination
+        self, found: _Found, wanted: Mapping[str, int], now: Destination
     ) -> Iterator[str]:
         assert self.manifest is not None
         for name in sorted(now.poisoned(self.poisoned)):
@@ -277,13 +290,15 @@ class Ledger:
         for name, scale in self.manifest.kv_scales.items():
             if (held := scale_of(found.kv_scales[name])) != scale:
                 yield f"{name}: the engine holds {held}, sent {scale}"
-        for name, address in opened.addresses.items():
-            if now.parts[name].tensor.data_ptr() != address:
-                yield f"{name}: its storage moved, CUDA graphs would read the old one"
-        wanted = self._wanted(found)
         for name, value in found.held.items():
-            if name in wanted and value != wanted[name]:
+            if wanted.get(name, value) != value:
                 yield f"{name}: the engine's bytes are not the sender's (checksum)"
+
+
+def _moved(opened: Destination, now: Destination) -> Iterator[str]:
+    for name, address in opened.addresses.items():
+        if now.parts[name].tensor.data_ptr() != address:
+            yield f"{name}: its storage moved, CUDA graphs would read the old one"
 
 
 class _Sums:

@@ -120,26 +120,27 @@ def encode(
         for name, weight in group
     }
     device = group[0][1].device
-    pieces = {name: pieces_of(name, weight) for name, weight in group}
-    chosen = [name for name in pieces if is_fp8[name]]
+    stacks = {name: _stacked(name, weight) for name, weight in group}
+    chosen = [name for name in stacks if is_fp8[name]]
     nonfinite_N = torch.zeros(len(chosen), dtype=torch.bool, device=device)
     found = {}
     if chosen:
         quantized = QUANTIZERS[precision.rollout.name](
-            [pieces[name] for name in chosen],
+            [stacks[name] for name in chosen],
             pow2=precision.scales == "pow2",
             nonfinite_N=nonfinite_N,
         )
         found = dict(zip(chosen, quantized, strict=True))
-    plain = {name: pieces[name].to(torch.bfloat16) for name in pieces if not is_fp8[name]}
+    plain = {name: stacks[name].to(torch.bfloat16) for name in stacks if not is_fp8[name]}
     tensors = []
     for name, weight in group:
         wires = weights.wire_names(name, tuple(weight.shape))
         if name in found:
-            for wire, fp8_OI, scale_inv_PQ in zip(wires, *found[name], strict=True):
+            both = (_apart(name, each) for each in found[name])
+            for wire, fp8_OI, scale_inv_PQ in zip(wires, *both, strict=True):
                 tensors += [(wire, fp8_OI), (weights.scale_name(wire), scale_inv_PQ)]
         else:
-            tensors += zip(wires, plain[name], strict=True)
+            tensors += zip(wires, _apart(name, plain[name]), strict=True)
     # A launch of its own: made in the quantizing kernel, Triton 3.6 wrote other bytes on an H100.
     sums_T = Digests([placed(x, x.shape) for _, x in tensors])() if digests else None
     if filled := {name: x for name, x in plain.items() if x.numel()}:  # an empty one has no norm
@@ -164,15 +165,22 @@ def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tupl
         yield group
 
 
-def pieces_of(name: str, weight: Tensor) -> Tensor:
-    """Return a weight or a slab as a stack of what is sent: `[1, O, I]`, or a matrix per name.
+def pieces_of(name: str, weight: Tensor) -> Sequence[Tensor]:
+    """Return what is sent of a weight, itself, or of a slab, a matrix `[O, I]` per wire name."""
+    return _apart(name, _stacked(name, weight))
+
+
+def _stacked(name: str, weight: Tensor) -> Tensor:
+    """Return a weight as it is, or a slab as a stack of what is sent.
 
     A slab `[E, 2 O, I]` holds gate above up. They are separated, so that no block spans both.
     """
     projections = weights.slab_projections(name)
-    if not projections:
-        return weight[None]
-    return weight.unflatten(1, (len(projections), -1)).flatten(0, 1)
+    return weight.unflatten(1, (len(projections), -1)).flatten(0, 1) if projections else weight
+
+
+def _apart(name: str, tensor: Tensor) -> Sequence[Tensor]:
+    return tensor.unbind() if weights.slab_projections(name) else (tensor,)
 
 
 def _handed_over(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

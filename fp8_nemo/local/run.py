@@ -28,6 +28,7 @@ from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import GrpoLoop, Report
 from fp8_nemo.local.modules.deterministic import repeat_exactly
+from fp8_nemo.local.rollout import DynamicSamplingError
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.own.reward import RewardError
 from fp8_nemo.runs import metrics, process, run_dir
@@ -35,7 +36,9 @@ from fp8_nemo.runs.provenance import environment
 from fp8_nemo.runs.run_dir import starting_point
 from fp8_nemo.runs.terminal import console, tell
 
-DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError, RewardError)
+DIVERGED = (
+    RefitError, RecalibrateError, LogprobError, UnstableError, DynamicSamplingError, RewardError,
+)  # fmt: skip
 SHOWN = {
     "reward": "reward/mean",
     "val": "val/accuracy",
@@ -114,6 +117,7 @@ def _learned_nothing(rows: list[dict[str, Any]]) -> bool:
 
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
+    logging.raiseExceptions = False  # a full disk is told in one line, by what the run stops at
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
     run_dir.write_environment(path, **starting_point(plan.recipe, path))
     logging.info("environment %s", environment())

@@ -4,7 +4,8 @@
 ranks. We therefore measure the mismatch here, and multiply the advantages here for every correction
 that NeMo RL's loss does not have. The clipped losses are linear in the advantage,
 `max(-wA r, -wA clip(r)) = w max(-A r, -A clip(r))` for `w >= 0`. So this is exactly the corrected
-loss, whatever packing, dynamic batching or context parallelism do to it afterwards.
+loss, whatever packing, dynamic batching or context parallelism do to it afterwards. It holds for
+dual clip, CISPO, and losses without a ratio or with one of the whole sequence, too.
 
 KV scales are made here from the ranges that the workers saw (`glue.recalibrate.source: logprob`).
 The driver holds their history and saves it with every checkpoint. The current scales go into every
@@ -28,8 +29,22 @@ import torch
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 
-from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
+from fp8_nemo.correction.correct import (
+    Multiplier,
+    advantage_metrics,
+    correct,
+    correction_metrics,
+)
 from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
+from fp8_nemo.correction.routing import replay_metrics
+from fp8_nemo.correction.update import (
+    CLIPPED,
+    MOVED,
+    clipped_tokens,
+    kl_sum,
+    policy_ratio,
+    update_metrics,
+)
 from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.kv_scales import KvScales
@@ -77,13 +92,23 @@ class WatchedPolicy(Policy):
         pair = logprob_pair(data)
         multiplier = correct(pair, self.correction)
         self.row |= mismatch_metrics(pair) | correction_metrics(multiplier, pair, self.correction)
+        self.row |= advantage_metrics(multiplier, pair, data["advantages"][:, 1:])
         longest = self.cfg["generation"]["max_new_tokens"]
         full_B = data["input_lengths"] >= self.cfg["max_total_sequence_length"]
-        self.row |= length_metrics(pair.mask_BT.sum(1), longest, full_B)
+        # Answers that were filtered were sampled too.
+        self.row |= length_metrics(data["token_mask"][:, 1:].sum(1), longest, full_B)
         self.row |= refit_metrics(self.proofs(), self.refit_info)
+        if self.settings.replays and self.settings.needs_plugin:
+            counted_2 = torch.tensor(self.run_all_workers_single_data("fp8_nemo_take_routes")[0])
+            self.row |= replay_metrics(counted_2, data["routed_experts"], data["input_lengths"])
         if not self.settings.loss_corrects:
             data = corrected(data, multiplier, self.correction.renormalize_denominator)
+        if self.settings.needs_plugin:
+            loss_fn = watched_loss(loss_fn)
         results = super().train(data, loss_fn, *arguments, **options)
+        self.row |= update_metrics(
+            results.get("all_mb_metrics", {}), has_ratio=not loss_fn.disable_ppo_ratio
+        )
         self.kv_scales.trained()
         self.row["train/grad_norm"] = float(torch.as_tensor(results["grad_norm"]).max())
         return results
@@ -176,6 +201,8 @@ def logprob_pair(data: Any) -> LogprobPair:
 def corrected(data: Any, multiplier: Multiplier, renormalize: bool) -> Any:
     """Return a shallow copy of the batch with multiplied advantages.
 
+    Everything else is the batch's own, `routed_experts` of rejected tokens too: they are context.
+
     Args:
         data: NeMo RL's batch, `[B, T]`.
         multiplier: `[B, T - 1]`.
@@ -204,6 +231,40 @@ def without_correction(loss_fn: ClippedPGLossFn) -> ClippedPGLossFn:
     plain.truncated_importance_sampling_ratio = None
     plain.truncated_importance_sampling_ratio_min = None
     return plain
+
+
+class WatchedLoss(ClippedPGLossFn):
+    """NeMo RL's loss, which also says how far an update has moved the policy."""
+
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: Any,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """NeMo RL's value and metrics, and our two, as shares of the update's tokens."""
+        loss, metrics = super().__call__(
+            next_token_logprobs, data, global_valid_seqs, global_valid_toks
+        )
+        current_BT, train_BT = next_token_logprobs.detach(), data["prev_logprobs"][:, 1:]
+        mask_BT = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        ratio_BT = policy_ratio(
+            current_BT, train_BT, mask_BT, by_sequence=self.sequence_level_importance_ratios
+        )
+        clip = (1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
+        return loss, metrics | {
+            CLIPPED: (clipped_tokens(ratio_BT, mask_BT, clip) / global_valid_toks).item(),
+            MOVED: (kl_sum(current_BT, train_BT, mask_BT) / global_valid_toks).item(),
+        }
+
+
+def watched_loss(loss_fn: ClippedPGLossFn) -> WatchedLoss:
+    """Return a copy of NeMo RL's loss that measures, too."""
+    watched = copy.copy(loss_fn)
+    watched.__class__ = WatchedLoss
+    assert isinstance(watched, WatchedLoss)
+    return watched
 
 
 def refit_bytes(info: dict[str, Any]) -> int:

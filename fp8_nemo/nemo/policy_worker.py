@@ -1,4 +1,4 @@
-"""NeMo RL's Megatron policy worker with our refit stream and our eyes on Q, K and V.
+"""NeMo RL's Megatron policy worker with our refit stream and our eyes on Q, K, V and routers.
 
 Registered through `Policy(worker_extension_cls_fqn=...)`. One iterator feeds every transport of
 NeMo RL's, and its handshake; it is all that is replaced.
@@ -19,6 +19,7 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 from torch import Tensor
 
+from fp8_nemo.correction.routing import RouteCount
 from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream
@@ -37,6 +38,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     fp8_nemo_refits = 0
     """Since the handshake; the engine's receiver counts them too."""
     fp8_nemo_observer: AmaxObserver | None = None
+    fp8_nemo_routes: RouteCount | None = None
     fp8_nemo_is_reference = False
     fp8_nemo_host_state: HostState | None = None
 
@@ -55,6 +57,16 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             gc.collect()
             gc.freeze()
         return wire
+
+    def prepare_for_training(self, *arguments: Any, **options: Any) -> None:
+        """Bring gradients and optimizer back, into memory of their own.
+
+        NeMo RL empties the allocator's cache after that. Gradients that had been given a part of
+        the logprob pass's memory would leave the rest to Adam's moments, which stay: then neither
+        part could go back to the device for the rollout.
+        """
+        torch.cuda.empty_cache()
+        super().prepare_for_training(*arguments, **options)
 
     def move_optimizer(self, device: str) -> None:
         """Move Adam's state as NeMo RL does, through page-locked memory (`optimizer_state.py`)."""
@@ -146,6 +158,15 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     def get_logprobs(self, *, data: Any, **options: Any) -> Any:
         """Run NeMo RL's `get_logprobs`, and observe Q, K and V if the recipe says so."""
         settings = _settings()
+        if self.fp8_nemo_is_reference or not settings.replays:
+            return self.fp8_nemo_watched_logprobs(data, **options)
+        self.fp8_nemo_routes = self.fp8_nemo_routes or RouteCount("cuda")
+        with counted_routes(self.fp8_nemo_routes):
+            return self.fp8_nemo_watched_logprobs(data, **options)
+
+    def fp8_nemo_watched_logprobs(self, data: Any, **options: Any) -> Any:
+        """NeMo RL's `get_logprobs`, with eyes on Q, K and V where the recipe asks for them."""
+        settings = _settings()
         if self.fp8_nemo_is_reference or not settings.observes:
             return super().get_logprobs(data=data, **options)
         if self.fp8_nemo_observer is None:
@@ -160,6 +181,13 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             cp_size=parallel_state.get_context_parallel_world_size(),
         ):
             return super().get_logprobs(data=data, **options)
+
+    def fp8_nemo_take_routes(self) -> list[int]:
+        """Routes exchanged, and routes compared, on all ranks since the last call."""
+        assert self.fp8_nemo_routes, "asked after a logprob pass of replay=r3 alone"
+        counted_2 = self.fp8_nemo_routes.take()
+        torch.distributed.all_reduce(counted_2)
+        return counted_2.tolist()
 
     def fp8_nemo_take_ranges(self) -> list[list[float]]:
         """Return the largest absolute values `[L, 3]` of all ranks since the last call.
@@ -178,6 +206,35 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class Fp8PolicyWorker(Fp8PolicyWorkerImpl):
     """The Ray actor."""
+
+
+@contextmanager
+def counted_routes(count: RouteCount) -> Iterator[None]:
+    """Show `count` what each router of Megatron's would have chosen, while routes are replayed.
+
+    NeMo RL's padding is the route `0, 1, 2, ...`, which leaves out real tokens that go there too.
+    """
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    replayed = RouterReplay.get_replay_topk
+
+    def counting(
+        replay: Any, scores: Tensor, topk: int,
+        num_groups: Any = None, group_topk: Any = None, default_compute_topk: Any = None,
+    ) -> Any:  # fmt: skip
+        found = replayed(replay, scores, topk, num_groups, group_topk, default_compute_topk)
+        if replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
+            own_NA = default_compute_topk(scores, topk, num_groups, group_topk)[1]
+            given_NA = replay.target_topk_idx.to(scores.device)
+            padding_A = torch.arange(topk, device=scores.device)
+            count.add(own_NA, given_NA, (given_NA != padding_A).any(-1))
+        return found
+
+    RouterReplay.get_replay_topk = counting
+    try:
+        yield
+    finally:
+        RouterReplay.get_replay_topk = replayed
 
 
 def _settings() -> WorkerSettings:

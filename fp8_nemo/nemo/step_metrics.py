@@ -21,6 +21,7 @@ TIMES = {
     "total_step_time": "time/step",
 }
 """NeMo RL's timers by our names. Its refit opens the step that uses it."""
+BATCHES = "dynamic_sampling_num_gen_batches"
 OPENED = "refit opened the step"
 """Set in our policy's row when the step began with a refit.
 
@@ -70,6 +71,8 @@ class OverheardLogger:
             self._validation = metrics.get("total_validation_time", 0.0)
         elif prefix == "train" and "reward" in metrics:  # the rollout's own come under it too
             self._row["reward/mean"] = float(metrics["reward"])
+            if BATCHES in metrics:
+                self._row["rollout/batches"] = metrics[BATCHES]
         elif prefix == "timing/train":
             self._row |= {
                 ours: metrics[theirs] for theirs, ours in TIMES.items() if theirs in metrics

@@ -32,12 +32,19 @@ class WorkerSettings:
     correction: Correction
     loss_corrects: bool
     """Whether NeMo RL's own loss applies the correction; else ours multiplies the advantages."""
+    replays: bool = False
+    """Whether the policy's workers count the routes that they would have chosen otherwise."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, loss_corrects: bool) -> WorkerSettings:
         """Take the settings out of a recipe."""
         return cls(
-            recipe.precision, recipe.model.shape, recipe.glue, recipe.correction, loss_corrects
+            recipe.precision,
+            recipe.model.shape,
+            recipe.glue,
+            recipe.correction,
+            loss_corrects,
+            recipe.replay.is_on,
         )
 
     @classmethod

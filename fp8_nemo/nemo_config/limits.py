@@ -271,6 +271,26 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
         "transformer_engine, check_mxfp8_support",
         "leave it out",
     )
+    decay = written.get(f"{MEGATRON}.scheduler.lr_decay_iters")
+    longest = recipe.grpo.steps if decay is None else decay
+    warmup = recipe.grpo.warmup_steps
+    yield Limit(
+        "grpo.warmup_steps",
+        warmup,
+        warmup is not None and warmup >= _number(longest),
+        f"must be below the schedule's {longest} steps, or Megatron shortens it",
+        SEAMS["short-schedule"].path,
+        "lower it",
+    )
+    fusion = f"{MEGATRON}.model_overrides.moe_router_fusion"
+    yield Limit(
+        f"nemo.{fusion}",
+        written.get(fusion),
+        recipe.replay.is_on and bool(written.get(fusion)),
+        f"must be false with replay={recipe.replay.name}: the fused top-k asks no replay",
+        SEAMS["fused-router"].path,
+        "leave it out, or set replay=none",
+    )
     multiple = written["policy.make_sequence_length_divisible_by"]
     tokens = 8 * (tensor if by_sequence else 1)
     yield Limit(

@@ -9,24 +9,32 @@ Folders are added last, when it is known where a run stands (`path_overrides`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import (
     ABSENT,
+    BUFFER,
     GENERATION,
+    LONGEST,
     MEGATRON,
     ONLY_IF_KNOWN,
+    OPTIONAL,
+    PENALTY,
     PINNED,
+    SCALES,
+    SHAPES,
+    STOP_COEFFICIENT,
     VLLM,
+    VLLM_KWARGS,
 )
 from fp8_nemo.nemo_config.own.environments import reward_keys, reward_paths
 from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Correction, Model, Recipe
+from fp8_nemo.recipe.options import Model, Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.settled import (
     KEEPS_OPTIMIZER,
@@ -45,6 +53,7 @@ ARCHITECTURES = {"h100": "9.0", "h200": "9.0", "b200": "10.0"}
 GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_FILE = "data.default.prompt_file"
 VALIDATION_BATCH = "grpo.val_batch_size"
+WANDB_NAME = "logger.wandb.name"
 VLLM_PRECISION = {"bf16": "bfloat16", "fp8": "fp8"}
 """`vllm_cfg.precision` by the format of the engine's linear weights."""
 VLLM_CACHE = {"bf16": "auto", "fp8": "fp8"}
@@ -76,18 +85,23 @@ def configure(settled: Settled, host: Host) -> Configuration:
     return Configuration(
         ours | dict(settled.own),
         _environment_variables(settled),
-        native_correction(settled.recipe.correction) is not None,
+        native_correction(settled.recipe) is not None,
         tuple(own_key_mistakes(settled, ours, host)),
     )
 
 
-def native_correction(correction: Correction) -> dict[str, Any] | None:
+def native_correction(recipe: Recipe) -> dict[str, Any] | None:
     """Return the keys of `loss_fn` with which NeMo RL's own loss applies a correction, or None.
 
     Our `tis` is its `tis`, our `mis` its `icepop`, and a bare token ratio its correction without a
     type. Every other correction multiplies the advantages before the loss sees them
     (`nemo/policy.py`). Its `seq-mask-tis` does not bound the token ratio, so it is not `geo-mis`.
+    With one ratio a sequence (GSPO) NeMo RL corrects by the sequence's product whatever the type
+    says, so every correction is ours.
     """
+    correction = recipe.correction
+    if recipe.algorithm.filled.sequence_level_importance_ratios:
+        return None
     plain = (
         correction.level == "token"
         and correction.veto is None
@@ -123,6 +137,8 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
         **_records(recipe),
         **{key: value for key, (value, _) in PINNED.items()},
         **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
+        **_algorithm(settled),
+        **_replay(recipe),
         VALIDATION_BATCH: settled.validation_problems,  # one batch of all
     }
     lacking = [key for key in ONLY_IF_KNOWN if not host.has(base, key)]
@@ -153,7 +169,7 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
 
 
 def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str, Any]:
-    """Return the keys that hold folders, as absolute paths: NeMo RL's own depend on its start.
+    """Return the keys that name the run's folders, absolute: NeMo RL's are relative to its start.
 
     Args:
         recipe: of the plan.
@@ -166,6 +182,8 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
         "logger.log_dir": str(here / "log" / "nemo"),
         "checkpointing.checkpoint_dir": str(here / "checkpoints"),
     }
+    if WANDB_NAME not in leaves(recipe.nemo):
+        found[WANDB_NAME] = "-".join(here.parts[-3:])  # model, cell, seed and hash
     if recipe.data.name == "openmath-2" and PROMPT_FILE not in leaves(recipe.nemo):
         prompt = (root or Path()) / "examples" / "prompts" / "cot.txt"
         found[PROMPT_FILE] = str(prompt)
@@ -201,7 +219,7 @@ def _has_first_scales(recipe: Recipe) -> bool:
 
 
 def _loss(settled: Settled) -> dict[str, Any]:
-    recipe, native = settled.recipe, native_correction(settled.recipe.correction)
+    recipe, native = settled.recipe, native_correction(settled.recipe)
     found = native or {"type": None, "ratio": None, "ratio_min": None}
     at = "loss_fn.truncated_importance_sampling"
     return {
@@ -214,6 +232,39 @@ def _loss(settled: Settled) -> dict[str, Any]:
         f"{at}_ratio_min": found["ratio_min"],
         "loss_fn.token_level_loss": True,
         "loss_fn.reference_policy_kl_penalty": settled.kl_penalty,
+    }
+
+
+def _algorithm(settled: Settled) -> dict[str, Any]:
+    """Write the options of the algorithm, of warm-up and gradient clip, that are given."""
+    given, algorithm = leaves(asdict(settled.recipe)), settled.recipe.algorithm
+    found = {
+        key: given[option]
+        for option, keys in OPTIONAL.items()
+        if given[option] is not None
+        for key in keys
+    }
+    if algorithm.overlong_buffer is not None:
+        found |= {
+            SHAPES: True,
+            BUFFER: max(1, round(algorithm.overlong_buffer * settled.response_tokens)),
+            PENALTY: algorithm.filled.overlong_buffer_penalty,
+            LONGEST: settled.response_tokens,
+            STOP_COEFFICIENT: None,
+        }
+    if algorithm.stop_properly_penalty_coef is not None:
+        found |= {SHAPES: True}
+    return found | ({SCALES: True} if algorithm.reward_target_min is not None else {})
+
+
+def _replay(recipe: Recipe) -> dict[str, Any]:
+    """Replay routes; with prefix cache and chunked prefill vLLM loses some (NeMo RL's recipe)."""
+    if not recipe.replay.is_on:
+        return {}
+    return {
+        "policy.router_replay.enabled": True,
+        f"{VLLM}.enable_prefix_caching": False,
+        f"{VLLM_KWARGS}.enable_chunked_prefill": False,
     }
 
 
@@ -363,7 +414,7 @@ def _records(recipe: Recipe) -> dict[str, Any]:
         "logger.tensorboard_enabled": recipe.logging.tensorboard,
         "logger.wandb_enabled": recipe.logging.wandb,
         "logger.wandb.project": "fp8-nemo",
-        "logger.wandb.name": "-".join(
+        WANDB_NAME: "-".join(
             (recipe.model.name, recipe.precision.name, recipe.correction.name, f"s{recipe.seed}")
         ),
         "logger.mlflow_enabled": False,

@@ -216,6 +216,20 @@ SEAMS = {
         "only supported with flex token dispatcher",
         "DeepEP is the flex dispatcher's",
     ),
+    "short-schedule": Seam(
+        MEGATRON, "megatron/core/optimizer_param_scheduler.py", (160,),
+        "assert self.lr_warmup_steps < self.lr_decay_steps",
+        "a warm-up as long as its schedule is cut short",
+    ),
+    "no-replay": Seam(
+        V0_7_0, GRPO, (2556,), '"sample_mask": repeated_batch["loss_multiplier"]',
+        "the loop's batch for training carries no routed experts",
+    ),
+    "fused-router": Seam(
+        MEGATRON, "megatron/core/transformer/moe/moe_utils.py", (838,),
+        "return fused_topk_with_score_function(",
+        "the fused top-k returns before a router could replay",
+    ),
     "experts-by-sequence": Seam(
         MEGATRON, "megatron/core/transformer/moe/moe_layer.py", (636,),
         "not self.config.sequence_parallel",

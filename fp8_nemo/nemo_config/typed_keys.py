@@ -12,13 +12,15 @@ import ast
 import difflib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.keys import ABSENT, OURS, PINNED, may_be_added
+from fp8_nemo.nemo_config.keys import ABSENT, OPTIONAL, OURS, PINNED, may_be_added
 from fp8_nemo.nemo_config.seams import ENGINE, GRPO
 from fp8_nemo.nemo_config.versions import Source
 from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.settled import Settled
 
 ROOTS = {"": (GRPO, "MasterConfig"), "policy.generation.": (f"{ENGINE}/config.py", "VllmConfig")}
@@ -50,10 +52,11 @@ def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> I
     base, refused = settled.recipe.model.base_config or "", PINNED | ABSENT
     there = {**ours, **host.leaves(base)}
     known = {*host.declared, *OURS, *refused, *there}
+    options = _options_given(settled)
     for key, value in settled.own.items():
         named, kinds = f"nemo.{key}", host.declared.get(key)
-        if key in OURS:
-            yield Mistake(named, value, f"is written by {OURS[key]}", "set that instead")
+        if option := OURS.get(key) or options.get(key):
+            yield Mistake(named, value, f"is written by {option}", "set that instead")
         elif key in refused and value != refused[key][0]:
             allowed, reason = refused[key]
             yield Mistake(named, value, f"must be {json.dumps(allowed)}: {reason}")
@@ -71,6 +74,12 @@ def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> I
         elif not kinds and not _is_like(value, there.get(key)):
             kind = type(there[key]).__name__
             yield Mistake(named, value, f"must be of type {kind}, as {there[key]!r} is")
+
+
+def _options_given(settled: Settled) -> dict[str, str]:
+    """Name, by NeMo RL's key, the options that are not null and write it."""
+    given = leaves(asdict(settled.recipe))
+    return {key: name for name, keys in OPTIONAL.items() if given[name] is not None for key in keys}
 
 
 def fits(value: Any, kinds: str) -> bool:

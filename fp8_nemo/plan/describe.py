@@ -115,6 +115,10 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         "grpo": _as_typed(recipe.grpo),
         "data": _as_typed(recipe.data),
     }
+    if recipe.algorithm.changes:
+        rows["algorithm"] = _as_typed(recipe.algorithm, given=True)
+    if recipe.replay.is_on:
+        rows["replay"] = f"{recipe.replay.name}: the trainer's tokens go where the engine's went"
     rows |= _nemo_rows(plan, host) if plan.nemo else {}
     return [*rows.items(), *(("note", note) for note in plan.notes)]
 
@@ -262,9 +266,12 @@ def _checked(plan: Plan, host: Host) -> str:
     return f"options, the host's limits, every key against the YAML in {host.root}"
 
 
-def _as_typed(group: Any) -> str:
+def _as_typed(group: Any, *, given: bool = False) -> str:
     """Return the fields of a group as a user types them; null inherits the base configuration."""
-    pairs = [f"{key}={as_typed(value)}" for key, value in vars(group).items() if key != "name"]
+    fields = {key: value for key, value in vars(group).items() if key != "name"}
+    pairs = [
+        f"{k}={as_typed(value)}" for k, value in fields.items() if not given or value is not None
+    ]
     return f"{group.name}: " + " ".join(pairs)
 
 

@@ -134,7 +134,7 @@ def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
     decode = decode_of_engine(settled, lengths.prompt + tokens / 2)
     engines = settled.gpus // settled.layout.rollout_tensor
     slower = DOUBLED ** math.log2(settled.layout.rollout_tensor)
-    return slower * settled.sequences_per_step / engines * tokens / decode.tokens_per_second
+    return slower * settled.sequences_per_batch / engines * tokens / decode.tokens_per_second
 
 
 def mfu(settled: Settled, lengths: Lengths, seconds: float, *, trains: bool = True) -> float:

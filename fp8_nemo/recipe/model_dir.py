@@ -55,9 +55,9 @@ def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
         yield Mistake("model.path", folder, "no such folder", remedy)
         return
     missing = [name for name in NEEDED if not (folder / name).is_file()]
-    for name in missing:
-        yield Mistake("model.path", folder, f"lacks {name}", "it must be in Hugging Face format")
     if missing:
+        lacks, remedy = f"lacks {', '.join(missing)}", "it must be in Hugging Face format"
+        yield Mistake("model.path", folder, lacks, remedy)
         return
     yield from _config_mistakes(folder, model, pads)
     files = sorted(folder.glob("*.safetensors"))
@@ -85,6 +85,10 @@ def _config_mistakes(folder: Path, model: Model, pads: bool) -> Iterator[Mistake
         tokens = json.loads((folder / "tokenizer_config.json").read_text())
     except ValueError as error:
         yield Mistake("model.path", folder, f"holds broken JSON ({error})", "copy it again")
+        return
+    if not (isinstance(config, dict) and isinstance(tokens, dict)):
+        text = "holds JSON that is no object, in config.json or tokenizer_config.json"
+        yield Mistake("model.path", folder, text, "copy it again")
         return
     yield from shape_mistakes(config, folder, model)
     for name in ("eos_token", "pad_token") if pads else ("eos_token",):
@@ -192,6 +196,6 @@ def missing_bytes(file: Path) -> int:
         header = json.loads(stream.read(header_size))
     try:
         ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-    except (AttributeError, KeyError, TypeError) as error:
+        return max(0, 8 + header_size + max(ends, default=0) - size)
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError("it names no tensors and offsets") from error
-    return max(0, 8 + header_size + max(ends, default=0) - size)

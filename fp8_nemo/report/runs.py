@@ -109,7 +109,7 @@ def read_run(run_dir: Path) -> FinishedRun:
         environment = _as_typed(json.loads(path.read_text())) if path.exists() else {}
     except RunDirError:
         raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunDirError(f"{run_dir}: cannot be read ({error})") from error
     return FinishedRun(run_dir, plan, rows, environment)
 

@@ -17,6 +17,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -35,7 +36,7 @@ from fp8_nemo.recipe.own.reward import reward_digest
 from fp8_nemo.recipe.plain import escape_interpolation
 from fp8_nemo.recipe.problems import problems_digest
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout
-from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done, write_whole
+from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done, sync, write_whole
 from fp8_nemo.runs.provenance import environment
 
 PLAN, RECIPE, ENVIRONMENT = "plan.json", "recipe.yaml", "environment.json"
@@ -190,9 +191,13 @@ def new_folder(path: Path) -> Path:
     """Make a folder for a result, if it is missing.
 
     Raises:
-        FileExistsError: something lies in it, or another folder cannot take its place.
+        OSError: it cannot be made, something lies in it, or another cannot take its place.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"{path}: cannot be made a folder ({error.strerror}); name another one"
+        raise OSError(text) from error
     if any(path.iterdir()) or path.is_mount() or path.resolve() == Path.cwd():
         raise FileExistsError(f"{path}: is not a folder that is new, or empty; name another one")
     return path
@@ -240,19 +245,27 @@ def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
     """Yield a folder to save into; it becomes step-NNNNNN whole or not at all. Prune older ones."""
     folder = run_dir / "checkpoints"
     folder.mkdir(exist_ok=True)
-    for leftover in folder.glob("saving-*"):
-        shutil.rmtree(leftover)
+    tidy_checkpoints(run_dir)
     saving = folder / f"saving-{step:06d}"
     saving.mkdir()
-    yield saving
-    for file in saving.iterdir():
-        _sync(file)
-    target = folder / f"step-{step:06d}"
-    shutil.rmtree(target, ignore_errors=True)
-    saving.rename(target)
-    _sync(folder)
-    for old in checkpoints(run_dir)[:-KEPT_CHECKPOINTS]:
-        shutil.rmtree(old)
+    try:
+        yield saving
+        for file in (*saving.iterdir(), saving, run_dir):
+            sync(file)
+        target = folder / f"step-{step:06d}"
+        shutil.rmtree(target, ignore_errors=True)
+        saving.rename(target)
+        sync(folder)
+    finally:  # of a full disk
+        tidy_checkpoints(run_dir)
+
+
+def tidy_checkpoints(run_dir: Path) -> None:
+    """Remove what a kill left half saved, or not yet removed, and all but the last checkpoints."""
+    folder = run_dir / "checkpoints"
+    ours = [each for each in checkpoints(run_dir) if each.name.startswith("step-")]
+    for each in (*folder.glob("saving-*"), *ours[:-KEPT_CHECKPOINTS]):
+        shutil.rmtree(each)
 
 
 def changed_versions(run_dir: Path) -> list[str]:
@@ -316,6 +329,7 @@ def _existing(plan: Plan) -> Frozen:
     if not _exists(path):
         return Frozen(path, "new", 0)
     with locked(path):
+        tidy_checkpoints(path)
         steps, saved = steps_done(read_metrics(path)), checkpoints(path)
     if saved:  # a kill may fall between the last row and its checkpoint
         steps = min(steps, checkpoint_step(saved[-1]))
@@ -340,7 +354,7 @@ def _write_all(plans: list[Plan]) -> None:
     try:
         for outputs in {Path(plan.recipe.outputs) for plan in plans}:
             made += _make(outputs)
-        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=Path(plans[0].recipe.outputs)))
+        staging = new_staging(Path(plans[0].recipe.outputs))
         made.append(staging)
         for plan in plans:
             _write(plan, staging / plan.run_name)
@@ -349,6 +363,8 @@ def _write_all(plans: list[Plan]) -> None:
         for plan in sorted(plans, key=lambda plan: run_path(plan).exists()):  # the new ones first
             made += _move(staging / plan.run_name, run_path(plan))
         shutil.rmtree(staging)
+        for folder in {each.parent for each in made} | {run_path(plan) for plan in plans}:
+            sync(folder)
     except OSError as error:
         for path in reversed(made):
             _unmake(path)
@@ -356,6 +372,25 @@ def _write_all(plans: list[Plan]) -> None:
             f"outputs={plans[0].recipe.outputs}: cannot be written ({error.strerror}); "
             "set outputs=FOLDER to a folder of yours"
         ) from error
+
+
+def new_staging(parent: Path, name: str = ".staging") -> Path:
+    """Make a folder to be renamed once it is whole; throw away those that killed processes left."""
+    here = f"{name}-{platform.node()}-"
+    for left in parent.glob(f"{here}*"):
+        if not _is_alive(int(left.name.removeprefix(here).partition("-")[0])):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{here}{os.getpid()}-", dir=parent))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def _make(folder: Path) -> list[Path]:
@@ -380,6 +415,8 @@ def _write(plan: Plan, folder: Path) -> None:
     recipe = escape_interpolation(dataclasses.asdict(plan.recipe))
     (folder / PLAN).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
     (folder / RECIPE).write_text(OmegaConf.to_yaml(OmegaConf.create(recipe)))
+    for each in (folder / PLAN, folder / RECIPE, folder):
+        sync(each)
 
 
 def _move(staged: Path, path: Path) -> list[Path]:
@@ -390,9 +427,3 @@ def _move(staged: Path, path: Path) -> list[Path]:
     for file in staged.iterdir():
         file.replace(path / file.name)
     return []
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -568,8 +568,9 @@ def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
     ],
 )
 def test_vllms_own_loader_takes_a_quantized_checkpoint_as_it_is(name, precision, libcuda, tmp_path):
-    from fp8_nemo.recipe.model_dir import SHIPPED
     from fp8_nemo.recipes import quantize_checkpoint
+
+    from fp8_nemo.recipe.model_dir import SHIPPED
 
     texts = tmp_path / "texts"
     texts.write_text("12+30=")

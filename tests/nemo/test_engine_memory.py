@@ -14,7 +14,7 @@ from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError, is_fp8_weight, named_shapes, wire_specs
-from fp8_nemo.nemo.vllm_layout import Rank, engine_parts, layers_with_experts
+from fp8_nemo.nemo.engine_memory import Rank, engine_parts, layers_with_experts
 from fp8_nemo.recipe.options import Precision, Shape
 
 FP8 = Precision(rollout_linear="fp8", rollout_kv="bf16", train_linear="bf16")
