@@ -97,11 +97,12 @@ def test_a_bias_that_is_lost_or_changed_on_the_way_is_named(folder, lost):
 
 def test_an_own_reward_is_what_a_run_learns_from(make_plan, tmp_path):
     mine = tmp_path / "mine.py"
-    mine.write_text("def reward(answer, output):\n    return 3 - len(answer)\n")
+    mine.write_text("def reward(answer, output):\n    return 100 * len(answer)\n")
     plan = make_plan(f"data.reward={mine}", "precision=bf16")
     _, rows = rows_of(plan)
-    for row in rows[1:]:  # of a token each, but for the end, which is no text
-        assert row["reward/mean"] == pytest.approx(3 - row["rollout/mean_length"], abs=1.0)
+    for row in rows[1:]:  # characters are tokens, and an answer's end is no character
+        length = row["rollout/mean_length"]
+        assert 100 * (length - 1) <= row["reward/mean"] <= 100 * length
     plain = make_plan("precision=bf16")
     assert plain.run_name != plan.run_name
     assert dataclasses.replace(plan.recipe.data, reward=None) == plain.recipe.data
