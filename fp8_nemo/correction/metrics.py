@@ -25,6 +25,7 @@ METRICS = {
     "val/accuracy": Metric(SHARE, "right answers to held-out problems"),
     "rollout/tokens": Metric("tokens", "response tokens of the step"),
     "rollout/mean_length": Metric("tokens", "mean length of a response"),
+    "rollout/entropy": Metric("nats per token", "of the policy that sampled; 0: one answer alone"),
     "rollout/cut_fraction": Metric(SHARE, "responses as long as they may be: cut, most likely"),
     "mismatch/kl": Metric("nats per token", "k3 estimate of KL(rollout || train)"),
     "mismatch/token_mult_prob_error": Metric(
@@ -62,7 +63,7 @@ def page() -> str:
     ]
     about = (
         "A run writes one JSON object a step to `metrics.jsonl`, with these keys. A key is missing "
-        "where it means nothing: a BF16 cache has no scales."
+        "where it means nothing: a BF16 cache has no scales. `null` stands for NaN and infinities."
     )
     return "\n".join(
         ["# Metrics", "", about, "", "| key | unit | meaning |", "|---|---|---|", *rows]

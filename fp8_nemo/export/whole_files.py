@@ -7,12 +7,13 @@ temporary files too; whoever goes on throws that folder away first.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from fp8_nemo.recipe.plain import to_json
 
 PART = ".part"
 """Name of that folder; it is there only while something is written, or after a kill."""
@@ -45,7 +46,7 @@ def put(part: Path, file: Path) -> None:
 def write_json(file: Path, content: Any) -> None:
     """Replace a file by an object, whole."""
     part = part_of(file)
-    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.write_text(to_json(content, indent=1) + "\n")
     put(part, file)
 
 

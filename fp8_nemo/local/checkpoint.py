@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.local.policy import Policy
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.runs.run_dir import checkpoint_step, new_checkpoint
 
 TENSORS, STATE = "state.safetensors", "state.json"
@@ -58,7 +59,7 @@ def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             save_file(contiguous, folder / TENSORS)
             state = {"step": progress.step, "kv_scales": progress.kv_scales}
-            (folder / STATE).write_text(json.dumps(state))
+            (folder / STATE).write_text(to_json(state))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{run_dir}: step {progress.step} cannot be saved, {error}; make room, and the same "

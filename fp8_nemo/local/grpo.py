@@ -24,7 +24,12 @@ from torch import Tensor
 
 from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
 from fp8_nemo.correction.measure import save_pair
-from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
+from fp8_nemo.correction.mismatch import (
+    LogprobPair,
+    entropy_metrics,
+    length_metrics,
+    mismatch_metrics,
+)
 from fp8_nemo.glue import recalibrate
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local import checkpoint
@@ -93,6 +98,7 @@ class GrpoLoop:
             RefitError: a refit was not proven; nothing was sampled from it.
             UnstableError: a step was unstable, and the recipe stops at one.
             CheckpointError: the last checkpoint is damaged.
+            RunDirError: rows that the run had are nowhere.
         """
         with torch.random.fork_rng():
             self._resume_or_start(report)
@@ -108,13 +114,11 @@ class GrpoLoop:
         return self.progress.step
 
     def _resume_or_start(self, report: Report) -> None:
-        saved = run_dir.checkpoints(self.path)
+        saved = run_dir.rewind(self.path, "local")
         if saved:
-            checkpoint.load(saved[-1], self.policy, self.progress)
-            metrics.rewind_metrics(self.path, self.progress.step)
+            checkpoint.load(saved, self.policy, self.progress)
             self._refit()
             return
-        metrics.rewind_metrics(self.path, -1)
         row: dict[str, Any] = {"step": 0}
         if self.fp8_kv:
             self.progress.kv_scales = self._scales_of_prompts()
@@ -147,8 +151,10 @@ class GrpoLoop:
                     batch, advantages_B, train_BR, reference_BR, multiplier
                 )
             row |= rollout_metrics(batch, rewards_B, self.settled.response_tokens)
-            row |= mismatch_metrics(pair) | correction_metrics(
-                multiplier, pair, self.recipe.correction
+            row |= (
+                entropy_metrics(pair)
+                | mismatch_metrics(pair)
+                | correction_metrics(multiplier, pair, self.recipe.correction)
             )
             if self._validates(step):
                 save_pair(self.path, step, pair)

@@ -30,8 +30,7 @@ from fp8_nemo.local.grpo import GrpoLoop, Report
 from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.runs import metrics, process, run_dir
-from fp8_nemo.runs.provenance import environment
-from fp8_nemo.runs.run_dir import starting_point
+from fp8_nemo.runs.provenance import attempt, environment, starting_point
 from fp8_nemo.runs.terminal import console, tell
 
 DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError)
@@ -114,9 +113,8 @@ def _learned_nothing(rows: list[dict[str, Any]]) -> bool:
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
-    run_dir.write_environment(path, **starting_point(plan.recipe, path))
-    logging.info("environment %s", environment())
-    with progress(plan) as report:
+    with attempt(path, **starting_point(plan.recipe, path)), progress(plan) as report:
+        logging.info("environment %s", environment())
         return GrpoLoop(plan, path).train(report, stop.is_set)
 
 

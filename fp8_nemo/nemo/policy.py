@@ -29,7 +29,12 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 
 from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
-from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
+from fp8_nemo.correction.mismatch import (
+    LogprobPair,
+    entropy_metrics,
+    length_metrics,
+    mismatch_metrics,
+)
 from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.kv_scales import KvScales
@@ -55,6 +60,7 @@ class WatchedPolicy(Policy):
         self.row: dict[str, float] = {}
         self.refit_info: dict[str, Any] = {}
         self.proofs: Callable[[], list[dict[str, Any]]] = list
+        self.keep_rows: Callable[[Path], None] = lambda folder: None
         self.kv_scales = KvScales(settings.shape.layers, settings.glue.recalibrate)
         if settings.needs_plugin:
             arguments["worker_extension_cls_fqn"] = WORKER
@@ -72,6 +78,7 @@ class WatchedPolicy(Policy):
         pair = logprob_pair(data)
         multiplier = correct(pair, self.correction)
         self.row |= mismatch_metrics(pair) | correction_metrics(multiplier, pair, self.correction)
+        self.row |= entropy_metrics(pair)
         longest = self.cfg["generation"]["max_new_tokens"]
         full_B = data["input_lengths"] >= self.cfg["max_total_sequence_length"]
         self.row |= length_metrics(pair.mask_BT.sum(1), longest, full_B)
@@ -139,8 +146,9 @@ class WatchedPolicy(Policy):
         )
 
     def save_checkpoint(self, weights_path: str, *arguments: Any, **options: Any) -> None:
-        """`Policy.save_checkpoint`, and the ranges beside the weights."""
+        """`Policy.save_checkpoint`, ranges beside the weights, and the rows of metrics.jsonl."""
         super().save_checkpoint(weights_path, *arguments, **options)
+        self.keep_rows(Path(weights_path).parents[1])
         if self.settings.observes:
             self.kv_scales.save(ranges_file(weights_path))
 

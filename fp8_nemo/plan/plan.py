@@ -106,7 +106,7 @@ class Plan:
         for key in ONLY_CHECKED:
             del content["correction"][key]
         content = _with_values(content, HASHED_AS)
-        text = json.dumps([self.backend, _given(content)], sort_keys=True)
+        text = json.dumps([self.backend, _given(content)], sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:6]
 
     @property

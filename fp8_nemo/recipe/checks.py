@@ -7,6 +7,7 @@ Types and unknown keys are checked by `compose.py`, what a measurement says agai
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from fp8_nemo.recipe.options import (
     Data,
     Recipe,
 )
+from fp8_nemo.recipe.plain import leaves
 
 WEEK = 7 * 86400
 
@@ -70,6 +72,7 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
         *_correction_mistakes(recipe.correction),
         *_data_mistakes(recipe.data),
         *_cluster_mistakes(recipe.cluster),
+        *_nemo_mistakes(recipe.nemo),
     ]
 
 
@@ -221,6 +224,13 @@ def _data_mistakes(data: Data) -> Iterator[Mistake]:
             data.difficulty,
             f"must be from {task.least} to {task.most}, the {task.measure} of data={data.name}",
         )
+
+
+def _nemo_mistakes(nemo: dict[str, Any]) -> Iterator[Mistake]:
+    """Refuse what plan.json cannot hold: JSON has neither NaN nor infinities."""
+    for key, value in leaves(nemo).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Mistake(f"nemo.{key}", value, "must be a finite number")
 
 
 SBATCH_KEYS = (

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8_nemo.recipe.options import Data
+from fp8_nemo.recipe.plain import to_json
 
 HELD_OUT_PAIRS = 256
 HELD_OUT_SUMS = 256
@@ -174,7 +175,7 @@ def write_problems(folder: Path, split: Split) -> None:
     """Write train.jsonl and validation.jsonl, as NeMo RL and `data=jsonl` read them."""
     for name, problems in zip((TRAIN_FILE, VALIDATION_FILE), split, strict=True):
         lines = [
-            json.dumps({"input": problem.input, "output": problem.output}) + "\n"
+            to_json({"input": problem.input, "output": problem.output}) + "\n"
             for problem in problems
         ]
         (folder / name).write_text("".join(lines), encoding="utf-8")

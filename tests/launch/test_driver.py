@@ -14,12 +14,12 @@ from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED, weights_digest
+from fp8_nemo.runs.metrics import append_metrics
+from fp8_nemo.runs.provenance import starting_point, write_environment
 from fp8_nemo.runs.run_dir import (
     checkpoint_step,
     checkpoints,
     freeze,
-    starting_point,
-    write_environment,
 )
 
 NEMO = ("backend=nemo", "glue=stock")
@@ -62,6 +62,7 @@ def made_run(tmp_path):
     plan, path = again()
     write_environment(path, **starting_point(plan.recipe, path))
     (path / "checkpoints" / "step_1").mkdir(parents=True)
+    append_metrics(path, {"step": 1})
     return again
 
 

@@ -22,7 +22,7 @@ from tests.recipe.test_conf import CELLS
 
 MODELS = ["tiny-llama", "tiny-qwen3-moe"]
 CORE_KEYS = {
-    "reward/mean", "rollout/tokens", "rollout/mean_length", "mismatch/kl",
+    "reward/mean", "rollout/tokens", "rollout/mean_length", "rollout/entropy", "mismatch/kl",
     "mismatch/token_mult_prob_error", "mismatch/abs_log_ratio_p99", "mismatch/abs_log_ratio_max",
     "mismatch/ess", "correction/multiplier_mean", "correction/ess", "correction/clipped_fraction",
     "correction/masked_fraction", "refit/bytes", "refit/verified_weights", "time/rollout",

@@ -287,6 +287,22 @@ def test_a_run_is_finished_once_extended_by_more_steps_and_else_left_alone(tmp_p
     assert [row["step"] for row in curve(path)] == [0, 1, 2, 3]
     assert curve(path)[:2] == whole[:2]
     assert len(list((path / "log").iterdir())) == 2
+    whole = curve(path)
+    (path / "metrics.jsonl").unlink()
+    assert verb("grpo", *line, "grpo.steps=3").returncode == 0
+    assert curve(path) == whole, "from the checkpoint"
+    attempts = json.loads((path / "environment.json").read_text())["attempts"]
+    assert [[*each] for each in attempts] == [["started", "ended"]] * 3
+
+
+def test_a_damaged_environment_is_one_line(tmp_path):
+    line = [*SMALL, f"outputs={tmp_path}/outputs", "precision=fp8-linear"]
+    assert verb("grpo", *line).returncode == 0
+    [path] = (tmp_path / "outputs").glob("*/*/*")
+    (path / "environment.json").write_text('{"versions": {')
+    refused = verb("grpo", *line, "grpo.steps=3")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert f"{path}/environment.json: cannot be read, it is damaged; delete" in refused.stderr
 
 
 def test_a_mismatch_is_measured_and_a_plan_held_against_it(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.runs import metrics, run_dir
+from fp8_nemo.runs import metrics, provenance, run_dir
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_new_run_has_its_plan_and_recipe_and_nothing_of_the_environment(plan, 
     assert (frozen.state, frozen.steps) == ("new", 0)
     assert sorted(each.name for each in frozen.path.iterdir()) == ["plan.json", "recipe.yaml"]
     assert run_dir.read_plan(frozen.path) == plan
-    run_dir.write_environment(frozen.path)
+    provenance.write_environment(frozen.path)
     for file in frozen.path.iterdir():
         assert "secret-word" not in file.read_text()
 
@@ -189,7 +189,7 @@ def test_a_last_line_cut_short_by_a_kill_is_dropped_and_a_broken_one_is_named(pl
 def test_rewinding_drops_later_steps(plan):
     [frozen] = run_dir.freeze([plan])
     run_steps(frozen.path, 0, 5)
-    metrics.rewind_metrics(frozen.path, 3)
+    metrics.rewind_metrics(frozen.path, None, 3, 0)
     assert [row["step"] for row in metrics.read_metrics(frozen.path)] == [0, 1, 2, 3]
 
 
