@@ -27,6 +27,10 @@ from fp8_nemo.recipe.options import (
 from fp8_nemo.recipe.plain import leaves
 
 WEEK = 7 * 86400
+ABSURD = 10**9
+"""Where a number without a limit of its own ends: no run has so many of anything."""
+LONGEST_NAME, LONGEST_PATH = 255, 3500
+"""Bytes of a file's name, and of a path to which a run adds its own: Linux takes 4,095."""
 
 
 class Mistake(NamedTuple):
@@ -39,7 +43,8 @@ class Mistake(NamedTuple):
 
     def __str__(self) -> str:
         """Return one line: key, value, what is allowed, what to do."""
-        return f"{self.key}={as_typed(self.got)}: " + "; ".join(filter(None, self[2:]))
+        text = f"{self.key}={as_typed(self.got)}: " + "; ".join(filter(None, self[2:]))
+        return one_line(text)
 
 
 def as_typed(value: Any) -> str:
@@ -47,6 +52,11 @@ def as_typed(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def one_line(text: str) -> str:
+    """Write what breaks a line, or cannot be seen, as Python escapes it in a string."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def verb_line(verb: str) -> str:
@@ -103,8 +113,10 @@ def _limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
         yield Mistake(key, value, "must be one of " + ", ".join(limits["one_of"]))
     if "short_name" in limits and not re.fullmatch(r"[\w-][\w.-]*", value):
         yield Mistake(key, value, "must be letters, digits, dots, dashes and underscores")
-    if "least" in limits and not _in_range(value, **limits):
-        yield Mistake(key, value, "must be " + _range_text(**limits))
+    if "least" in limits:
+        limits = {**limits, "most": ABSURD if limits["most"] is None else limits["most"]}
+        if not _in_range(value, **limits):
+            yield Mistake(key, value, "must be " + _range_text(**limits))
 
 
 def _in_range(value: float, least: float | None, above: float | None, most: float | None) -> bool:
@@ -198,6 +210,7 @@ def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         "outputs": recipe.outputs,
         "data.path": recipe.data.path,
         "model.path": recipe.model.path,
+        "correction.measurement": recipe.correction.measurement,
         "cluster.nemo_root": recipe.cluster.nemo_root,
         "cluster.python": recipe.cluster.python,
         "cluster.container": recipe.cluster.container,
@@ -205,6 +218,13 @@ def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     for key, path in paths.items():
         if path and path.startswith(("~", "$")):
             yield Mistake(key, path, "names a path that is called so", f'write "{key}=$HOME/..."')
+        longest = max((len(part.encode()) for part in (path or "").split("/")), default=0)
+        if path and (longest > LONGEST_NAME or len(path.encode()) > LONGEST_PATH):
+            cut = f"{path[:40]}..."
+            text = f"a name in it has {longest:,} bytes, and {LONGEST_NAME} is the most"
+            if longest <= LONGEST_NAME:
+                text = f"has {len(path.encode()):,} bytes, and {LONGEST_PATH:,} is the most"
+            yield Mistake(key, cut, text)
     if not recipe.outputs:
         yield Mistake("outputs", "", "must name a folder")
 
@@ -218,7 +238,7 @@ def _data_mistakes(data: Data) -> Iterator[Mistake]:
             "give data.path=FOLDER with train.jsonl and validation.jsonl",
         )
     task = TASKS.get(data.name)
-    if task and data.difficulty and not task.least <= data.difficulty <= task.most:
+    if task and data.difficulty is not None and not task.least <= data.difficulty <= task.most:
         yield Mistake(
             "data.difficulty",
             data.difficulty,

@@ -16,11 +16,13 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -127,20 +129,31 @@ def locked(run_dir: Path) -> Iterator[None]:
         RunDirError: another process runs it, or it is somebody else's.
     """
     try:
-        lock = (run_dir / LOCK).open("w")
+        lock = (run_dir / LOCK).open("a+")
     except OSError as error:
         raise RunDirError(f"{run_dir}: cannot be written ({error.strerror})") from error
     with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunDirError(f"{run_dir}: another process is running it; wait for it") from error
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            remedy = "wait for it, or end it"
+            raise RunDirError(f"{run_dir}: {holder} is running it; {remedy}") from error
         except OSError as error:
             raise RunDirError(
                 f"{run_dir}: cannot be locked ({error.strerror}); set outputs=FOLDER on a file "
                 "system with locks, or have this one mounted with them (Lustre: flock)"
             ) from error
+        file.truncate(0)
+        file.write(f"another process, {os.getpid()} on {platform.node()}, since {_now()},")
+        file.flush()
         yield
+        file.truncate(0)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def attempt_log(run_dir: Path) -> Path:
@@ -217,7 +230,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
     folder = run_dir / "checkpoints"
     if _exists(folder) and not os.access(folder, os.R_OK | os.X_OK):
         raise RunDirError(f"{folder}: cannot be read (Permission denied)")
-    return sorted(folder.glob("step[-_]*[0-9]"), key=checkpoint_step)
+    found = (each for each in folder.glob("step[-_]*") if each.name[5:].isdecimal())
+    return sorted(filter(Path.is_dir, found), key=checkpoint_step)
 
 
 def _exists(path: Path) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
 
@@ -197,3 +198,15 @@ def test_a_proof_frozen_by_its_name_of_before_goes_on_as_the_present_default(bef
     again = plan_from_json(json.loads(json.dumps(content)))
     assert again.recipe.glue.verify == now
     assert (again.run_name == plan().run_name) is (now == "bytes")
+
+
+@pytest.mark.parametrize(
+    ("word", "note"),
+    [
+        ("model.hf_id=foo", "model.hf_id: no effect, the local backend reads a folder"),
+        ("cluster.python=/nope/python", "cluster.python: no effect, cluster=here is this machine"),
+    ],
+)
+def test_what_the_local_backend_does_not_look_at_is_told(word, note):
+    [plan] = compose_plans(["model=tiny-llama", word])
+    assert [each for each in plan.notes if each.startswith(note)]

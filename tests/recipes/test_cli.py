@@ -545,6 +545,32 @@ def test_a_sweep_that_is_asked_to_end_does_also_where_its_cell_ends_well_or_by_i
     assert done.stdout.splitlines()[-1] == "130" and not done.stderr
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone tells a child")
+def test_a_run_ends_with_the_process_that_started_it_and_goes_on_later(tmp_path):
+    line = [*SMALL, "grpo.steps=2000", "grpo.checkpoint_every=1000", f"outputs={tmp_path}/outputs"]
+    command = [sys.executable, "-m", "recipes.grpo", *line]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not list((tmp_path / "outputs").glob("*/*/*/metrics.jsonl")):
+        assert parent.poll() is None
+        time.sleep(0.02)
+    [child] = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    parent.kill()
+    parent.wait()
+    [path] = (tmp_path / "outputs").glob("*/*/*")
+    until = time.monotonic() + 60
+    while "ended" not in json.loads((path / "environment.json").read_text())["attempts"][0]:
+        assert time.monotonic() < until, f"{child} trains on"
+        time.sleep(0.05)
+    [saved] = run_dir.checkpoints(path)
+    assert 0 < run_dir.checkpoint_step(saved) < 1000, "it saved where it was asked to end"
+
+
+def test_no_model_beyond_this_machine_is_made(tmp_path):
+    said = "model=llama31-8b: has 8.0 billion parameters, and 3 are the most"
+    assert_refused(verb("make_model", tmp_path / "new", "model=llama31-8b"), said)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_that_another_process_runs_is_refused(tmp_path):
     line = [*SMALL, f"outputs={tmp_path}/outputs"]
     assert verb("grpo", *line).returncode == 0
@@ -552,7 +578,7 @@ def test_a_directory_that_another_process_runs_is_refused(tmp_path):
     before = curve(path)
     with run_dir.locked(path):
         result = verb("grpo", *line, "grpo.steps=3")
-    assert_refused(result, "another process is running it")
+    assert_refused(result, f"another process, {os.getpid()} on ", " is running it; wait")
     assert curve(path) == before
 
 

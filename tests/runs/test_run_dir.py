@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import platform
 import shutil
 
 import pytest
@@ -218,3 +219,22 @@ def test_a_new_folder_is_made_or_empty(tmp_path):
     assert run_dir.new_folder(inner) == run_dir.new_folder(inner) == inner and inner.is_dir()
     with pytest.raises(FileExistsError, match="a: is not a folder that is new"):
         run_dir.new_folder(tmp_path / "a")
+
+
+def test_who_runs_a_directory_is_named_by_process_and_machine(plan):
+    [first] = run_dir.freeze([plan])
+    held = f"{first.path}: another process, {os.getpid()} on {platform.node()}, since 20"
+    for _ in range(2):  # what is refused leaves the holder's word
+        with run_dir.locked(first.path), pytest.raises(metrics.RunDirError) as refused:
+            run_dir.freeze([longer(plan, 40)])
+        assert str(refused.value).startswith(held)
+        assert str(refused.value).endswith(" is running it; wait for it, or end it")
+    assert (first.path / run_dir.LOCK).read_text() == ""
+
+
+def test_what_is_only_called_like_a_checkpoint_is_none(plan):
+    [first] = run_dir.freeze([plan])
+    run_steps(first.path, 0, 30)
+    (first.path / "checkpoints" / "step-x1").mkdir()
+    (first.path / "checkpoints" / "step-000099").touch()
+    assert [path.name for path in run_dir.checkpoints(first.path)] == ["step-000030"]
