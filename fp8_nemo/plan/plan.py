@@ -28,7 +28,7 @@ from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import TASKS, Cluster, Recipe
-from fp8_nemo.recipe.plain import from_plain
+from fp8_nemo.recipe.plain import from_plain, leaves
 from fp8_nemo.recipe.settled import LOCAL_BASE, PROMPT, VALIDATED, Layout, Settled, settle
 
 NOT_IN_HASH = ("cluster", "logging", "outputs")
@@ -284,10 +284,10 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             f"backend=local reads {', '.join(TASKS)} or jsonl",
             "choose data=arithmetic, or data=jsonl data.path=FOLDER",
         )
-    for key in recipe.nemo:
+    for key, value in leaves(recipe.nemo).items():
         yield Mistake(
             f"nemo.{key}",
-            recipe.nemo[key],
+            value,
             "backend=local has no NeMo RL configuration",
             "drop it, or run with backend=nemo",
         )

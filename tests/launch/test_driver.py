@@ -125,7 +125,7 @@ def test_workers_inherit_the_plan_and_a_variable_of_the_users_own_is_kept_and_to
 ):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_NO_USAGE_STATS": "0"})
-    [plan] = compose_plans([*NEMO, "model=tiny-llama", "glue=ours", f"outputs={tmp_path}/outputs"])
+    [plan] = compose_plans([NEMO[0], "model=tiny-llama", "glue=ours", f"outputs={tmp_path}/outputs"])
     driver.prepare(plan, tmp_path)
     told = "VLLM_NO_USAGE_STATS=0: as the environment has it, the plan says 1\n"
     assert capsys.readouterr().out == told and os.environ["VLLM_NO_USAGE_STATS"] == "0"

@@ -115,7 +115,7 @@ def test_a_slurm_cell_needs_an_image_for_nemo_rls_own_environments():
             ["data=openmath-2"],
             "data=openmath-2: backend=local reads arithmetic, running-sum or jsonl",
         ),
-        (["+nemo.grpo.x=1"], "nemo.grpo={'x': 1}: backend=local has no NeMo RL configuration"),
+        (["+nemo.grpo.x=1"], "nemo.grpo.x=1: backend=local has no NeMo RL configuration"),
         (
             ["grpo=paper", "grpo.updates_per_step=3"],
             "grpo.updates_per_step=3: must divide the step's 512 sequences",

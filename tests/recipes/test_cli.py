@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -456,7 +457,27 @@ def test_a_checkpoint_cut_short_is_named_and_the_one_before_it_serves(tmp_path):
 
 def test_a_run_directory_that_is_none_is_refused(tmp_path):
     assert_refused(verb("run", tmp_path), "no run directory")
-    assert_refused(verb("run"), "the following arguments are required: RUN_DIR")
+    assert_refused(verb("run"), "RUN_DIR: must be given")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("compare", "PATH: must be given"),
+        ("compare x --htm", "--htm: no such flag or argument; --help lists them"),
+        ("measure_mismatch x --reject", "--reject: needs a value"),
+        ("measure_mismatch x --reject x", "--reject=x: must be a number"),
+        ("measure_mismatch x --reject 2", "--reject: 2 must be above 0 and below 1"),
+        ("measure_mismatch x --mask k3", "--mask=k3: must be one of "),
+    ],
+)
+def test_what_a_verb_cannot_read_is_told_in_our_own_words(line, said, capsys):
+    name, *words = line.split()
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"fp8_nemo.recipes.{name}").main(words)
+    assert ended.value.code == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert f"error: {said}" in told
 
 
 def test_a_sweep_runs_every_cell_and_compare_reads_them(tmp_path):
