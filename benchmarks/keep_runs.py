@@ -25,7 +25,7 @@ from fp8_nemo.runs.run_dir import PLAN
 
 
 def packed(folder: Path, commit: str | None = None) -> Iterator[dict[str, Any]]:
-    """Read every run below a folder, as a line of the archive holds it.
+    """Yield every run below a folder, as a line of the archive holds it.
 
     Raises:
         SystemExit: a run is not finished.

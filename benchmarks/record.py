@@ -24,13 +24,13 @@ from fp8_nemo.runs.provenance import environment
 
 
 def add_options(parser: ArgumentParser) -> None:
-    """`--out` and `--commit`, which every benchmark takes."""
+    """Add `--out` and `--commit`, which every benchmark takes."""
     parser.add_argument("--out", type=Path, required=True, help="the results file")
     parser.add_argument("--commit", default="", help="of the code, where it is no clone")
 
 
 def need(*packages: str, device: bool = True) -> None:
-    """End here, with what to do, unless these packages, and a CUDA device, are there."""
+    """Stop with a remedy unless these packages, and a CUDA device, are there."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         sys.exit(f"{_script()}: needs {', '.join(missing)}; run it where NeMo RL's "
@@ -43,7 +43,7 @@ def need(*packages: str, device: bool = True) -> None:
 
 
 def repeated(numbers: Sequence[float]) -> dict[str, Any]:
-    """`{"median": 2.0, "repetitions": [1.9, 2.0, 2.2]}`."""
+    """Return `{"median": 2.0, "repetitions": [1.9, 2.0, 2.2]}`."""
     return {"median": median(numbers), "repetitions": list(numbers)}
 
 
@@ -79,7 +79,7 @@ def _script() -> str:
 
 
 def kernels(work: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Name and milliseconds of each kernel and copy of some work that waits for its device.
+    """Return name and milliseconds of each kernel and copy of some work on its device.
 
     None where the profiler does not start: the times beside it are worth having.
     """
@@ -97,7 +97,7 @@ def kernels(work: Callable[[], Any]) -> list[tuple[str, float]]:
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows as a table, numbers with three digits, the keys of the first as its heading."""
+    """Print rows as a table, numbers with three digits, the first row's keys as its heading."""
     grid = Table(title=title, title_justify="left")
     for name in rows[0] if rows else ():
         grid.add_column(name)

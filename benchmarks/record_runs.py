@@ -16,7 +16,7 @@ from fp8_nemo.report.runs import FinishedRun, find_runs, read_run
 
 
 def record(run: FinishedRun) -> dict[str, Any]:
-    """One run: what it was, what it ran on, every step's metrics."""
+    """Record one run: what it was, what it ran on, every step's metrics."""
     rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in run.rows]
     return {
         "cell": run.plan.cell,

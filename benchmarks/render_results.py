@@ -38,14 +38,14 @@ numbers mean is said in [measured.md](research/measured.md)."""
 
 
 def page(folder: Path) -> str:
-    """The whole page."""
+    """Return the whole page."""
     files = sorted(folder.glob("*.json"))
     sections = ("\n\n".join(section(file, json.loads(file.read_text()))) for file in files)
     return "\n\n".join([HEAD, *sections]) + "\n"
 
 
 def section(file: Path, content: dict[str, Any]) -> Iterator[str]:
-    """One file: where it comes from, and a table for whatever in it is one."""
+    """Yield one file: where it comes from, and a table for whatever in it is one."""
     yield f"## {file.stem}"
     yield f"[{file.name}](../benchmarks/results/{file.name}), by `{content['command']}`"
     yield measured_on(content)
@@ -64,7 +64,7 @@ def section(file: Path, content: dict[str, Any]) -> Iterator[str]:
 
 
 def measured_on(content: Mapping[str, Any]) -> str:
-    """Machine, versions and commit in a line, of the file or of its first run."""
+    """Return machine, versions and commit in a line, of the file or of its first run."""
     found = content.get("environment")
     if found is None:
         runs = content.get("runs", content)
@@ -86,7 +86,7 @@ def measured_on(content: Mapping[str, Any]) -> str:
 
 
 def tables(title: str, value: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Titles and rows of everything in a value that reads as a table."""
+    """Yield titles and rows of everything in a value that reads as a table."""
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
         yield (
             title,
@@ -110,7 +110,7 @@ def tables(title: str, value: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]
 
 
 def has_tables(value: Any) -> bool:
-    """Whether a value holds lists of rows of its own, raw repetitions aside."""
+    """Return whether a value holds lists of rows of its own, raw repetitions aside."""
     if not isinstance(value, dict):
         return False
     return any(
@@ -121,7 +121,7 @@ def has_tables(value: Any) -> bool:
 
 
 def of_run(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's row: what it was, and its means over steps."""
+    """Return a run's row: what it was, and its means over steps."""
     rows = [row.get("metrics", row) for row in run["rows"]]
     found = {key: run[key] for key in ("cell", "seed", "state") if key in run}
     found["rows"] = len(rows)
@@ -133,7 +133,7 @@ def of_run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of plain values; what is nested gets a dotted name, what is raw is left out."""
+    """Return a row of plain values: nested ones get a dotted name, raw ones are left out."""
     found: dict[str, Any] = {}
     for key, value in row.items():
         if key in RAW and not (isinstance(value, dict) and "median" in value):
@@ -148,13 +148,13 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown; a number that a row lacks is empty."""
+    """Return Markdown; a number that a row lacks is empty."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     return markdown_table([columns, *([shown(row.get(key)) for key in columns] for row in rows)])
 
 
 def shown(value: Any) -> str:
-    """Three digits of a number, thousands apart; what is not quite 1 does not become 1."""
+    """Return three digits of a number, thousands apart; what is not quite 1 does not become 1."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -12,6 +12,7 @@ from fp8_nemo import __version__
 from fp8_nemo.nemo_config.versions import SUPPORTED
 from fp8_nemo.recipe.checks import verb_line
 from fp8_nemo.recipe.compose import choices
+from fp8_nemo.recipe.secrets import hidden
 
 HELP, VERSION = ("-h", "--help"), "--version"
 OF_ARGPARSE = {
@@ -68,10 +69,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(VERSION, action="version", version=version())
 
     def error(self, message: str) -> NoReturn:
-        """Say a mistake in one line, without the usage."""
+        """Say a mistake in one line, without the usage, and without a secret that was typed."""
         for theirs, ours in OF_ARGPARSE.items():
             message = re.sub(theirs, ours, message)
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {hidden(message)}\n")
 
 
 def cells_parser(verb: str, text: str | None) -> Parser:

@@ -38,7 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     from fp8_nemo.export.make_model import make
 
-    make(folder, recipe, problems)
+    try:
+        make(folder, recipe, problems)
+    except OSError as error:
+        tell(error, sys.stderr)
+        return 2
     return 0
 
 

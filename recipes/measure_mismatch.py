@@ -22,7 +22,7 @@ from .arguments import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print, and write the measurement; 2 if there is nothing to measure, or nowhere to write."""
+    """Print and write the measurement; return 2 if nothing can be measured, or written."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
     require(["torch"])
     from fp8_nemo.correction.measure import measure, read_pairs

@@ -31,8 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     from fp8_nemo.export.convert import convert
     from fp8_nemo.export.fp8_checkpoint import error_table, serve_line
 
+    columns, shown = (*Progress.get_default_columns(), MofNCompleteColumn()), console()
     try:
-        with Progress(*Progress.get_default_columns(), MofNCompleteColumn()) as bar:
+        with Progress(*columns, console=shown, disable=not shown.is_terminal) as bar:
             task = bar.add_task("", visible=False)
 
             def report(what: str, done: int, total: int) -> None:
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         tell(f"{options.target}: stopped; the same line goes on", sys.stderr)
         return INTERRUPTED
-    console().print(error_table(errors))
+    shown.print(error_table(errors))
     print(serve_line(options.target, fp8_cache=options.calibrate is not None))
     return 0
 

@@ -25,7 +25,7 @@ for turn in {0..7}; do
     [[ -e $lock ]] || (umask 0 && : >"$lock")
     listens=$(seq "$port" $((port + 7)) | xargs printf ':%04X [0-9A-F:]+ 0A |')
     { exec 9<"$lock"; } 2>/dev/null && flock --nonblock 9 &&
-        ! grep -qE "${listens%|}" /proc/net/tcp /proc/net/tcp6 && break
+        ! grep -qE "${listens%|}" /proc/net/tcp /proc/net/tcp6 && found=yes && break
 done
 
 stage="cluster.setup"
@@ -75,7 +75,7 @@ end_strays() { # an agent of Ray's may outlive it, on ports that the next job wo
     local file
     while read -r file; do
         kill -KILL "${file//[^0-9]/}" 2>/dev/null
-    done < <(grep -lzxF "RAY_TMPDIR=$ray_folder" /proc/[0-9]*/environ 2>/dev/null)
+    done < <(env -u FP8_NEMO_RAY grep -lzxF "FP8_NEMO_RAY=$FP8_NEMO_RAY" /proc/[0-9]*/environ 2>/dev/null)
 }
 over() { # the first node is done, one has failed, time is up, or a newer attempt has the directory
     [[ -e $attempt/ended || -e $attempt/kill || $(<"$run_dir/job/attempt") != "$attempt" ]] ||
@@ -84,6 +84,10 @@ over() { # the first node is done, one has failed, time is up, or a newer attemp
 trap leave EXIT
 trap 'touch "$attempt/term"' TERM # the run hears it too, and saves: wait for that
 
+[[ -n ${found-} ]] || {
+    stage="looking for free ports (1200 to 1391 are in use, \`ss -ltnp\` says by whom)"
+    exit 1
+}
 [[ -w $attempt ]] || { stage="$attempt cannot be written on this node, cluster.mounts or outputs"; exit 1; }
 while IFS= read -r -d '' setting; do export "${setting?}"; done <"$run_dir/job/settings" # over an image's
 source "$run_dir/job/setup.sh" || exit
@@ -107,6 +111,7 @@ export PYTHONPATH=$FP8_NEMO_CODE${PYTHONPATH:+:$PYTHONPATH} RAY_ENABLE_UV_RUN_RU
 ray_folder=${RAY_TMPDIR:-/tmp}/fp8-nemo-${attempt##*/job-}
 (umask 077 && mkdir -p "$ray_folder") || { stage="$ray_folder cannot be made, RAY_TMPDIR names its parent,"; exit 1; }
 export RAY_TMPDIR=$ray_folder RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
+export FP8_NEMO_RAY=$ray_folder:$me # what Ray starts here has it, and no other node's that shares a host
 python=("$FP8_NEMO_PYTHON" -P) # never the folder that the job was submitted from
 
 start_ray() { # with the options that differ between head and others

@@ -37,6 +37,7 @@ def small_plan(outputs: Path, *arguments: str) -> Plan:
 
 def pytest_addoption(parser):
     parser.addoption("--slurm", action="store_true", help="start a Slurm here and test against it")
+    parser.addoption("--container", help="a root folder that slurm/container/build.sh has built")
     parser.addoption("--long", action="store_true", help="run the tests that take minutes too")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.speed import draw_decode
 from benchmarks.speed.draw_steps import CELLS, PANELS, TARGET, label, rows_of
 from fp8_nemo.correction.health import GROWTH, SIGNALS
 from fp8_nemo.plan.memory import count
@@ -125,6 +126,16 @@ def planned(*words):
     return re.findall(r"([\d.]+) times as fast as BF16", " ".join(ran.stdout.split()))[0]
 
 
+def planned_row(precision):
+    """A row of docs/speed.md: 8B on two kinds of GPU, at two lengths."""
+    cells = [(gpu, tokens) for gpu in ("h100", "h200") for tokens in (2048, 8192)]
+    gains = [
+        planned(f"precision={precision}", f"cluster.gpu={gpu}", f"grpo.max_new_tokens={tokens}")
+        for gpu, tokens in cells
+    ]
+    return f"| `{precision}` | {' | '.join(gains)} |"
+
+
 def minutes(target):
     rows = of("times-cpu", lambda it: it["rows"])
     return round(next(row["seconds"] for row in rows if row["target"] == target) / 60)
@@ -180,6 +191,16 @@ def bounds(signal):
 LONGER = "grpo.max_new_tokens=8192"
 SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
 LINEAR, E2E, KV, BOTH = "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn"
+H100_POINTS = draw_decode.rows_of("bf16")
+
+
+def h100_decode():
+    """How many times as fast as BF16 an FP8 cache decodes 8B on an H100, from point to point."""
+    rows = draw_decode.rows_of("kv")
+    gains = [H100_POINTS[point]["wall_ms"] / row["wall_ms"] for point, row in rows.items()]
+    return f"{min(gains):.2f} to {max(gains):.2f}"
+
+
 MOE_DECODE = partial(decode, "rollout-30b-h200", "fp8-linear-deepgemm")
 TINY, WORKING, STUDY = "stress-tiny", "stress-working-more", "experiment-h200"
 MOE = "small-qwen3-moe"
@@ -193,9 +214,12 @@ SAID = {
             f"8 H200 | the default | {planned(LONGER, 'cluster.gpu=h200')}x; "
             f"{times(LONG, E2E):.2f}x at 7,168 tokens"
         ),
-        lambda: f"| default {planned(LONGER)}x: it must recompute",
-        lambda: f"| {planned(LONGER, f'precision={BOTH}')}x, 8B at 8k on 8 H100 |",
+        lambda: (
+            f"| {planned(LONGER, f'precision={KV}')}x; "
+            f"default {planned(LONGER)}x: it must recompute"
+        ),
         lambda: f"[decode alone {decode('rollout-8b-h200', KV, 'limited')}x]",
+        lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",
         lambda: f"decode alone {MOE_DECODE().replace(' to', 'x to')}x |",
@@ -203,6 +227,11 @@ SAID = {
         lambda: f"lost {losses()} in\nstress tests",
         lambda: f"{disk('llama31-8b')} GB",
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
+    ],
+    "docs/speed.md": [
+        lambda: f"cache and attention {h100_decode()} times",
+        lambda: f"it is {decode('rollout-8b-h200', KV)} times",
+        *(partial(planned_row, precision) for precision in ("fp8-kv-attn", "fp8-e2e")),
     ],
     "docs/recipes.md": [
         lambda: f"{of('checkpoint-memory-cpu', lambda it: it['peak resident bytes']) / 1e9:.1f} GB",
@@ -278,6 +307,13 @@ def test_the_figure_shows_the_files_numbers():
     texts = re.findall(r">([^<>]+)</text>", TARGET.read_text())
     for file in PANELS.values():
         assert {label(rows_of(file)[cell]) for cell in CELLS} <= {*texts}
+
+
+def test_the_decode_figure_shows_the_files_numbers():
+    texts = re.findall(r">([^<>]+)</text>", draw_decode.TARGET.read_text())
+    for point in draw_decode.POINTS:
+        rows = {cell: draw_decode.rows_of(name)[point] for cell, name in draw_decode.CELLS.items()}
+        assert {draw_decode.label(row, rows["bf16"]) for row in rows.values()} <= {*texts}
 
 
 def shown(page):

@@ -85,7 +85,7 @@ class Clock:
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Seconds of the block under a name."""
+        """Record the seconds of the block under a name."""
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
@@ -122,7 +122,7 @@ class Bench:
         return [one for answer in answers for one in answer]
 
     def refit(self) -> dict[str, float]:
-        """One refit as NeMo RL's loop does it; seconds, and what the receivers proved."""
+        """Run one refit as NeMo RL's loop does; return seconds, and what the receivers proved."""
         from nemo_rl.algorithms.grpo import refit_policy_generation
 
         clock, around = Clock(), dict.fromkeys(AROUND, 0.0)
@@ -145,12 +145,12 @@ class Bench:
         return found | {f"proof_{key}": proof[key] for proof in proofs[:1] for key in kept}
 
     def rest(self) -> None:
-        """After a refit: the engine asleep, the policy on its GPU."""
+        """Put things back after a refit: the engine asleep, the policy on its GPU."""
         self.parts.generation.finish_generation()
         self.parts.policy.prepare_for_lp_inference()
 
     def sampled(self, prompts: Any) -> dict[str, float]:
-        """Mismatch of what the engine samples now; leaves it asleep."""
+        """Return the mismatch of what the engine samples now; leave it asleep."""
         import torch
 
         self.parts.generation.prepare_for_generation()
@@ -173,14 +173,14 @@ class Bench:
         }
 
     def scored(self, ids_BT: Any, lengths_B: Any) -> Any:
-        """The trainer's logprobs `[B, T]`."""
+        """Return the trainer's logprobs `[B, T]`."""
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
         data = BatchedDataDict({"input_ids": ids_BT, "input_lengths": lengths_B})
         return self.parts.policy.get_logprobs(data)["logprobs"]
 
     def prompts(self, samples: int) -> Any:
-        """The first prompts of the data, each so many times."""
+        """Return the first prompts of the data, each repeated."""
         from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
         count = self.recipe.grpo.prompts_per_step or 1
@@ -190,7 +190,7 @@ class Bench:
 
 
 def mean_with_error(value_BT: Any, mask_BT: Any) -> tuple[float, float]:
-    """Mean over real tokens, and its standard error, sequences being what is independent.
+    """Return the mean over real tokens and its standard error; sequences are independent.
 
     A few tokens make a KL, and its error is that of those few; this mean is made by all.
     """
@@ -202,12 +202,12 @@ def mean_with_error(value_BT: Any, mask_BT: Any) -> tuple[float, float]:
 
 
 def ask(actor: Any, work: Callable[..., Any], arguments: tuple) -> list[Any]:
-    """In a generation actor; those of other tensor-parallel ranks own no engine."""
+    """Call a function in a generation actor; ranks without an engine return nothing."""
     return actor.llm.collective_rpc(work, args=arguments) if actor.llm is not None else []
 
 
 def set_recipe_of_policy(worker: Any, content: str) -> None:
-    """In a policy worker; what the glue before kept from collections is theirs again."""
+    """Set the recipe of a policy worker, and unfreeze what the last glue froze."""
     import gc
     import os
 
@@ -217,7 +217,7 @@ def set_recipe_of_policy(worker: Any, content: str) -> None:
 
 
 def set_recipe_of_vllm(worker: Any, content: str) -> None:
-    """In a vLLM worker."""
+    """Set the recipe of a vLLM worker."""
     import os
 
     worker = getattr(worker, "worker", worker)  # vLLM hands out its wrapper
@@ -232,7 +232,7 @@ def set_recipe_of_vllm(worker: Any, content: str) -> None:
 
 
 def time_export(worker: Any, stock: bool) -> float:
-    """In a policy worker: seconds to make the stream and throw it away."""
+    """Return the seconds in which a policy worker makes the stream and drops it."""
     import torch
     from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
@@ -249,7 +249,7 @@ def time_export(worker: Any, stock: bool) -> float:
 
 
 def clocked(spent: dict[str, float], name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Work that adds its seconds on the host to `spent`."""
+    """Wrap a function so that it adds its seconds on the host to `spent`."""
 
     def run(*arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()
@@ -262,7 +262,7 @@ def clocked(spent: dict[str, float], name: str, work: Callable[..., Any]) -> Cal
 
 
 def clock_garbage(spent: dict[str, float], name: str) -> Callable[[str, dict[str, Any]], None]:
-    """Python's own collections, which a heap as large as Megatron's makes long; to be removed."""
+    """Clock Python's own collections, which take long on Megatron's heap; return the callback."""
     import gc
 
     begun: list[float] = []
@@ -278,7 +278,7 @@ def clock_garbage(spent: dict[str, float], name: str) -> Callable[[str, dict[str
 
 
 def clock_policy(worker: Any) -> None:
-    """In a policy worker: the whole sending, and of it what making the stream takes."""
+    """Clock a policy worker: all of the sending, and the part that makes the stream."""
     spent: dict[str, float] = {}
     worker.fp8_nemo_spent = spent
     worker.fp8_nemo_heard = clock_garbage(spent, "sender: garbage collection")
@@ -296,7 +296,7 @@ def clock_policy(worker: Any) -> None:
 
 
 def clock_vllm(worker: Any) -> None:
-    """In a vLLM worker: the whole receiving, and of it what loading and the proof take."""
+    """Clock a vLLM worker: all of the receiving, and the parts that load and prove."""
     import torch
 
     from fp8_nemo.nemo import receiver
@@ -329,7 +329,7 @@ def clock_vllm(worker: Any) -> None:
         return clocked(spent, "receiver: settle the ledger", settle)(*arguments)
 
     def timed_close(refit: Any, update: Callable[[], bool]) -> Any:
-        """What was sent is loaded before the book is settled, which would else wait for it."""
+        """Close a refit, and clock how long the device still loads before the ledger closes."""
 
         def update_and_wait() -> bool:
             landed = update()
@@ -343,7 +343,7 @@ def clock_vllm(worker: Any) -> None:
 
 
 def take_clock(worker: Any) -> dict[str, float]:
-    """In a worker of either side: seconds by name, and the clocks are taken out."""
+    """Return a worker's seconds by name, and remove its clocks."""
     import gc
 
     worker = getattr(worker, "worker", worker)
@@ -362,7 +362,7 @@ def take_clock(worker: Any) -> dict[str, float]:
 def refits(
     bench: Bench, repetitions: int, shares: list[str], keep: Callable[[Any], None]
 ) -> dict[str, Any]:
-    """Every glue in turn, `repetitions` rounds; a glue's first refit is not counted.
+    """Time every glue in turn, `repetitions` rounds; a glue's first refit does not count.
 
     A run has one glue, whose receiver looks the engine's tensors up once.
 
@@ -412,7 +412,7 @@ def refits(
 
 
 def _clocked_refit(bench: Bench) -> dict[str, float]:
-    """One refit with clocks in both sides' workers; seconds by name."""
+    """Time one refit with clocks in both sides' workers; return seconds by name."""
     bench.in_policy(clock_policy)
     bench.in_vllm(clock_vllm)
     times = bench.refit()
@@ -424,7 +424,7 @@ def _clocked_refit(bench: Bench) -> dict[str, float]:
 
 
 def mismatches(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
-    """What the same prompts show after a refit by each glue; rows are kept as they come."""
+    """Measure the mismatch of the same prompts after each glue's refit; keep rows as they come."""
     found, prompts = {}, bench.prompts(SAMPLES["mismatch"])
     for name in ("stock", "bytes", "stock rule"):
         bench.switch(GLUES[name])
@@ -440,7 +440,7 @@ def mismatches(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
 
 
 def bytes_alike(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
-    """Per glue, layer and weight: the share of bytes that both sides hold alike; kept as it comes.
+    """Measure the share of bytes that both sides hold alike, per glue, layer and weight.
 
     TransformerEngine quantizes fused matrices, in whose blocks Q, K and V meet where a head is not
     128 wide; vLLM holds them apart.
@@ -466,7 +466,7 @@ def bytes_alike(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
 
 
 def fp8_of_engine(worker: Any) -> dict[str, tuple[Any, Any]]:
-    """In a vLLM worker: bytes `[O, I]` and block scales of each FP8 weight, by wire name."""
+    """Return bytes `[O, I]` and block scales of each FP8 weight in a vLLM worker, by wire name."""
     import torch
 
     from fp8_nemo.glue import wire as weights
@@ -483,7 +483,7 @@ def fp8_of_engine(worker: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def fp8_of_trainer(worker: Any) -> dict[str, tuple[Any, Any]]:
-    """In a policy worker: what TransformerEngine kept of its last forward, by Megatron's name."""
+    """Return what TransformerEngine kept of its last forward, by Megatron's name."""
     import torch
 
     found = {}
@@ -497,7 +497,7 @@ def fp8_of_trainer(worker: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def ranges(bench: Bench, tokens: int, sequences: int, repetitions: int) -> dict[str, Any]:
-    """Logprob forwards watched and not, and NeMo RL's calibration, over random tokens."""
+    """Time logprob forwards, watched and not, and NeMo RL's calibration, on random tokens."""
     import torch
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
@@ -548,14 +548,14 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def drop_on_the_wire(worker: Any, name: str) -> None:
-    """In a vLLM worker: a tensor arrives and is lost before anything has seen it."""
+    """Make a vLLM worker lose a tensor on arrival, before anything has seen it."""
     worker = getattr(worker, "worker", worker)
     take = type(worker)._load_weights
     worker._load_weights = lambda weights: take(worker, [p for p in weights if p[0] != name])
 
 
 def loader(worker: Any, change: Callable[[str, Any], Any]) -> None:
-    """In a vLLM worker: its loader changes or skips (None) what it is given."""
+    """Make a vLLM worker's loader change, or skip (None), what it is given."""
     model = getattr(worker, "worker", worker).model_runner.model
     load = model.load_weights
 
@@ -567,22 +567,22 @@ def loader(worker: Any, change: Callable[[str, Any], Any]) -> None:
 
 
 def stale_scale(worker: Any, name: str) -> None:
-    """In a vLLM worker: new weight, old block scales (NeMo RL's grouped experts once did)."""
+    """Make a vLLM worker keep old block scales with a new weight, as NeMo RL once did."""
     loader(worker, lambda n, t: None if n == f"{name}_scale_inv" else t)
 
 
 def wrong_layout(worker: Any, name: str) -> None:
-    """In a vLLM worker: rows in another order, the shape kept (verl #7986)."""
+    """Make a vLLM worker load rows in another order, the shape kept (verl #7986)."""
     loader(worker, lambda n, t: t.flip(0) if n == name else t)
 
 
 def kv_scales_lost(worker: Any, name: str) -> None:
-    """In a vLLM worker: scales do not reach the kernels (NeMo RL #3225)."""
+    """Make a vLLM worker lose the KV scales on the way to the kernels (NeMo RL #3225)."""
     loader(worker, lambda n, t: None if n.endswith((".q_scale", ".k_scale", ".v_scale")) else t)
 
 
 def stock_receiver(worker: Any, name: str) -> None:
-    """In a vLLM worker: our plugin missing, so NeMo RL's own class receives."""
+    """Make a vLLM worker use NeMo RL's own class, as without our plugin."""
     worker = getattr(worker, "worker", worker)
     stock = next(each for each in type(worker).__mro__ if each.__module__.endswith("vllm_backend"))
     for method in ("_load_weights", "update_weights_via_ipc_zmq", "update_weights_from_collective"):
@@ -590,7 +590,7 @@ def stock_receiver(worker: Any, name: str) -> None:
 
 
 def four_times(worker: Any, factor: float) -> None:
-    """In a policy worker: an update that changes weights, so that what is lost is missed."""
+    """Multiply a policy worker's weights, as an update would, so that a lost refit shows."""
     import torch
 
     with torch.no_grad():
@@ -600,7 +600,7 @@ def four_times(worker: Any, factor: float) -> None:
 
 
 def nan_in_the_trainer(worker: Any, name: str) -> None:
-    """Policy worker: the policy has diverged in one weight."""
+    """Write NaN into one weight of a policy worker, as if it had diverged."""
     import torch
 
     parameter = next(
@@ -639,7 +639,7 @@ FAULTS: dict[str, tuple[str, Callable[..., None]]] = {
 
 
 def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
-    """Each fault with stock, names and bytes: the error, or the mismatch of a refit that passed.
+    """Test each fault with stock, names and bytes; note the error, or the mismatch.
 
     Every faulty refit follows a clean one and an update (weights times 4, exactly undone after), so
     that what is lost leaves something old. Rows are kept as they come.
@@ -685,7 +685,7 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
 
 
 def _first_reason(bench: Bench, error: Exception) -> str:
-    """As a run's own: the sender's names, or those of the receivers, or the error itself."""
+    """Return the reason that a run would give: the sender's names, the receivers', or the error."""
     if isinstance(error, RefitError):
         return driver._reason(error)
     return (refit_problems(bench.parts.generation) or [driver._reason(error)])[0]
@@ -694,7 +694,7 @@ def _first_reason(bench: Bench, error: Exception) -> str:
 def _check_and_note(
     check: Callable[..., None], note: Callable[[str], None], dtypes: dict[str, str], recipe: Recipe
 ) -> None:
-    """What a run would stop with at its start, noted instead of raised."""
+    """Note what a run would stop with at its start, instead of raising it."""
     try:
         check(dtypes, recipe)
     except EngineError as error:

@@ -24,12 +24,12 @@ class Rows(NamedTuple):
 
 
 def with_rows(bytes_OI: Tensor, scale_PQ: Tensor) -> Rows:
-    """The scale of each row's blocks, which stay with the row where a matrix is taken apart."""
+    """Repeat each block's scale for its rows, so that it stays with the row when matrices split."""
     return Rows(bytes_OI, scale_PQ.repeat_interleave(BLOCK, 0)[: len(bytes_OI)])
 
 
 def split_fused(name: str, bytes_OI: Tensor, scale_PQ: Tensor, shape: Shape) -> dict[str, Rows]:
-    """A matrix of Megatron's as those of the wire, by their names there.
+    """Split a fused matrix of Megatron's into those of the wire, by their names there.
 
     `linear_qkv` holds, per key head, its queries, then its key, then its value; `linear_fc1` gate
     above up (Megatron Core, attention.py and mlp.py).
@@ -58,7 +58,7 @@ def split_fused(name: str, bytes_OI: Tensor, scale_PQ: Tensor, shape: Shape) -> 
 
 
 def alike(one: Rows, other: Rows) -> dict[str, float]:
-    """Share of bytes that are equal, and of those whose scale is equal as well."""
+    """Return the share of equal bytes, and of bytes whose scale is equal as well."""
     same_OI, same_OQ = one.bytes_OI == other.bytes_OI, one.scale_OQ == other.scale_OQ
     scaled_OI = same_OQ.repeat_interleave(BLOCK, 1)[:, : same_OI.shape[1]]
     both = (same_OI & scaled_OI).double().mean().item()
@@ -66,7 +66,7 @@ def alike(one: Rows, other: Rows) -> dict[str, float]:
 
 
 def mean_by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """`{"q_proj": {"bytes": 0.99, "bytes and scales": 0.84}, ...}` over layers."""
+    """Average `{"q_proj": {"bytes": 0.99, "bytes and scales": 0.84}, ...}` over layers."""
     kinds = sorted({row["weight"].split(".")[-2] for row in rows})
     return {
         kind: {

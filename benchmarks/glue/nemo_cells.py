@@ -46,7 +46,7 @@ class Cell(NamedTuple):
 
 
 def cells(wanted: list[str]) -> list[Cell]:
-    """The cells of the named groups, the most telling first."""
+    """Return the cells of the named groups, the most telling first."""
     llama, moe = MODELS
     groups = {
         "precisions": [
@@ -89,7 +89,7 @@ def cells(wanted: list[str]) -> list[Cell]:
 
 
 def run(cell: Cell, gpus: list[str], models: Path, outputs: Path) -> str:
-    """One cell to its end; what to say of it."""
+    """Run one cell to its end and return a line about it."""
     words = [*SIZE, *cell.arguments, f"model={cell.model}", f"model.path={models / cell.model}"]
     words += [f"cluster.gpus_per_node={cell.gpus}", f"outputs={outputs}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
@@ -104,7 +104,7 @@ def run(cell: Cell, gpus: list[str], models: Path, outputs: Path) -> str:
 
 
 def run_all(todo: list[Cell], gpus: int, models: Path, outputs: Path) -> list[str]:
-    """Cells on as many lanes as they leave GPUs for: those of two GPUs come last, in pairs.
+    """Run the cells on as many lanes as they leave GPUs for; pairs of GPUs come last.
 
     Returns:
         A line per cell, as they ended: exit code, seconds, arguments, last line.
@@ -141,7 +141,7 @@ def _lane(
 
 
 def make_models(models: Path) -> None:
-    """The two starting models, on a GPU each, unless they are there."""
+    """Make the two starting models, on a GPU each, unless they exist."""
     makers = [
         subprocess.Popen(
             [sys.executable, "-m", "fp8_nemo.recipes.make_model", models / name, f"model={name}"],
@@ -157,7 +157,7 @@ def make_models(models: Path) -> None:
 
 
 def main() -> None:
-    """Make, run, keep."""
+    """Make the models, run the cells, and keep the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--models", type=Path, required=True)

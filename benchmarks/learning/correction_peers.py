@@ -41,7 +41,7 @@ Peer = Callable[[LogprobPair], Found]
 
 
 def batches() -> Iterator[tuple[str, LogprobPair]]:
-    """By name; FP32 log ratios, as the peers take them."""
+    """Yield batches by name, with FP32 log ratios, as the peers take them."""
     draw = torch.Generator().manual_seed(0)
     for spread in (0.01, 0.1, 0.5, 4.0):
         lengths = torch.randint(0, 513, (48,), generator=draw)
@@ -70,7 +70,7 @@ def _of(log_ratio: list[list[float]]) -> LogprobPair:
 
 
 def functions_of(file: Path, names: set[str], given: dict[str, Any]) -> SimpleNamespace:
-    """The named functions and constants of a source file, run alone."""
+    """Return the named functions and constants of a source file, run alone."""
     tree = ast.parse(file.read_text())
     taken = [
         node
@@ -92,7 +92,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
 
 
 def verl_rows(root: Path) -> Iterator[tuple[str, Correction, Peer]]:
-    """Verl's decoupled correction (verl/trainer/ppo/rollout_corr_helper.py)."""
+    """Yield verl's decoupled correction (verl/trainer/ppo/rollout_corr_helper.py)."""
     maths = functions_of(root / "verl/utils/torch_functional.py", {"masked_sum", "masked_mean"}, {})
     import typing
 
@@ -155,7 +155,7 @@ def verl_rows(root: Path) -> Iterator[tuple[str, Correction, Peer]]:
 
 
 def slime_rows(file: Path) -> Iterator[tuple[str, Correction, Peer]]:
-    """Slime's example (examples/train_infer_mismatch_helper/mis.py)."""
+    """Yield slime's example (examples/train_infer_mismatch_helper/mis.py)."""
     names = {"masked_sum", "masked_mean", "masked_min", "masked_max", "metrics_append"}
     names |= {"calculate_veto_mask", "truncate", "clip", "mask", "add_ppl_metrics"}
     mis = functions_of(file, names | {"compute_mis_weights"}, {})
@@ -205,7 +205,7 @@ def slime_rows(file: Path) -> Iterator[tuple[str, Correction, Peer]]:
 
 
 def nemo_rows(root: Path) -> Iterator[tuple[str, Correction, Peer]]:
-    """NeMo RL's ClippedPGLossFn; a weight is the loss's gradient for the token's advantage."""
+    """Yield NeMo RL's ClippedPGLossFn; a weight is the loss's gradient for the advantage."""
     sys.path.insert(0, str(root))
     from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -254,7 +254,7 @@ def nemo_rows(root: Path) -> Iterator[tuple[str, Correction, Peer]]:
 
 
 def compared(name: str, correction: Correction, peer: Peer) -> dict[str, Any]:
-    """One variant over all batches: largest difference relative to the multiplier, and where."""
+    """Compare one variant over all batches: largest relative difference, and where."""
     row: dict[str, Any] = {"variant": name, "largest": 0.0, "at": "", "kept otherwise": {}}
     for batch, pair in batches():
         if not pair.mask_BT.any():
@@ -271,7 +271,7 @@ def compared(name: str, correction: Correction, peer: Peer) -> dict[str, Any]:
 
 
 def padding_alone(peer: Peer) -> str:
-    """What a peer makes of a batch without a real token."""
+    """Return what a peer makes of a batch without a real token."""
     pair = dict(batches())["padding alone"]
     try:
         value_BT, _ = peer(pair)
@@ -281,7 +281,7 @@ def padding_alone(peer: Peer) -> str:
 
 
 def commit_of(path: Path) -> str | None:
-    """Commit of a clone, if it is one."""
+    """Return the commit of a clone; None if it is no clone."""
     folder = path if path.is_dir() else path.parent
     done = subprocess.run(
         ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True
@@ -290,7 +290,7 @@ def commit_of(path: Path) -> str | None:
 
 
 def main() -> None:
-    """Compare, print, write."""
+    """Compare the peers, print the rows, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     for peer in ("verl", "slime", "nemo"):

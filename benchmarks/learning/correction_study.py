@@ -26,7 +26,7 @@ LAST = 10  # steps
 
 
 def outcome(rows: list[dict[str, float]]) -> dict[str, float]:
-    """What one run came to."""
+    """Return the accuracy, reward and mismatch of one run."""
     accuracy = [row["val/accuracy"] for row in rows if "val/accuracy" in row]
     reward = [row["reward/mean"] for row in rows if "reward/mean" in row]
     kl = [row["mismatch/kl"] for row in rows if "mismatch/kl" in row]
@@ -34,14 +34,14 @@ def outcome(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def with_interval(values: list[float]) -> dict[str, float]:
-    """Mean and half of the 95% interval."""
+    """Return the mean and half of the 95% interval."""
     found = mean_of_seeds(values)
     assert found and found.half is not None, "two seeds at least"
     return {"mean": found.mean, "half": found.half}
 
 
 def main() -> None:
-    """Read, print, write."""
+    """Read the runs, print the tables, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
     record.add_options(parser)

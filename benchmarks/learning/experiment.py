@@ -87,7 +87,7 @@ class Learning(NamedTuple):
     source: str
 
     def judge(self, model: str, cells: Cells) -> Verdict | None:
-        """By the interval of the late accuracies' differences; None if the cell was not run."""
+        """Judge by the interval of the late accuracies' differences; None if no cell was run."""
         if (model, self.cell) not in cells:
             return None
         text = f"{self.cell} {self.expected} against {BASELINE}"
@@ -115,7 +115,7 @@ class Order(NamedTuple):
     source: str
 
     def judge(self, model: str, cells: Cells) -> Verdict | None:
-        """By the intervals of the differences between neighbours."""
+        """Judge by the intervals of the differences between neighbours."""
         if any((model, name) not in cells for name in self.cells):
             return None
         text = f"KL of {' > '.join(self.cells)}"
@@ -149,7 +149,7 @@ GROWING = ("fp8-linear-tis", "fp8-kv-attn-tis")
 
 
 def late_accuracy(run: FinishedRun) -> float | None:
-    """Mean of the validations in the last third of a finished run, in points."""
+    """Return the mean of the validations in the last third of a finished run, in points."""
     if run.state != "finished":
         return None
     first = run.recipe.grpo.steps * (1 - THIRD)
@@ -158,13 +158,13 @@ def late_accuracy(run: FinishedRun) -> float | None:
 
 
 def gain(run: FinishedRun) -> float | None:
-    """Late accuracy less that before training, in points."""
+    """Return the late accuracy less the one before training, in points."""
     first, late = run.series("val/accuracy").get(0), late_accuracy(run)
     return None if first is None or late is None else late - 100 * first
 
 
 def mean_of(key: str) -> Callable[[FinishedRun], float | None]:
-    """A run's mean of a metric over training."""
+    """Return a function that averages a metric of a run over training."""
 
     def measure(run: FinishedRun) -> float | None:
         values = run.series(key).values()
@@ -174,7 +174,7 @@ def mean_of(key: str) -> Callable[[FinishedRun], float | None]:
 
 
 def trend(run: FinishedRun) -> float | None:
-    """Mean KL of the last third of the steps over that of the first third; None without any KL."""
+    """Return the mean KL of the last third over that of the first; None without any KL."""
     values = list(run.series(KL).values())
     third = int(len(values) * THIRD)
     if not third or not fmean(values[:third]) > 0:
@@ -185,7 +185,7 @@ def trend(run: FinishedRun) -> float | None:
 def difference(
     cell: Cell, other: Cell, measure: Callable[[FinishedRun], float | None]
 ) -> MeanOfSeeds | None:
-    """The cell's less the other's, seed by seed, over the seeds that both have."""
+    """Return the cell's values less the other's, seed by seed, over their common seeds."""
     theirs = {run.recipe.seed: measure(run) for run in other.runs}
     ours = {run.recipe.seed: measure(run) for run in cell.runs}
     pairs = [(ours[seed], theirs.get(seed)) for seed in ours]
@@ -195,7 +195,7 @@ def difference(
 
 
 def learning_word(found: MeanOfSeeds | None) -> str | None:
-    """`keeps` if a loss of `MARGIN` is ruled out, `loses` if no loss is, None if neither is."""
+    """Return `keeps` if a loss of `MARGIN` is ruled out, `loses` if no loss is; else None."""
     if not _is_interval(found):
         return None
     low, high = _bounds(found)
@@ -205,7 +205,7 @@ def learning_word(found: MeanOfSeeds | None) -> str | None:
 
 
 def above_word(found: Iterable[MeanOfSeeds | None], threshold: float = 0.0) -> str:
-    """Whether all intervals lie above a threshold; one that lies below refutes."""
+    """Return whether all intervals lie above a threshold; one that lies below refutes."""
     found = list(found)
     if any(_is_interval(each) and _bounds(each)[1] < threshold for each in found):
         return NOT_SUPPORTED
@@ -215,7 +215,7 @@ def above_word(found: Iterable[MeanOfSeeds | None], threshold: float = 0.0) -> s
 
 
 def verdicts(cells: Cells) -> Iterator[Verdict]:
-    """Every claim that the cells at hand can speak to."""
+    """Yield every claim that the cells at hand can decide."""
     models = list(dict.fromkeys(model for model, _ in cells))
     for model in models:
         found = [claim.judge(model, cells) for claim in (*LEARNING, *ORDERS)]
@@ -226,7 +226,7 @@ def verdicts(cells: Cells) -> Iterator[Verdict]:
 
 
 def _band(model: str, cells: Cells) -> Iterator[Verdict]:
-    """Whether token_mult_prob_error stays within what NVIDIA's blog calls acceptable."""
+    """Yield whether token_mult_prob_error stays in the range that NVIDIA's blog accepts."""
     fp8 = {name: cell for (of, name), cell in cells.items() if of == model and name != BASELINE}
     for name, cell in fp8.items():
         found = cell.numbers["prob. error"]
@@ -240,7 +240,7 @@ def _band(model: str, cells: Cells) -> Iterator[Verdict]:
 
 
 def _trends(model: str, cells: Cells) -> Iterator[Verdict]:
-    """Whether KL grows in a mixture of experts, and in a dense model does not."""
+    """Yield whether KL grows in a mixture of experts, and in a dense model does not."""
     for name in GROWING:
         if (model, name) not in cells:
             continue
@@ -273,7 +273,7 @@ def _moe_against_dense(models: list[str], cells: Cells) -> Iterator[Verdict]:
 
 
 def cells_of(comparison: Comparison) -> Cells:
-    """The comparison's cells by name.
+    """Return the comparison's cells by name.
 
     Raises:
         SystemExit: two of one name, whose runs differ in more than their seed.
@@ -288,7 +288,7 @@ def cells_of(comparison: Comparison) -> Cells:
 
 
 def row(cell: Cell) -> dict[str, Any]:
-    """One line of the table: learning, mismatch and correction of a cell over its seeds."""
+    """Return one line of the table: learning, mismatch and correction of a cell over its seeds."""
     numbers = {name: cell.numbers[column] for name, column in COLUMNS.items()}
     numbers["late_accuracy"] = _over_seeds(cell, late_accuracy)
     numbers["gain"] = _over_seeds(cell, gain)
@@ -298,7 +298,7 @@ def row(cell: Cell) -> dict[str, Any]:
 
 
 def judged(comparison: Comparison) -> dict[str, Any]:
-    """Everything that the results file says: rows, verdicts, baselines, notes, and which runs."""
+    """Return all of the results file: rows, verdicts, baselines, notes, and the runs."""
     return {
         "rule": "docs/research/experiment.md",
         "rows": [row(cell) for cell in comparison.cells],
@@ -314,7 +314,7 @@ def _over_seeds(cell: Cell, measure: Callable[[FinishedRun], float | None]) -> M
 
 
 def _is_interval(found: MeanOfSeeds | None) -> bool:
-    """Whether there are seeds enough for a verdict, and none that diverged."""
+    """Return whether there are enough seeds for a verdict, and none that diverged."""
     if found is None or found.half is None or not math.isfinite(found.half):
         return False
     return found.seeds >= FEWEST
@@ -326,7 +326,7 @@ def _bounds(found: MeanOfSeeds | None) -> tuple[float, float]:
 
 
 def _apart(*cells: Cell) -> str:
-    """What differs between all runs of some cells beside precision, correction and seed."""
+    """Return what differs between all runs of some cells besides precision, correction and seed."""
     runs = [(cell.label, run) for cell in cells for run in cell.runs]
     found = differing([(label, run.matched) for label, run in runs]) | differing_problems(runs)
     texts = [f"{key} is {' or '.join(values)}" for key, values in found.items()]
@@ -334,7 +334,7 @@ def _apart(*cells: Cell) -> str:
 
 
 def _unless(apart: str, cells: Iterable[Cell], word: str, evidence: str) -> tuple[str, str]:
-    """A verdict and its evidence, open where something is apart or a run did not finish."""
+    """Return a verdict and its evidence, open where something differs or a run is unfinished."""
     stopped = _unfinished(*cells)
     return (OPEN if apart or stopped else word), apart or evidence + stopped
 
@@ -362,7 +362,7 @@ def _differences(found: Iterable[MeanOfSeeds | None]) -> str:
 
 
 def main() -> None:
-    """Read, judge, print, write."""
+    """Read the runs, judge the claims, print the tables, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="run directories, or folders of them")
     add_options(parser)
@@ -375,7 +375,7 @@ def main() -> None:
 
 
 def learning_table(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Cells by accuracy and mismatch, as `report.markdown_table` takes them."""
+    """Lay out cells by accuracy and mismatch, as `report.markdown_table` takes them."""
     table = [(*READ, "rejected")]
     for cell in comparison.cells:
         found = short(row(cell))
@@ -386,13 +386,13 @@ def learning_table(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def claims_table(found: Iterable[Verdict]) -> list[tuple[str, ...]]:
-    """Claims and what the rule says of them, as `report.markdown_table` takes them."""
+    """Lay out claims and the rule's verdicts, as `report.markdown_table` takes them."""
     heads = ("claim", "by", "verdict", "evidence")
     return [heads, *((each.claim, each.source, each.verdict, each.evidence) for each in found)]
 
 
 def short(found: dict[str, Any]) -> dict[str, Any]:
-    """A row with its estimates as text: mean and half of the interval; one seed has none."""
+    """Return a row with estimates as text: mean and half of the interval; one seed has none."""
 
     def text(value: Any) -> Any:
         if not isinstance(value, dict):

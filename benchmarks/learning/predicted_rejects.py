@@ -30,7 +30,7 @@ from fp8_nemo.runs.run_dir import run_path
 
 
 def later(arguments: list[str]) -> list[dict[str, float]]:
-    """Rows of the runs that a line stands for; run here if they are not there yet."""
+    """Return rows of the runs that a line names; run them here if they do not exist."""
     subprocess.run(
         [sys.executable, "-m", "fp8_nemo.recipes.grpo", "-m", *arguments],
         check=True, stdout=subprocess.DEVNULL,
@@ -41,7 +41,7 @@ def later(arguments: list[str]) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Measure, run, compare, write."""
+    """Measure the runs' mismatch, train on with each mask, compare the rejects, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)

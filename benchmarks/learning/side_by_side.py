@@ -55,7 +55,7 @@ class Runs:
         self.under_way: set[subprocess.Popen[bytes]] = set()
 
     def run(self, cell: Frozen) -> Ended:
-        """One cell, once a place is free; INTERRUPTED if it was not begun, or asked to end."""
+        """Run one cell once a place is free; INTERRUPTED if it did not begin or was stopped."""
         gpu, start = self.places.get(), time.monotonic()
         try:
             code = self._process(cell.path, gpu)
@@ -94,7 +94,7 @@ class Runs:
 
 
 def unfinished(words: list[str]) -> list[Frozen]:
-    """The cells that are to run, looked at and frozen as recipes.grpo does.
+    """Check and freeze, as recipes.grpo does, the cells that are to run; return them.
 
     Raises:
         ComposeError: the line is wrong, or a cell cannot run here.

@@ -80,12 +80,12 @@ class GradientError(NamedTuple):
     """Of the angle between mean estimate and truth; 0 if the mean estimate is 0."""
 
     def rmse(self, rollouts: float) -> float:
-        """Root mean squared error of the mean over independent rollouts."""
+        """Return the root mean squared error of the mean over independent rollouts."""
         return math.sqrt(self.bias**2 + self.deviation**2 / rollouts)
 
 
 def enumerate_answers(V: int, T: int, noise: float, seed: int) -> Enumeration:
-    """A policy, the rollout policy that noise makes of it, and rewards of 0 or 1.
+    """Enumerate a policy, the rollout policy that noise makes of it, and rewards of 0 or 1.
 
     `V**T` answers; `noise` is the standard deviation of what `rollout` adds to each logit. The
     `REWARDED` answers with the highest sums of a score per token and place are right.
@@ -104,7 +104,7 @@ def enumerate_answers(V: int, T: int, noise: float, seed: int) -> Enumeration:
 
 
 def expected_multiplier(pair: LogprobPair, share_B: Tensor, correction: Correction) -> Tensor:
-    """Multipliers `[B, T]` of a batch so large that its means are expectations.
+    """Return multipliers `[B, T]` of a batch so large that means are expectations.
 
     `pair` has sequences of one length, each once, `share_B` their probabilities. `normalize`
     divides by the expected value before masks, `renormalize_denominator` by the expected share of
@@ -122,18 +122,18 @@ def expected_multiplier(pair: LogprobPair, share_B: Tensor, correction: Correcti
 
 
 def true_gradient(problem: Enumeration) -> Tensor:
-    """Gradient `[C, V]` of the mean reward under `train` with respect to its logits."""
+    """Return the gradient `[C, V]` of the mean reward under `train` in its logits."""
     coefficient_B = problem.pair.train_BT.sum(1).exp() * problem.reward_B
     return _gradient(problem, coefficient_B[:, None].expand_as(problem.token_BT))
 
 
 def mean_gradient(problem: Enumeration, value_BT: Tensor) -> Tensor:
-    """Expected estimate `[C, V]` with these multipliers."""
+    """Return the expected estimate `[C, V]` with these multipliers."""
     return _gradient(problem, (problem.share_B * problem.advantage_B)[:, None] * value_BT)
 
 
 def gradient_error(problem: Enumeration, value_BT: Tensor) -> GradientError:
-    """Exact error of the gradient that multipliers `[B, T]` give.
+    """Return the exact error of the gradient that multipliers `[B, T]` give.
 
     No context occurs twice in an answer, so an answer's squared norm is a sum over its tokens; that
     of a softmax's `grad log p`, which is `onehot - p`, is `1 - 2 p + sum p^2`.
@@ -153,14 +153,14 @@ def gradient_error(problem: Enumeration, value_BT: Tensor) -> GradientError:
 
 
 def pooled(errors: Sequence[GradientError]) -> GradientError:
-    """Over several problems: root mean squares of bias and deviation, means of the others."""
+    """Pool the errors of several problems: root mean squares of bias and deviation, else means."""
     columns = torch.tensor(errors, dtype=torch.float64).T
     root_means, means = columns[:2].square().mean(1).sqrt(), columns[2:].mean(1)
     return GradientError(*root_means.tolist(), *means.tolist())
 
 
 def _gradient(problem: Enumeration, coefficient_BT: Tensor) -> Tensor:
-    """Sum over all tokens of their weight times `grad log p`."""
+    """Sum over all tokens their weight times `grad log p`."""
     at = problem.context_BT, problem.token_BT
     said_CV = torch.zeros_like(problem.train_CV).index_put(at, coefficient_BT, accumulate=True)
     return said_CV - said_CV.sum(1, keepdim=True) * problem.train_CV.exp()

@@ -48,7 +48,7 @@ class ExactRatios(NamedTuple):
         return self.rollout_NV.exp().flatten() / len(self.rollout_NV)
 
     def scaled(self, factor: float) -> ExactRatios:
-        """As if `rollout` were `factor` times as far away, in logits."""
+        """Return the ratios as if `rollout` were `factor` times as far away, in logits."""
         far_NV = torch.lerp(self.train_NV, self.rollout_NV, factor)
         return ExactRatios(self.train_NV, far_NV.log_softmax(-1))
 
@@ -57,7 +57,7 @@ class ExactRatios(NamedTuple):
 def exact_ratios(
     path: Path, problems: Sequence[Problem], precision: Precision = FP8_KV_ATTN
 ) -> ExactRatios:
-    """Trainer and engine on the same tokens, which the KV scales come from, too.
+    """Return logprobs of trainer and engine on the same tokens, which also give KV scales.
 
     Raises:
         RefitError: a refit was not proven.
@@ -70,7 +70,7 @@ def exact_ratios(
 
 
 def expected_effect(pair: LogprobPair, share_B: Tensor, correction: Correction) -> Effect:
-    """`measure.effect` as an expectation over sequences `[B, T]` with these probabilities."""
+    """Return `measure.effect` as an expectation over sequences `[B, T]` of these probabilities."""
     found, value_BT = correct(pair, correction), expected_multiplier(pair, share_B, correction)
     each = found.clipped_BT.double(), found.kept_BT.double(), value_BT, value_BT.square()
     clipped, kept, mean, square = ((share_B @ x_BT.mean(1)).item() for x_BT in each)
@@ -78,7 +78,7 @@ def expected_effect(pair: LogprobPair, share_B: Tensor, correction: Correction) 
 
 
 def sum_of_tokens(ratios: ExactRatios, length: int) -> tuple[Tensor, Tensor]:
-    """Distribution of the sum of `length` independent tokens' log ratios: `(x_G, share_G)`.
+    """Return the distribution of the sum of `length` tokens' log ratios: `(x_G, share_G)`.
 
     Two neighbours on the grid share a log ratio, which keeps its mean; a power of the Fourier
     transform adds tokens. Sums wrap around beyond `WIDTH * POINTS / 2`, 128.

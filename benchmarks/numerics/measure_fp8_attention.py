@@ -68,7 +68,7 @@ def emulate(case: Case, raw: Tensor, v: Tensor, scale: Tensor) -> dict[str, Tens
     """Return every candidate by name; `scale` takes raw FP8 products to base-2 logits."""
 
     def attend(tiles: list[slice], peak: int = 8, cast: bool = True, own: bool = False) -> Pair:
-        """Online softmax over tiles in the order given: the output and log2 of the row sum."""
+        """Compute online softmax over tiles in order; return the output and log2 of the row sum."""
         top = torch.full_like(raw[..., :1], -math.inf)
         total = acc = torch.zeros_like(top)
         for tile in tiles:

@@ -66,7 +66,7 @@ class Quantizer(NamedTuple):
 
 
 def weights() -> Iterator[tuple[str, Tensor]]:
-    """BF16 weights `[O, I]` by name."""
+    """Yield BF16 weights `[O, I]` by name."""
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -85,7 +85,7 @@ def weights() -> Iterator[tuple[str, Tensor]]:
 
 
 def activations() -> Iterator[tuple[str, Tensor]]:
-    """BF16 activations `[T, I]` by name."""
+    """Yield BF16 activations `[T, I]` by name."""
     draw = torch.Generator().manual_seed(1)
     x_TI = torch.randn(512, 2048, generator=draw)
     yield "normal", x_TI.bfloat16()
@@ -96,7 +96,7 @@ def activations() -> Iterator[tuple[str, Tensor]]:
 
 
 def module_of(file: Path) -> ModuleType:
-    """A source file that needs nothing of its package, imported alone."""
+    """Import a source file that needs nothing of its package."""
     spec = importlib.util.spec_from_file_location(f"peer_{file.stem}", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -105,7 +105,7 @@ def module_of(file: Path) -> ModuleType:
 
 
 def nemo(root: Path) -> Iterator[Quantizer]:
-    """NeMo RL's `cast_tensor_to_fp8_blockwise`, with the FP32 copy that its caller makes."""
+    """Yield NeMo RL's `cast_tensor_to_fp8_blockwise`, with the FP32 copy that its caller makes."""
     file = root / "nemo_rl/models/generation/vllm/quantization/fp8.py"
     for name, pow2 in (("cast_tensor_to_fp8_blockwise", False), ("the same, pow2", True)):
         config = {"global_fp8_config": SimpleNamespace(use_weight_pow2_scale=pow2)}
@@ -119,7 +119,7 @@ def nemo(root: Path) -> Iterator[Quantizer]:
 
 
 def verl(root: Path) -> Iterator[Quantizer]:
-    """Verl's two: Triton, and torch where Triton is missing or turned off."""
+    """Yield verl's two quantizers: Triton, and torch where Triton is missing or turned off."""
     kernels = module_of(root / "verl/utils/kernel/fp8_kernel.py")
 
     def fallback(weight_OI: Tensor) -> Quantized:
@@ -131,7 +131,7 @@ def verl(root: Path) -> Iterator[Quantizer]:
 
 
 def slime(root: Path) -> Iterator[Quantizer]:
-    """Slime's two: the refit's kernel, and the converter of checkpoints."""
+    """Yield slime's two quantizers: the refit's kernel, and the converter of checkpoints."""
     given = {"FP8_MAX": FP8_MAX, "FP8_MIN": -FP8_MAX, "F": torch.nn.functional}
     tool = functions_of(root / "tools/convert_hf_to_fp8.py", {"block_fp8", "ceildiv"}, given)
     converter = partial(tool.block_fp8, block_size=[128, 128])
@@ -140,7 +140,7 @@ def slime(root: Path) -> Iterator[Quantizer]:
 
 
 def triton_blocks(weight_OI: Tensor) -> Quantized:
-    """What the kernel of both computes: `amax / 448`, its reciprocal, and a product."""
+    """Compute what the kernel of both does: `amax / 448`, its reciprocal, and a product."""
     O, I = weight_OI.shape
     amax = tiles(weight_OI.float(), "weight").abs().amax(1).clamp(min=1e-10)
     scale_inv_PQ = (amax / FP8_MAX).view(-(-O // 128), -(-I // 128))
@@ -150,7 +150,7 @@ def triton_blocks(weight_OI: Tensor) -> Quantized:
 
 
 def transformer_engine(root: Path) -> Iterator[Quantizer]:
-    """The torch reference that TransformerEngine holds its kernels against."""
+    """Yield the torch reference that TransformerEngine compares its kernels with."""
     sys.path.insert(0, str(root / "tests/pytorch"))
     from references.blockwise_quantizer_reference import BlockwiseQuantizerReference
 
@@ -167,7 +167,7 @@ def transformer_engine(root: Path) -> Iterator[Quantizer]:
 
 
 def deepgemm(root: Path) -> Iterator[Quantizer]:
-    """DeepGEMM's casts, which its tests and its users quantize by."""
+    """Yield DeepGEMM's casts, with which its tests and its users quantize."""
     math = module_of(root / "deep_gemm/utils/math.py")
     for pow2 in (False, True):
         suffix = ", use_ue8m0" * pow2
@@ -178,7 +178,7 @@ def deepgemm(root: Path) -> Iterator[Quantizer]:
 
 
 def vllm() -> Iterator[Quantizer]:
-    """VLLM's: of weights it quantizes itself, of activations natively, in Triton and in CUDA."""
+    """Yield vLLM's quantizers: of weights, and of activations natively, in Triton and in CUDA."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
     from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
@@ -205,7 +205,7 @@ def vllm() -> Iterator[Quantizer]:
 
 
 def vllm_groups(x_TI: Tensor, divide: bool) -> Quantized:
-    """What vLLM's kernels compute: `amax` of at least 1e-10, over 448 or times its reciprocal."""
+    """Compute what vLLM's kernels do: `amax` of at least 1e-10, over 448 or by its reciprocal."""
     groups = x_TI.float().unflatten(-1, (-1, 128))
     amax_TQ = groups.abs().amax(-1).clamp(min=1e-10)
     scale_inv_TQ = amax_TQ / FP8_MAX if divide else amax_TQ * torch.tensor(1.0 / FP8_MAX)
@@ -214,7 +214,7 @@ def vllm_groups(x_TI: Tensor, divide: bool) -> Quantized:
 
 
 def transformers_() -> Iterator[Quantizer]:
-    """Transformers' `Fp8Quantize`, of the version installed."""
+    """Yield transformers' `Fp8Quantize`, of the version installed."""
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
     config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
@@ -228,7 +228,7 @@ def transformers_() -> Iterator[Quantizer]:
 
 
 def tiles(x: Tensor, of: str) -> Tensor:
-    """Blocks or groups of a padded tensor, `[number, values]`."""
+    """Return blocks or groups of a padded tensor, `[number, values]`."""
     if of == "activation":
         return pad(x, (0, -x.shape[1] % 128)).unflatten(1, (-1, 128)).flatten(0, 1)
     padded = pad(x, (0, -x.shape[1] % 128, 0, -x.shape[0] % 128))
@@ -237,7 +237,7 @@ def tiles(x: Tensor, of: str) -> Tensor:
 
 
 def error(found: Quantized, x: Tensor, of: str) -> float:
-    """Mean over blocks or groups of the relative L2 error."""
+    """Return the mean over blocks or groups of the relative L2 error."""
     value = dequantize_blocks(Fp8Weight(*found)) if of == "weight" else None
     value = dequantize_groups(Fp8Groups(*found)) if value is None else value
     off, size = tiles(value.double() - x.double(), of), tiles(x.double(), of).norm(dim=1)
@@ -245,14 +245,14 @@ def error(found: Quantized, x: Tensor, of: str) -> float:
 
 
 def ours_of(x: Tensor, quantizer: Quantizer) -> Quantized:
-    """Ours, of the same kind; a value that is not finite passes."""
+    """Quantize a tensor by our rule of the same kind; a value that is not finite passes."""
     if quantizer.of == "activation":
         return quantize_groups(x, pow2=quantizer.pow2)
     return quantize_blocks(x, pow2=quantizer.pow2, nonfinite=torch.zeros((), dtype=torch.bool))
 
 
 def compared(quantizer: Quantizer, values: str, x: Tensor) -> dict[str, Any]:
-    """One quantizer on one tensor, held against ours bit for bit."""
+    """Compare one quantizer with ours on one tensor, bit for bit."""
     row: dict[str, Any] = {"quantizer": quantizer.name, "of": quantizer.of, "values": values}
     ours, found = ours_of(x, quantizer), quantizer.quantize(x)
     if found[0].dtype != FP8:
@@ -270,7 +270,7 @@ def compared(quantizer: Quantizer, values: str, x: Tensor) -> dict[str, Any]:
 
 
 def edges(quantizer: Quantizer) -> dict[str, Any]:
-    """What becomes of 128 or 16,384 ones of which all are 0, or the first is NaN or Inf."""
+    """Return what becomes of 128 or 16,384 ones if all are 0, or the first is NaN or Inf."""
     row: dict[str, Any] = {"quantizer": quantizer.name, "of": quantizer.of}
     for name, odd in (("zeros", 0.0), ("NaN", float("nan")), ("Inf", float("inf"))):
         if odd and quantizer.emulated:
@@ -287,7 +287,7 @@ def edges(quantizer: Quantizer) -> dict[str, Any]:
 
 
 def masters() -> list[dict[str, Any]]:
-    """FP32 masters quantized as they are, against their BF16 rounding."""
+    """Compare FP32 masters quantized as they are with their BF16 rounding."""
     master = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(2)) * 0.02
     ours = quantize_blocks(master)
     amax_PQ = tiles(master, "weight").abs().amax(1).view(16, 16)
@@ -306,7 +306,7 @@ def masters() -> list[dict[str, Any]]:
 
 
 def kv() -> list[dict[str, Any]]:
-    """Keys of three sizes under the scales of each project."""
+    """Quantize keys of three sizes with the scales of each project."""
     draw, rows = torch.Generator().manual_seed(3), []
     keys = torch.randn(4096, 8, 128, generator=draw)
     for size in (0.01, 1.0, 200.0):
@@ -332,7 +332,7 @@ def kv() -> list[dict[str, Any]]:
 
 
 def measured(quantizers: Iterator[Quantizer]) -> dict[str, list[dict[str, Any]]]:
-    """All rows of one peer."""
+    """Return all rows of one peer."""
     known = list(quantizers)
     tensors = {"weight": list(weights()), "activation": list(activations())}
     rows = [compared(each, *named) for each in known for named in tensors[each.of]]
@@ -340,14 +340,14 @@ def measured(quantizers: Iterator[Quantizer]) -> dict[str, list[dict[str, Any]]]
 
 
 def ours() -> Iterator[Quantizer]:
-    """The contract itself, for the edges; a refit refuses the weights that are not finite."""
+    """Yield our own contract, for the edges; a refit refuses weights that are not finite."""
     slot = torch.zeros((), dtype=torch.bool)
     yield Quantizer("quantize_blocks", partial(quantize_blocks, nonfinite=slot), "weight")
     yield Quantizer("quantize_groups", quantize_groups, "activation")
 
 
 def main() -> None:
-    """Compare, print, write."""
+    """Compare the peers' formulas with ours, print the rows, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     sources = {

@@ -66,7 +66,7 @@ def with_noise(policy: Policy, size: float, seed: int) -> Policy:
 
 
 def sample(run: GrpoLoop) -> Batch:
-    """One batch as step 1 samples it: after a refit, FP8 KV with the scales of prompts."""
+    """Sample one batch as step 1 does: after a refit, FP8 KV with the scales of prompts."""
     if run.fp8_kv:
         run.progress.kv_scales = run._scales_of_prompts()
     run._refit()
@@ -76,7 +76,7 @@ def sample(run: GrpoLoop) -> Batch:
 
 @torch.no_grad()
 def half_square(engine: Engine, policy: Policy, batches: list[Batch]) -> float:
-    """Half the mean squared log ratio of the tokens of some texts, whoever sampled them."""
+    """Return half the mean squared log ratio of the tokens of some texts, whoever sampled them."""
     squares = []
     for batch in batches:
         prompt = batch.tokens_BT.shape[1] - batch.response_mask_BR.shape[1]
@@ -95,7 +95,7 @@ def half_square(engine: Engine, policy: Policy, batches: list[Batch]) -> float:
 
 
 def measure(model: str, precision: str, folder: Path) -> dict[str, Any]:
-    """`mismatch/kl` of every variant, one number per repetition."""
+    """Return `mismatch/kl` of every variant, one number per repetition."""
     [plan] = compose_plans([f"model={model}", f"precision={precision}", "grpo=demo"])
     run = GrpoLoop(plan, folder)
 

@@ -51,7 +51,7 @@ ROWS = {  # name: precision, and whether vLLM makes the scales powers of two
 def served(
     model: Path, precision: Precision, prompts: list[list[int]], end: int
 ) -> list[tuple[list[int], list[float]]]:
-    """Tokens that vLLM sampled after each prompt, and their logprobs."""
+    """Return the tokens that vLLM sampled after each prompt, and their logprobs."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # CUDA is up in this process
     # DeepGEMM for every batch: FlashInfer's kernel for small ones takes 100 seconds to compile.
     os.environ["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
@@ -78,7 +78,7 @@ def served(
 def rectangle(
     prompts: list[list[int]], answers: list[tuple], chat: Chat, device: torch.device
 ) -> Batch:
-    """What vLLM sampled, as the local models score it."""
+    """Lay out what vLLM sampled as the local models score it."""
     prompt_BT, mask_BT = pad_left(prompts, chat.pad, device)
     width = max(len(tokens) for tokens, _ in answers)
     shape = len(prompts), width
@@ -97,7 +97,7 @@ def rectangle(
 def scored(
     source: Path, precision: Precision, kv_scales: dict[str, float] | None, batch: Batch
 ) -> Tensor:
-    """Logprobs `[B, R]` of the local rollout model, filled by a proven refit."""
+    """Return logprobs `[B, R]` of the local rollout model, filled by a proven refit."""
     model = load_model(source, batch.tokens_BT.device)
     config = AutoConfig.from_pretrained(source)
     engine = Engine(config, precision, batch.tokens_BT.device)
@@ -120,7 +120,7 @@ def scored(
 
 
 def compared(train_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor) -> dict[str, Any]:
-    """How far one side's logprobs lie from the other's."""
+    """Measure how far one side's logprobs lie from the other's."""
     pair = LogprobPair(train_BR, rollout_BR, mask_BR)
     shares = torch.tensor(SHARES, dtype=torch.float64, device=pair.log_ratio_N.device)
     quantiles = pair.log_ratio_N.double().quantile(shares).tolist()
@@ -137,7 +137,7 @@ def compared(train_BR: Tensor, rollout_BR: Tensor, mask_BR: Tensor) -> dict[str,
 
 
 def converted(source: Path, folder: Path, recipe: Recipe, texts: Iterable[str]) -> dict[str, Any]:
-    """The checkpoint in the recipe's precision; its book."""
+    """Convert the checkpoint to the recipe's precision; return the record of it."""
     target = folder / recipe.precision.name
     words = [str(source), str(target), f"precision={recipe.precision.name}"]
     if recipe.precision.rollout_kv == "fp8":
@@ -149,7 +149,7 @@ def converted(source: Path, folder: Path, recipe: Recipe, texts: Iterable[str]) 
 
 
 def main() -> None:
-    """Convert, serve, score, compare, write."""
+    """Convert a checkpoint, serve it, score the answers, compare both sides, and write it all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("folder", type=Path)

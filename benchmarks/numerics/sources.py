@@ -94,7 +94,7 @@ def measure(
     sources: Sequence[Source],
     precision: Precision = FP8_KV_ATTN,
 ) -> list[ExactMismatch]:
-    """The mismatch of every source, on the same tokens and from the same refit.
+    """Measure the mismatch of every source, on the same tokens and from the same refit.
 
     Args:
         path: checkpoint in Hugging Face format.
@@ -119,12 +119,12 @@ def measure(
 
 
 def exact_kl(train_BRV: Tensor, rollout_BRV: Tensor) -> Tensor:
-    """KL(rollout || train) `[B, R]` in nats, from logprobs; below zero by rounding at most."""
+    """Return KL(rollout || train) `[B, R]` in nats from logprobs; rounding may make it negative."""
     return (rollout_BRV.exp() * (rollout_BRV - train_BRV)).sum(-1)
 
 
 def answered(problems: Sequence[Problem], chat: Chat) -> Batch:
-    """Problems with their right answers, laid out as a rollout is; nothing was sampled."""
+    """Lay out problems with their right answers as a rollout is; nothing was sampled."""
     prompt_BT, mask_BT = pad_left([chat.prompt(each.input) for each in problems], chat.pad, CPU)
     answers = [torch.tensor(chat.answer(each.output)) for each in problems]
     answer_BR = pad_sequence(answers, batch_first=True, padding_value=chat.pad)
@@ -134,7 +134,7 @@ def answered(problems: Sequence[Problem], chat: Chat) -> Batch:
 
 
 def engine_model(policy: Policy, precision: Precision, batch: Batch) -> PreTrainedModel:
-    """An engine's model after a proven refit, its KV scales from the trainer's own forward."""
+    """Return an engine's model after a proven refit, KV scales from the trainer's forward."""
     count = policy.model.config.num_hidden_layers
     engine, observer = Engine(policy.model.config, precision, CPU), AmaxObserver(count, 1)
     policy.logprobs(batch, observer)
@@ -145,7 +145,7 @@ def engine_model(policy: Policy, precision: Precision, batch: Batch) -> PreTrain
 
 
 def in_bf16_but(source: Source, fp8: PreTrainedModel, bf16: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the engine's model `fp8`, as its model `bf16` wherever the source is off."""
+    """Return a copy of the engine's model `fp8`, as its model `bf16` wherever the source is off."""
     model, plain = deepcopy(fp8), deepcopy(bf16)
     for name, module in dict[str, Any](model.named_modules()).items():
         here = re.search(source.where, name) is not None
@@ -158,7 +158,7 @@ def in_bf16_but(source: Source, fp8: PreTrainedModel, bf16: PreTrainedModel) -> 
 
 
 def _with_operands(fp8: nn.Module, bf16: nn.Module, weights: bool, activations: bool) -> nn.Module:
-    """A linear or experts with these operands in FP8, from its modules in either format."""
+    """Return a linear or experts with these operands in FP8, from modules in either format."""
     mixed = weights != activations
     for name, held_OI in [each for each in fp8.named_buffers() if mixed and each[1].dtype == FP8]:
         scale_inv_PQ = getattr(fp8, scale_name(name))
@@ -172,7 +172,7 @@ def _with_operands(fp8: nn.Module, bf16: nn.Module, weights: bool, activations: 
 
 
 def answer_logprobs(model: PreTrainedModel, batch: Batch, cached: bool) -> Tensor:
-    """Logprobs `[B, R, V]` before each answer token in FP64; an engine has them through a cache."""
+    """Return logprobs `[B, R, V]` before each answer token in FP64; an engine uses a cache."""
     logits = model(
         input_ids=batch.tokens_BT, attention_mask=causal_mask(batch.mask_BT),
         position_ids=positions(batch.mask_BT), use_cache=cached,

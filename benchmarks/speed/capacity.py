@@ -13,13 +13,13 @@ CACHE_BLOCK = 16
 
 
 def decode_floor(shape: Shape, precision: Precision, batch: int, context: float, gpu: str) -> float:
-    """Seconds that no step can be faster than: the roofline, by the datasheet."""
+    """Return the seconds that no step can beat: the roofline, by the datasheet."""
     work = decode_work(shape, precision, batch, context)
     return work.seconds(GPU_SPEED[gpu], precision.rollout_kv == "fp8")
 
 
 def kv_capacity(shape: Shape, precision: Precision, kv_bytes: float) -> int:
-    """Tokens that a KV cache of so many bytes holds, in whole blocks."""
+    """Return the tokens that a KV cache of so many bytes holds, in whole blocks."""
     block = CACHE_BLOCK * count(shape, precision).kv_bytes_per_token
     return int(kv_bytes // block) * CACHE_BLOCK
 
@@ -27,7 +27,7 @@ def kv_capacity(shape: Shape, precision: Precision, kv_bytes: float) -> int:
 def engine_kv_bytes(
     shape: Shape, precision: Precision, gpu: str, share: float, reserve: float
 ) -> float:
-    """Bytes that an engine on one GPU leaves to its KV cache.
+    """Return the bytes that an engine on one GPU leaves to its KV cache.
 
     Args:
         shape: of the model.

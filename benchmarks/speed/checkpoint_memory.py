@@ -31,7 +31,7 @@ DRAWN = 2**26  # random values, repeated: what they are does not matter here
 
 
 def shards(shape: Shape, most: int) -> Iterator[dict[str, Tensor]]:
-    """The checkpoint's weights in order, in dictionaries of at most so many bytes."""
+    """Yield the checkpoint's weights in order, in dictionaries of at most so many bytes."""
     values_N = (torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     some: dict[str, Tensor] = {}
     for name, size in named_shapes(shape).items():
@@ -44,7 +44,7 @@ def shards(shape: Shape, most: int) -> Iterator[dict[str, Tensor]]:
 
 
 def write(shape: Shape, folder: Path, most: int) -> list[int]:
-    """A checkpoint in shards; their sizes."""
+    """Write a checkpoint in shards; return their sizes."""
     folder.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(shards(shape, most)):
@@ -59,7 +59,7 @@ def write(shape: Shape, folder: Path, most: int) -> list[int]:
 
 
 def main() -> None:
-    """Write, convert, measure."""
+    """Write a checkpoint, convert it, and measure the memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)

@@ -26,7 +26,7 @@ WARM, ROUNDS, CALLS = 5, 5, 20
 
 
 def tuned_tiles(dtype: str | None, width: int) -> dict[int, dict[str, int]]:
-    """Tiles by rows that vLLM ships for an H200; empty if it has none."""
+    """Return the tiles by rows that vLLM ships for an H200; empty if it has none."""
     import vllm.model_executor.layers.fused_moe as fused_moe
 
     kind = f",dtype={dtype},block_shape={BLOCK}".replace(" ", "") if dtype else ""
@@ -37,7 +37,7 @@ def tuned_tiles(dtype: str | None, width: int) -> dict[int, dict[str, int]]:
 
 
 def clocked(call: Callable[[], Any]) -> list[float]:
-    """Milliseconds of a call, by rounds of several."""
+    """Return the milliseconds of a call, by rounds of several."""
     for _ in range(WARM):
         call()
     found = []
@@ -53,7 +53,7 @@ def clocked(call: Callable[[], Any]) -> list[float]:
 
 
 def weights(width: int, quantized: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Both slabs of a layer's experts and what vLLM wants to know of them."""
+    """Make both slabs of a layer's experts, and what vLLM wants to know of them."""
     from vllm.model_executor.layers.fused_moe.config import (
         FUSED_MOE_UNQUANTIZED_CONFIG,
         fp8_w8a8_moe_quant_config,
@@ -72,7 +72,7 @@ def weights(width: int, quantized: bool) -> tuple[torch.Tensor, torch.Tensor, An
 
 
 def measured(width: int, rows: list[int]) -> Iterator[dict[str, Any]]:
-    """A row per format, number of tokens and choice of tiles."""
+    """Yield a row per format, number of tokens and choice of tiles."""
     from vllm.model_executor.layers.fused_moe import override_config
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
@@ -92,7 +92,7 @@ def measured(width: int, rows: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure the experts' kernels, print the rows, and write them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.add_options(parser)
     parser.add_argument("--width", type=int, default=768)

@@ -1,13 +1,16 @@
 """Fit what bytes and operations do not explain, on every other measured point; test on the others.
 
 python -m benchmarks.speed.fit_estimate benchmarks/results/rollout-*-h200.json
+    [--test benchmarks/results/decode-bf16-h100.json ...]
     [--refit benchmarks/results/glue-8b-h200.json] --out benchmarks/results/estimate-h200.json
 
-Of each model: one fixed cost of a decode step, from speed.rollout's `resident` points of vLLM with
-the kernels that a plan asks for (gate: the others within 20%); the reserve of an engine beside
+Of each model: what a decode step costs by itself, by sequence, and by quantizing the inputs of its
+linears, from speed.rollout's `resident` points of vLLM with the kernels that a plan asks for (gate:
+all points within 10%, fitted or not, and gains over BF16 too); the reserve of an engine beside
 weights and cache (gate: KV capacity of the others within 5%); and one fixed cost of a refit, from
 the file of benchmarks.glue.compare. Points alternate like the squares of a chessboard, precisions
-down and points across, so that neither half has all the large batches or one precision.
+down and points across, so that neither half has all the large batches or one precision. Files of
+`--test`, of speed.decode_profile, are tested whole.
 """
 
 from __future__ import annotations
@@ -20,16 +23,38 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks import record
 from benchmarks.speed.capacity import engine_kv_bytes, kv_capacity
 from fp8_nemo.plan.memory import GIB, GPU_GIB, count
-from fp8_nemo.plan.speed import decode_seconds, refit_seconds
+from fp8_nemo.plan.speed import Fitted, decode_seconds, refit_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Precision, Shape
 
+NOTHING = Fitted(0.0, 0.0, 0.0)
 OPTIONS = ("fp8-kv-attn", "fp8-linear", "bf16")
 UNUSED = "cutlass"  # a kernel that no plan asks for
 GLUES = {"stock": "bf16", "ledger": "fp8-linear"}  # what travels; FP8 KV scales weigh nothing
+
+
+class Step(NamedTuple):
+    """A decode step that was measured."""
+
+    gpu: str
+    precision: str
+    batch: int
+    prompt: int
+    measured: float
+    """Seconds."""
+    without: float
+    """As if neither step, sequence nor quantizing cost anything."""
+    to_fit: bool
+
+    @property
+    def costs(self) -> tuple[float, float, float]:
+        """How often each fitted cost counts: of a step, of a sequence, of quantizing."""
+        return 1.0, float(self.batch), float(self.precision != "bf16")
 
 
 class Measured(NamedTuple):
@@ -43,7 +68,7 @@ class Measured(NamedTuple):
 
 
 def fitted(points: Iterable[Measured]) -> float:
-    """The constant that makes the relative errors' squares least: a weighted mean of the rests.
+    """Return the constant with the least squares of relative errors: a weighted mean of the rests.
 
     Raises:
         ValueError: there is no point to fit.
@@ -57,7 +82,7 @@ def fitted(points: Iterable[Measured]) -> float:
 
 
 def compared(model: str, points: Sequence[Measured], constant: float) -> list[dict[str, Any]]:
-    """A row per point: predicted, measured, relative error, and which half it is of."""
+    """Return a row per point: predicted, measured, relative error, and its half."""
     return [
         {
             "model": model,
@@ -72,7 +97,7 @@ def compared(model: str, points: Sequence[Measured], constant: float) -> list[di
 
 
 def worst(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """The largest error of the tested half; None if nothing was."""
+    """Return the largest error of the tested half; None if nothing was."""
     return max((abs(row["error"]) for row in rows if row["half"] == "tested"), default=None)
 
 
@@ -81,25 +106,72 @@ def option_of(variant: str) -> str:
     return next(option for option in OPTIONS if variant.startswith(option))
 
 
-def decode_points(content: Mapping[str, Any], model: str) -> Iterator[Measured]:
-    """The resident points of a file, precision by precision, by context and batch."""
+def decode_steps(content: Mapping[str, Any], model: str) -> Iterator[Step]:
+    """Yield the resident points of a file, precision by precision, by context and batch."""
     rows = [r for r in content["rows"] if r["model"] == model and r["regime"] == "resident"]
     rows = [r for r in rows if r["engine"] == "vLLM" and not r["precision"].endswith(UNUSED)]
     for down, variant in enumerate(dict.fromkeys(row["precision"] for row in rows)):
-        shape, precision = recipe_parts(model, option_of(variant))
         mine = [row for row in rows if row["precision"] == variant]
         mine.sort(key=lambda row: (row["prompt"], row["batch"]))
         for across, row in enumerate(mine):
-            without = decode_seconds(
-                shape, precision, row["batch"], row["context"], content["gpu"], fixed=0.0
-            )
-            point = f"{variant} {row['batch']}x{row['prompt']}"
-            measured = row["seconds_per_step"]["median"]
-            yield Measured(point, measured, without, (down + across) % 2 == 0)
+            seconds = row["seconds_per_step"]["median"]
+            to_fit = (down + across) % 2 == 0
+            yield step_of(model, content["gpu"], option_of(variant), row, seconds, to_fit)
+
+
+def profiled_steps(content: Mapping[str, Any]) -> Iterator[Step]:
+    """Yield the points of a file of benchmarks.speed.decode_profile, none of them to fit."""
+    asked = content["asked"]
+    for row in content["rows"]:
+        precision, seconds = option_of(asked["precision"]), row["wall_ms"] / 1e3
+        yield step_of(asked["model"], asked["gpu"], precision, row, seconds, False)
+
+
+def step_of(
+    model: str, gpu: str, option: str, row: Mapping[str, Any], seconds: float, to_fit: bool
+) -> Step:
+    """Return one measured step, and what the formula gives without its costs."""
+    shape, precision = recipe_parts(model, option)
+    without = decode_seconds(shape, precision, row["batch"], row["context"], gpu, NOTHING)
+    return Step(gpu, option, row["batch"], row["prompt"], seconds, without, to_fit)
+
+
+def fitted_costs(steps: Iterable[Step]) -> list[float]:
+    """Return the three costs with the least squares of relative errors.
+
+    Raises:
+        ValueError: there is no point to fit.
+    """
+    used = [each for each in steps if each.to_fit]
+    if not used:
+        raise ValueError("no point to fit")
+    shares = np.array([[cost / each.measured for cost in each.costs] for each in used])
+    rests = np.array([1 - each.without / each.measured for each in used])
+    return np.linalg.lstsq(shares, rests, rcond=None)[0].tolist()
+
+
+def compared_steps(model: str, steps: Sequence[Step], costs: Sequence[float]) -> list[dict]:
+    """Return a row per step: predicted, measured, its gain over BF16, and the errors of both."""
+    told = [
+        step.without + sum(a * b for a, b in zip(step.costs, costs, strict=True)) for step in steps
+    ]
+    plain = {(s.gpu, s.batch, s.prompt): n for n, s in enumerate(steps) if s.precision == "bf16"}
+    rows = []
+    for step, seconds in zip(steps, told, strict=True):
+        base = plain.get((step.gpu, step.batch, step.prompt))
+        gain = steps[base].measured / step.measured if base is not None else None
+        rows.append({
+            "model": model, "gpu": step.gpu, "precision": step.precision,
+            "point": f"{step.batch}x{step.prompt}", "half": "fitted" if step.to_fit else "tested",
+            "measured": step.measured, "predicted": seconds, "error": seconds / step.measured - 1,
+            "gain": gain,
+            "gain error": gain and told[base] / seconds / gain - 1,
+        })  # fmt: skip
+    return rows
 
 
 def reserves(content: Mapping[str, Any], model: str) -> Iterator[Measured]:
-    """Bytes of an engine beside weights and cache, precision by precision."""
+    """Yield the bytes of an engine beside weights and cache, precision by precision."""
     engines = [e for e in content["engines"] if e["model"] == model and e["engine"] == "vLLM"]
     for down, engine in enumerate(engines):
         shape, precision = recipe_parts(model, option_of(engine["precision"]))
@@ -111,7 +183,7 @@ def reserves(content: Mapping[str, Any], model: str) -> Iterator[Measured]:
 
 
 def capacities(content: Mapping[str, Any], model: str, reserve: float) -> list[dict[str, Any]]:
-    """Tokens of each engine's cache, predicted and as it reports them."""
+    """Return the tokens of each engine's cache, predicted and as the engine reports them."""
     found = []
     for point in reserves(content, model):
         shape, precision = recipe_parts(model, option_of(point.point))
@@ -125,7 +197,7 @@ def capacities(content: Mapping[str, Any], model: str, reserve: float) -> list[d
 
 
 def refit_points(content: Mapping[str, Any], model: str, gpu: str) -> Iterator[Measured]:
-    """What a refit's transfer took in one run of benchmarks/glue/compare.py."""
+    """Yield what a refit's transfer took in one run of benchmarks/glue/compare.py."""
     for n, (glue, option) in enumerate(GLUES.items()):
         shape, precision = recipe_parts(model, option)
         without = refit_seconds(shape, precision, gpu, fixed=0.0)
@@ -133,44 +205,53 @@ def refit_points(content: Mapping[str, Any], model: str, gpu: str) -> Iterator[M
 
 
 def recipe_parts(model: str, precision: str) -> tuple[Shape, Precision]:
-    """Shape and precision of two options of conf/."""
+    """Return shape and precision of two options of conf/."""
     [recipe] = compose([f"model={model}", "backend=nemo", f"precision={precision}"])
     return recipe.model.shape, recipe.precision
 
 
-def gate(name: str, rows: Sequence[Mapping[str, Any]], limit: float) -> dict[str, Any]:
-    """One line: the worst error of the tested half against its limit."""
-    error = worst(rows)
+def gate(name: str, error: float | None, limit: float) -> dict[str, Any]:
+    """Return one line: the worst error against its limit."""
     holds = error is not None and error <= limit
     return {"what": name, "worst error": error, "limit": limit, "holds": holds}
 
 
 def main() -> None:
-    """Fit, test, show, write."""
+    """Fit the constants, test them, show them, and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     record.add_options(parser)
     parser.add_argument("results", type=Path, nargs="+", help="of benchmarks.speed.rollout")
     parser.add_argument("--refit", type=Path, help="of benchmarks.glue.compare")
+    helped = "of benchmarks.speed.decode_profile"
+    parser.add_argument("--test", type=Path, nargs="*", default=[], help=helped)
     options = parser.parse_args()
+    tested: dict[str, list[Step]] = {}
+    for file in options.test:
+        profile = json.loads(file.read_text())
+        tested.setdefault(profile["asked"]["model"], []).extend(profiled_steps(profile))
     content: dict[str, list[dict[str, Any]]] = {"constants": [], "gates": [], "decode": [],
                                                 "capacity": [], "refit": []}  # fmt: skip
     for file in options.results:
         measured = json.loads(file.read_text())
         for model in dict.fromkeys(row["model"] for row in measured["rows"]):
-            points = list(decode_points(measured, model))
-            if not any(each.to_fit for each in points):
+            steps = [*decode_steps(measured, model), *tested.get(model, ())]
+            if not any(each.to_fit for each in steps):
                 print(f"{file}: {model} has no row to fit", file=sys.stderr)
                 continue
-            fixed = fitted(points)
+            costs = fitted_costs(steps)
             reserve = fitted(reserves(measured, model))
-            constants = {"model": model, "decode_seconds": fixed, "reserve_gib": reserve / GIB}
-            content["constants"].append(constants)
-            rows = compared(model, points, fixed)
+            named = dict(zip(("decode", "sequence", "quantize"), costs, strict=True))
+            content["constants"].append({"model": model, "reserve_gib": reserve / GIB} | named)
+            rows = compared_steps(model, steps, costs)
             caches = capacities(measured, model, reserve)
             content["decode"] += rows
             content["capacity"] += caches
-            content["gates"].append(gate(f"{model}: decode", rows, 0.2))
-            content["gates"].append(gate(f"{model}: KV capacity", caches, 0.05))
+            gains = [abs(row["gain error"]) for row in rows if row["gain"]]
+            content["gates"] += [
+                gate(f"{model}: decode", max(abs(row["error"]) for row in rows), 0.1),
+                gate(f"{model}: gain over BF16", max(gains, default=None), 0.1),
+                gate(f"{model}: KV capacity", worst(caches), 0.05),
+            ]
     if options.refit:
         measured = json.loads(options.refit.read_text())
         found = re.search(r"model=(\S+)", measured["command"])
@@ -180,7 +261,7 @@ def main() -> None:
         fixed = fitted(points)
         content["constants"].append({"model": found[1], "refit_seconds": fixed})
         content["refit"] = compared(found[1], points, fixed)
-        content["gates"].append(gate(f"{found[1]}: refit", content["refit"], 0.2))
+        content["gates"].append(gate(f"{found[1]}: refit", worst(content["refit"]), 0.2))
     record.keep(options.out, options.commit, **content)
     record.show("decode, seconds per step", content["decode"])
     record.show("gates", content["gates"])

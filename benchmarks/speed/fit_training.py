@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def rows_of(file: Path) -> Iterator[Row]:
-    """Passes of whole stacks, weights quantized before, nothing recomputed but what it says."""
+    """Yield passes of whole stacks: weights quantized before, recompute only if the row says so."""
     content = json.loads(file.read_text())
     for each in content["rows"]:
         wanted = each.get("part") == "stack" and each.get("microbatch") == "cached"
@@ -54,7 +54,7 @@ def rows_of(file: Path) -> Iterator[Row]:
 
 
 def settled_of(row: dict[str, Any]) -> Settled:
-    """A run whose layers are those of a row."""
+    """Return a run whose layers are those of a row."""
     precision = "fp8-e2e" if row["variant"] == "fp8" else "bf16"
     [recipe] = compose([
         f"model={row['model']}", "backend=nemo", f"precision={precision}", "cluster.gpu=h200",
@@ -65,7 +65,7 @@ def settled_of(row: dict[str, Any]) -> Settled:
 
 
 def fitted(rows: Iterable[Row]) -> dict[str, float]:
-    """Shares of the peaks that products and attention reach, by format and pass."""
+    """Return the shares of the peaks that products and attention reach, by format and pass."""
     found = {}
     rows = [row for row in rows if not row.settled.layout.recompute]
     for way, name in enumerate(PASSES):
@@ -80,7 +80,7 @@ def fitted(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def _work(row: Row) -> tuple[float, float, float]:
-    """Seconds at the peaks: of BF16's products, FP8's, and attention."""
+    """Return the seconds at the peaks of BF16's products, FP8's, and attention."""
     shape = row.settled.recipe.model.shape
     work, at = layer_work(shape), (1 + row.way) * row.tokens * shape.layers
     linear = at * (work.quantized + work.other)
@@ -95,7 +95,7 @@ def _work(row: Row) -> tuple[float, float, float]:
 
 
 def compared(row: Row, half: str) -> dict[str, Any]:
-    """A row as measured and as the plan's rates have it."""
+    """Compare a row as measured with the row that the plan's rates predict."""
     lengths = Lengths(0, row.tokens)
     predicted = stack_seconds(row.settled, lengths, row.tokens, row.way)
     if row.way and row.settled.layout.recompute:
@@ -114,7 +114,7 @@ def _named(model: Model) -> str:
 
 
 def main() -> None:
-    """Fit, compare, print, write."""
+    """Fit the rates, compare them, print them, and write them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.add_options(parser)
     parser.add_argument("results", type=Path, help="of benchmarks.speed.train")

@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def state_of(gib: float) -> list[State]:
-    """Two FP32 moments of each weight's shard, `gib` GiB in all."""
+    """Make two FP32 moments of each weight's shard, `gib` GiB in all."""
     [recipe] = compose(["model=llama31-8b", "backend=nemo"])
     sizes = [math.prod(shape) for shape in named_shapes(recipe.model.shape).values()]
     share = gib * GIB / (8 * sum(sizes))
@@ -40,21 +40,21 @@ def state_of(gib: float) -> list[State]:
 
 
 def stock_to_host(states: list[State]) -> None:
-    """As NeMo RL's `move_optimizer("cpu")`."""
+    """Move states to the host as NeMo RL's `move_optimizer("cpu")` does."""
     for state in states:
         for name, value in state.items():
             state[name] = value.to("cpu")
 
 
 def stock_to_device(states: list[State]) -> None:
-    """As NeMo RL's `move_optimizer("cuda")`."""
+    """Move states to the GPU as NeMo RL's `move_optimizer("cuda")` does."""
     for state in states:
         for name, value in state.items():
             state[name] = value.to("cuda")
 
 
 def clocked(call: Callable[[list[State]], None], states: list[State]) -> float:
-    """Seconds until the device is idle again."""
+    """Return the seconds until the device is idle again."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call(states)
@@ -64,7 +64,7 @@ def clocked(call: Callable[[list[State]], None], states: list[State]) -> float:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure the moves of the optimizer, print the rows, and write them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.add_options(parser)
     parser.add_argument("--gib", type=float, default=9.4)

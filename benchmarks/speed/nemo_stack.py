@@ -50,7 +50,7 @@ class MicroBatch(NamedTuple):
 
 
 def plan_of(model: str, layers: int, case: Case, folder: Path, arguments: Sequence[str]) -> Plan:
-    """The plan of a case on the GPUs of this call; `arguments` win."""
+    """Plan a case on the GPUs of this call; `arguments` win."""
     parallel = ("tensor", "pipeline", "context", "expert", "rollout_tensor", "rollout_expert")
     cell = [
         *("backend=nemo", "cluster.interpreter=system", "cluster.nodes=1"),
@@ -65,7 +65,7 @@ def plan_of(model: str, layers: int, case: Case, folder: Path, arguments: Sequen
 
 
 def policy_of(plan: Plan, folder: Path) -> dict[str, Any]:
-    """NeMo RL's `policy` of a plan, for a folder that holds the model's config.json alone."""
+    """Return NeMo RL's `policy` of a plan, for a folder that holds only the model's config.json."""
     root = root_of(plan.recipe)
     if root is None or plan.nemo is None:
         raise SystemExit("set NEMO_RL_ROOT to a clone of NVIDIA-NeMo/RL")
@@ -77,7 +77,7 @@ def policy_of(plan: Plan, folder: Path) -> dict[str, Any]:
 
 
 def write_config(shape: Shape, folder: Path) -> None:
-    """The model's config.json, as a checkpoint of that shape has it."""
+    """Write the model's config.json, as a checkpoint of that shape has it."""
     import torch
     from random_model import build
 
@@ -88,7 +88,7 @@ def write_config(shape: Shape, folder: Path) -> None:
 
 
 def provider_of(policy: dict[str, Any], folder: Path) -> tuple[Any, Any]:
-    """NeMo RL's Megatron configuration of a policy: (everything, the model's provider)."""
+    """Return NeMo RL's Megatron configuration of a policy: (everything, the model's provider)."""
     import torch
     from nemo_rl.models.megatron.setup import setup_model_config
 
@@ -96,7 +96,7 @@ def provider_of(policy: dict[str, Any], folder: Path) -> tuple[Any, Any]:
 
 
 def build_model(config: Any, provider: Any, ends: bool) -> Any:
-    """The model in its wrappers, on this GPU, as `setup_model_and_optimizer` makes it."""
+    """Build the model in its wrappers on this GPU, as `setup_model_and_optimizer` does."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from nemo_rl.models.megatron.setup import MoEFloat16Module, get_model
@@ -114,7 +114,7 @@ def build_model(config: Any, provider: Any, ends: bool) -> Any:
 
 
 def freeze_routers(models: list[Any]) -> list[Any]:
-    """`policy.megatron_cfg.freeze_moe_router`, which every base configuration sets."""
+    """Freeze routers as `policy.megatron_cfg.freeze_moe_router`, set by every base, does."""
     for layer in (layer for model in models for layer in model.decoder.layers):
         if hasattr(layer.mlp, "router"):
             layer.mlp.router.weight.requires_grad = False
@@ -124,7 +124,7 @@ def freeze_routers(models: list[Any]) -> list[Any]:
 def micro_batch(
     policy: dict[str, Any], shape: Shape, lengths: Sequence[int], device: str = "cuda"
 ) -> MicroBatch:
-    """Sequences of random tokens, packed by NeMo RL for this policy."""
+    """Make sequences of random tokens, packed by NeMo RL for this policy."""
     import torch
     from nemo_rl.models.megatron import data
 
@@ -141,7 +141,7 @@ def micro_batch(
 
 
 def forward_of(model: Any, batch: MicroBatch, ends: bool) -> Callable[[], Any]:
-    """The forward pass of a micro-batch: to hidden states [T, 1, I], or to a loss."""
+    """Return the forward pass of a micro-batch: to hidden states [T, 1, I], or to a loss."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model
     from nemo_rl.distributed.model_utils import from_parallel_logits_to_logprobs_packed_sequences
@@ -165,7 +165,7 @@ def forward_of(model: Any, batch: MicroBatch, ends: bool) -> Callable[[], Any]:
 
 
 def watch_experts(model: Any, seen: list[int]) -> list[Any]:
-    """Hooks that note how many tokens each expert of each layer is given."""
+    """Register hooks that note how many tokens each expert of each layer gets."""
 
     def note(_: Any, inputs: tuple[Any, ...]) -> None:
         seen.extend(inputs[1].tolist())
@@ -175,7 +175,7 @@ def watch_experts(model: Any, seen: list[int]) -> list[Any]:
 
 
 def attention_backend() -> str:
-    """What TransformerEngine chose for the attention that ran last: `fused NVTE_F16_arbitrary`."""
+    """Return what TransformerEngine chose for the last attention: `fused NVTE_F16_arbitrary`."""
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
     used = [n for n in ("flash", "fused", "unfused") if _attention_backends[f"use_{n}_attention"]]

@@ -62,12 +62,12 @@ CASES = [
 
 
 def weight(*shape: int) -> Tensor:
-    """BF16 as a trained weight is spread, about 0.02."""
+    """Make a weight with the spread of a trained one, about 0.02, in BF16."""
     return (torch.randn(*shape, device="cuda") * 0.02).bfloat16()
 
 
 def per_run(work: Callable[[], Any], runs: int) -> list[float]:
-    """Seconds of one of the `runs` inside `work`, by events around its CUDA graph's replay."""
+    """Return the seconds of one of the `runs` in `work`, by events around a CUDA graph's replay."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         work()
@@ -87,7 +87,7 @@ def per_run(work: Callable[[], Any], runs: int) -> list[float]:
 
 
 def by_the_clock(work: Callable[[], Any], runs: int) -> list[float]:
-    """Seconds of one of the `runs` inside `work`, as its caller waits for them."""
+    """Return the seconds of one of the `runs` in `work`, as its caller waits for them."""
     times = []
     for _ in range(REPETITIONS + 2):
         torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def by_the_clock(work: Callable[[], Any], runs: int) -> list[float]:
 
 
 def measure(case: Case, others: dict[str, Callable[[Tensor], Any]]) -> dict[str, Any]:
-    """Times, bandwidths and ratios of one case."""
+    """Return times, bandwidths and ratios of one case."""
     size = sum(2 * torch.Size(shape).numel() for shape in case.shapes)
     sets = max(1, -(-COLD // size))
     weights = [[weight(*shape) for shape in case.shapes] for _ in range(sets)]
@@ -144,7 +144,7 @@ def _each(other: Callable[[Tensor], Any], weights: list[list[Tensor]]) -> Callab
 
 
 def stock() -> Callable[[Tensor], Any]:
-    """NeMo RL's quantizer as `load_weights` calls it; needs its checkout on the path."""
+    """Return NeMo RL's quantizer as `load_weights` calls it; its checkout must be on the path."""
     from nemo_rl.models.generation.vllm.quantization import fp8
 
     fp8.global_fp8_config = fp8.FP8Config()
@@ -152,7 +152,7 @@ def stock() -> Callable[[Tensor], Any]:
 
 
 def verl(path: Path) -> Callable[[Tensor], Any]:
-    """Verl's Triton kernel, from its file."""
+    """Return verl's Triton kernel, from its file."""
     spec = importlib.util.spec_from_file_location("verl_fp8_kernel", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -161,7 +161,7 @@ def verl(path: Path) -> Callable[[Tensor], Any]:
 
 
 def transformer_engine() -> Callable[[Tensor], Fp8Weight]:
-    """TransformerEngine's 128x128 quantizer with FP32 scales."""
+    """Return TransformerEngine's 128x128 quantizer with FP32 scales."""
     import transformer_engine.pytorch  # noqa: F401  # loads the library that the extension needs
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
@@ -181,7 +181,7 @@ def transformer_engine() -> Callable[[Tensor], Fp8Weight]:
 
 
 def same(one: Fp8Weight, other: Fp8Weight) -> dict[str, float]:
-    """Shares of bytes and of scales that are equal."""
+    """Return the shares of bytes and of scales that are equal."""
     bytes_equal = one.fp8_OI.view(torch.uint8) == other.fp8_OI.view(torch.uint8)
     return {
         "bytes": bytes_equal.double().mean().item(),
@@ -190,7 +190,7 @@ def same(one: Fp8Weight, other: Fp8Weight) -> dict[str, float]:
 
 
 def bytes_of(others: dict[str, Callable[[Tensor], Fp8Weight]]) -> Iterator[dict[str, Any]]:
-    """How much of ours each other quantizer holds too, and what stock and TE have in common."""
+    """Yield how much of ours each other quantizer holds, and what stock and TE share."""
     models = {"8B": LLAMA_8B, "30B": QWEN3_30B, "small-llama": SMALL_LLAMA}
     for model, shapes in models.items():
         for name, shape in shapes.items():
@@ -209,7 +209,7 @@ def bytes_of(others: dict[str, Callable[[Tensor], Fp8Weight]]) -> Iterator[dict[
 
 
 def heavy(*shape: int) -> Tensor:
-    """Values over many orders of magnitude, with zeros and a block of zeros."""
+    """Make values over many orders of magnitude, with zeros and a block of zeros."""
     size = torch.exp(torch.randn(*shape, device="cuda") * 8)
     values = torch.randn(*shape, device="cuda") * size
     values[torch.rand(*shape, device="cuda") < 0.1] = 0
@@ -218,7 +218,7 @@ def heavy(*shape: int) -> Tensor:
 
 
 def main() -> None:
-    """Measure; the table, the file."""
+    """Measure the quantizers, print the table, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     record.add_options(parser)
     parser.add_argument("--verl", type=Path, help="verl/utils/kernel/fp8_kernel.py")

@@ -24,7 +24,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def build(shape: Shape) -> PreTrainedModel:
-    """A Llama or a Qwen3-MoE in BF16, its weights about 0.02."""
+    """Build a Llama or a Qwen3-MoE in BF16, its weights about 0.02."""
     common = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,

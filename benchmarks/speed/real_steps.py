@@ -26,7 +26,7 @@ PHASES = ("rollout", "logprob", "train", "refit", "step")
 
 
 def row_of(run: FinishedRun, first: int, prompt: float) -> dict[str, Any]:
-    """Medians, raw seconds, utilization and the plan's estimate of one run."""
+    """Return medians, raw seconds, utilization and the plan's estimate of one run."""
     rows = [row for row in run.rows if row.get("step", 0) >= first and "time/step" in row]
     settled = run.plan.settled
     raw = {phase: [row[f"time/{phase}"] for row in rows] for phase in PHASES}
@@ -53,7 +53,7 @@ def row_of(run: FinishedRun, first: int, prompt: float) -> dict[str, Any]:
 
 
 def against_bf16(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row with its phases' speed-up over BF16's of as many layers."""
+    """Return each row with its phases' speed-up over BF16's of as many layers."""
     rows = list(rows)
     plain = {row["layers"]: row for row in rows if row["precision"] == "bf16"}
     for row in rows:

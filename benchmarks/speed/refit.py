@@ -57,13 +57,13 @@ class Once(NamedTuple):
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def named_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
-    """BF16 as trained weights are spread."""
+    """Make BF16 weights with the spread of trained ones."""
     return {
         name: torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
         for name, size in named_shapes(shape).items()
@@ -86,18 +86,18 @@ class Refit:
         self.destination = Destination(self.engine, self.specs)
 
     def stream(self, precision: Precision, verify: str) -> Iterator[tuple[str, Tensor]]:
-        """One refit's tensors, as the policy worker makes them."""
+        """Yield one refit's tensors, as the policy worker makes them."""
         return refit_stream(
             iter(self.weights.items()), precision, self.kv_scales,
             num_layers=self.shape.layers, verify=verify,
         )  # fmt: skip
 
     def thrown_away(self, precision: Precision, verify: str) -> int:
-        """The bytes of a stream that nobody takes."""
+        """Return the bytes of a stream that nobody takes."""
         return sum(tensor.nbytes for _, tensor in self.stream(precision, verify))
 
     def unproven(self) -> int:
-        """The bytes of a stream that the engine's tensors take, with no book kept of it."""
+        """Return the bytes of a stream that the engine's tensors take, without a ledger."""
         sent = 0
         for name, tensor in self.stream(self.precision, "off"):
             if name in self.engine:
@@ -106,7 +106,7 @@ class Refit:
         return sent
 
     def loaded(self, verify: str) -> int:
-        """The bytes of a stream that the engine's tensors take, proven."""
+        """Return the bytes of a stream that the engine's tensors take, proven."""
         ledger = Ledger(self.specs, self.destination, verify=verify)
         for name, tensor in self.stream(self.precision, verify):
             if ledger.receive(name, tensor):
@@ -114,7 +114,7 @@ class Refit:
         return ledger.close().bytes
 
     def rows(self, repetitions: int) -> Iterator[dict[str, Any]]:
-        """Every kind of stream, timed."""
+        """Yield a timed row of every kind of stream."""
         bf16 = Precision(rollout_kv=self.precision.rollout_kv)
         kinds: dict[str, Callable[[], int]] = {
             "BF16": partial(self.thrown_away, bf16, "off"),
@@ -155,12 +155,12 @@ class Refit:
 
 
 def allocations(device: torch.device) -> int:
-    """How often memory was asked of the device so far."""
+    """Return how often memory was asked of the device so far."""
     return torch.cuda.memory_stats(device)["num_device_alloc"] if device.type == "cuda" else 0
 
 
 def device_seconds(work: Callable[[], Any], device: torch.device) -> float | None:
-    """The device's own seconds in one run, kernels and copies; None on a CPU."""
+    """Return the device's own seconds in one run, kernels and copies; None on a CPU."""
     if device.type != "cuda":
         return None
 
@@ -172,7 +172,7 @@ def device_seconds(work: Callable[[], Any], device: torch.device) -> float | Non
 
 
 def watched(shape: Shape, rows: int, repetitions: int, device: torch.device) -> dict[str, Any]:
-    """One layer's observation: microseconds of a call on the host, and of the device's work."""
+    """Time one layer's observation: microseconds on the host and on the device."""
     observer = AmaxObserver(shape.layers, 1, device)
     qkv = [
         torch.randn(rows, heads, shape.head_dim, device=device).bfloat16()

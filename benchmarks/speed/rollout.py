@@ -84,7 +84,7 @@ BLOCK_FP8 = {
 
 
 def model_config(shape: Shape, longest: int) -> dict[str, Any]:
-    """A `config.json` as transformers and vLLM read it, of either family."""
+    """Return a `config.json` as transformers and vLLM read it, of either family."""
     common = {
         "vocab_size": shape.vocab, "hidden_size": shape.hidden, "head_dim": shape.head_dim,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
@@ -109,7 +109,7 @@ def model_config(shape: Shape, longest: int) -> dict[str, Any]:
 def engine_arguments(
     shape: Shape, variant: Variant, precision: Precision, folder: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """For `vllm.LLM`, with what NeMo RL's worker sets (quantization/fp8.py:247, vllm_worker.py)."""
+    """Return `vllm.LLM`'s arguments, with those of NeMo RL's worker (fp8.py, vllm_worker.py)."""
     found: dict[str, Any] = {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True,
         "dtype": "bfloat16", "seed": 0, "enable_prefix_caching": False, "disable_log_stats": False,
@@ -132,7 +132,7 @@ def engine_arguments(
 
 
 def environment_variables(variant: Variant, caches: Path) -> dict[str, str]:
-    """Before vLLM is imported: FP32 scales, as NeMo RL sets them (fp8.py:236), and no FlashInfer.
+    """Return what vLLM needs before import: FP32 scales (fp8.py:236), no FlashInfer.
 
     Its kernel for fewer than 32 tokens would be first in vLLM's list, and compiles when first used.
     """
@@ -156,12 +156,12 @@ def environment_variables(variant: Variant, caches: Path) -> dict[str, str]:
 
 
 def graph_sizes(options: argparse.Namespace) -> list[int]:
-    """A fifth of vLLM's own sizes, and those of the points: DeepGEMM compiles for each."""
+    """Return a fifth of vLLM's own sizes, and those of the points: DeepGEMM compiles for each."""
     return sorted({*GRAPHS, *(each.batch for each in options.points)})
 
 
 def longest(options: argparse.Namespace) -> int:
-    """Tokens of the longest sequence of any point, in whole blocks."""
+    """Return the tokens of the longest sequence of any point, in whole blocks."""
     points = [p.filled(options.repetitions) for p in (*options.points, options.limited)]
     return -(-max(each.prompt + each.output for each in points) // 16) * 16
 
@@ -177,7 +177,7 @@ class Bench:
         self.failed = False
 
     def measure(self, call: Callable[..., Any], start: float) -> None:
-        """Both regimes; each row is in the file before the next is begun.
+        """Measure both regimes; write each row to the file before the next is begun.
 
         Raises:
             SystemExit: a point failed, or the engine's kernels are others than this row's name.
@@ -244,7 +244,7 @@ class Bench:
         }
 
     def alone(self, folder: Path) -> None:
-        """Through `vllm.LLM` in this process."""
+        """Measure through `vllm.LLM` in this process."""
         start = time.perf_counter()
         from vllm import LLM
 
@@ -253,7 +253,7 @@ class Bench:
         self.measure(lambda name, *given: getattr(engine, name)(*given), start)
 
     def in_nemo(self, folder: Path) -> None:
-        """Through NeMo RL's generation worker, an actor of Ray on one GPU."""
+        """Measure through NeMo RL's generation worker, an actor of Ray on one GPU."""
         start = time.perf_counter()
         from fp8_nemo.launch import driver, ray_cluster
 
@@ -286,7 +286,7 @@ class Bench:
 
 
 def nemo_settings(plan: Plan, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """`policy.generation` as our plan writes it, with this file's cache, lengths and graphs."""
+    """Return `policy.generation` as our plan writes it, with our cache, lengths and graphs."""
     from fp8_nemo.nemo_config.checkout import config_of
     from fp8_nemo.nemo_config.host import root_of
 
@@ -311,7 +311,7 @@ def nemo_settings(plan: Plan, folder: Path, options: argparse.Namespace) -> dict
 
 
 def plan_of(options: argparse.Namespace, folder: Path) -> Plan:
-    """The cell of one precision; with NeMo RL's keys where its worker is asked for."""
+    """Plan the cell of one precision; with NeMo RL's keys where its worker is used."""
     words = [
         "backend=nemo", "glue=stock", "correction=tis", "data=arithmetic", f"model={options.model}",
         f"precision={VARIANTS[options.precision].precision}", f"model.path={folder}",
@@ -340,14 +340,14 @@ def keep(options: argparse.Namespace, key: str, row: dict[str, Any] | None) -> N
 
 
 def twins(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Whether two rows are of one point; one that failed is of whatever its point gives now."""
+    """Return whether two rows are of one point; a failed row matches any result of its point."""
     same = ("model", "precision", "engine", "batch", "prompt")
     kinds = {old.get("regime"), new.get("regime")} - {"failed"}
     return all(old.get(name) == new.get(name) for name in same) and len(kinds) < 2
 
 
 def run_one(options: argparse.Namespace) -> None:
-    """One precision, in this process."""
+    """Run one precision in this process."""
     os.environ |= environment_variables(VARIANTS[options.precision], options.caches.absolute())
     folder = options.caches.absolute() / f"{options.model}-{options.precision}"  # no two write one
     plan = plan_of(options, folder)
@@ -359,7 +359,7 @@ def run_one(options: argparse.Namespace) -> None:
 
 
 def run_all(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Each precision in a process of its own, on the next free GPU; the worst exit code."""
+    """Run each precision in its own process on the next free GPU; return the worst exit code."""
     waiting, running, worst = options.precisions.split(","), {}, 0
     free = options.gpus.split(",")
     while waiting or running:
@@ -395,7 +395,7 @@ def run_all(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def against_bf16(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows point by point, each with its tokens/s over those of BF16 in the same engine."""
+    """Return the rows by point, each with its tokens/s over those of BF16 in the same engine."""
 
     def place(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in ("model", "regime", "prompt", "batch", "engine"))
@@ -413,7 +413,7 @@ def against_bf16(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(out: Path) -> None:
-    """The file's rows, and below them the engines that gave them."""
+    """Print the file's rows, and below them the engines that gave them."""
     content = json.loads(out.read_text())
     columns = ("model", "regime", "batch", "prompt", "engine", "precision", "tokens_per_second",
                "of_bf16", "seconds_per_step", "of_roofline", "first_token_seconds",
@@ -426,7 +426,7 @@ def show(out: Path) -> None:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command line; `--small` changes what is not given."""
+    """Parse the command line; `--small` changes what is not given."""
     parser = argparse.ArgumentParser(description=__doc__)
     record.add_options(parser)
     parser.add_argument("--small", action="store_true", help="a small model and short sequences")

@@ -18,6 +18,7 @@ CHUNK = 16384  # prompt tokens of one step, vLLM's default on an H200
 SPREAD, FP8_SPREAD = 0.02, 64.0  # of a weight, and of its FP8 code
 SCALE_INV = SPREAD / FP8_SPREAD
 KV_SCALE = 0.02  # 448 times this is above any Q, K or V of such weights
+SAMPLING = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}  # tokens and no more
 
 
 class Point(NamedTuple):
@@ -29,16 +30,18 @@ class Point(NamedTuple):
 
     @staticmethod
     def read(text: str) -> Point:
-        """`64x1024` or `128x256+768`."""
+        """Read a point, `64x1024` or `128x256+768`."""
         batch, _, rest = text.partition("x")
         prompt, _, output = rest.partition("+")
         return Point(int(batch), int(prompt), int(output or 0))
 
     def filled(self, repetitions: int) -> Point:
-        """With an output that outlasts all stretches, however the prompts were spread."""
-        prefill = -(-self.batch * self.prompt // CHUNK)
-        steps = self.output or repetitions * STRETCH + 2 * SETTLE + prefill
-        return self._replace(output=steps)
+        """Return the point with an output that outlasts all stretches, unless it has one."""
+        return self if self.output else self.lasting(repetitions * STRETCH + 2 * SETTLE)
+
+    def lasting(self, steps: int) -> Point:
+        """Return the point with an output of so many full steps, however the prompts spread."""
+        return self._replace(output=steps + -(-self.batch * self.prompt // CHUNK))
 
 
 class Step(NamedTuple):
@@ -55,7 +58,7 @@ class Step(NamedTuple):
 
 
 def prompts_of(point: Point, vocab: int, seed: int) -> list[list[int]]:
-    """Token ids, none of them the last one, which is the padding."""
+    """Make prompts of token ids, without the last id, which is the padding."""
     draw = random.Random(seed)
     return [draw.choices(range(vocab - 1), k=point.prompt) for _ in range(point.batch)]
 
@@ -65,7 +68,7 @@ class TooFewSteps(ValueError):
 
 
 def stretches(steps: Sequence[Step], batch: int, count: int) -> list[tuple[float, float]]:
-    """Seconds per step, and tokens made by its middle per sequence, of each stretch of `count`.
+    """Return seconds per step, and tokens per sequence at its middle, of each stretch of `count`.
 
     Of the longest run of steps in which every sequence made one token and none its first, without
     the first few.
@@ -85,7 +88,7 @@ def stretches(steps: Sequence[Step], batch: int, count: int) -> list[tuple[float
 
 
 def prompt_rates(steps: Sequence[Step]) -> list[float]:
-    """Prompt tokens/s of each step that was full of prompts, but the first; none of three or less.
+    """Return prompt tokens/s of each step full of prompts, but the first; none of three or less.
 
     The last is not full, and may compile a kernel for what is left.
     """
@@ -103,7 +106,7 @@ class Recorder:
         self.inner, self.pass_on, self.steps = inner, pass_on, []
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, **rest: Any) -> None:
-        """One iteration that gave tokens."""
+        """Record one iteration that gave tokens."""
         made, begun = iteration_stats, len(iteration_stats.time_to_first_tokens_iter)
         numbers = made.num_generation_tokens, begun, made.num_preempted_reqs
         self.steps.append(Step(time.perf_counter(), *numbers, scheduler_stats.num_running_reqs))
@@ -115,7 +118,7 @@ class Recorder:
 
 
 def fill(worker: Any) -> list[str]:
-    """In vLLM's worker: random weights of a trained model's spread, constant scales, norms of 1.
+    """Fill vLLM's worker with random weights of a trained spread, constant scales, norms of 1.
 
     vLLM's dummies are within 1e-3, of which 98% are zero as FP8 codes, and zeros multiply faster.
     In place, so that graphs and kernels see it; experts' kernels hold the same scales, or say so.
@@ -154,7 +157,7 @@ def fill(worker: Any) -> list[str]:
 
 
 def kernels(worker: Any) -> dict[str, int]:
-    """In vLLM's worker: how many layers of each kind are multiplied by which class."""
+    """Count how many layers of each kind a vLLM worker multiplies by which class."""
     chosen: Counter[str] = Counter()
     for name, module in getattr(worker, "worker", worker).get_model().named_modules():
         method = getattr(module, "quant_method", None)
@@ -176,28 +179,30 @@ def kernels(worker: Any) -> dict[str, int]:
 class Engine:
     """A `vllm.LLM`, alone or in NeMo RL's worker, and how its requests are made."""
 
-    def __init__(self, llm: Any, vocab: int, nemo: Any = None) -> None:
+    def __init__(
+        self, llm: Any, vocab: int, nemo: Any = None, sampling: dict[str, Any] = SAMPLING
+    ) -> None:
         self.llm, self.vocab, self.nemo, self.seed = llm, vocab, nemo, 0
+        self.sampling = sampling
 
     def generate(self, point: Point) -> tuple[float, list[Step]]:
-        """Seconds of a call with new prompts, and the engine's steps, by the clock of the call."""
+        """Run a call with new prompts; return its seconds, and the engine's steps."""
         self.seed += 1
         prompts = prompts_of(point, self.vocab, self.seed)
         engine = self.llm.llm_engine
         inner = getattr(engine.logger_manager, "inner", engine.logger_manager)
         engine.logger_manager = heard = Recorder(inner, self.nemo is not None)
-        ask = self._nemo_call(prompts, point) if self.nemo else self._call(prompts, point.output)
+        ask = self._nemo_call(prompts, point) if self.nemo else self.call(prompts, point.output)
         start = time.perf_counter()
         ask()
         seconds = time.perf_counter() - start
         return seconds, [step._replace(at=step.at - start) for step in heard.steps]
 
-    def _call(self, prompts: list[list[int]], output: int) -> Callable[[], Any]:
+    def call(self, prompts: list[list[int]], output: int) -> Callable[[], Any]:
+        """Make the requests; the call that answers them all, to be timed."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            max_tokens=output, ignore_eos=True, temperature=1.0, detokenize=False
-        )
+        sampling = SamplingParams(max_tokens=output, **self.sampling)
         asked = [{"prompt_token_ids": each} for each in prompts]
         return lambda: self.llm.generate(asked, sampling, use_tqdm=False)
 
@@ -211,7 +216,7 @@ class Engine:
         return lambda: self.nemo.generate(data)
 
     def described(self) -> dict[str, Any]:
-        """Fill the weights; kernels, cache, and whether logits are finite."""
+        """Fill the weights; return kernels, cache, and whether logits are finite."""
         from vllm import SamplingParams
 
         [wrong] = self.llm.collective_rpc(fill)
@@ -235,12 +240,12 @@ class Engine:
         }
 
     def warm(self, point: Point) -> None:
-        """One step full of prompts of this length, and what follows it."""
+        """Run one step full of prompts of this length, and what follows it."""
         count = max(1, CHUNK // point.prompt)
         self.generate(Point(count, point.prompt, 4))
 
     def resident(self, point: Point, repetitions: int) -> dict[str, Any]:
-        """Seconds per decode step, of the first token of one prompt; prompt tokens/s.
+        """Return seconds per decode step, of the first token of one prompt; prompt tokens/s.
 
         Raises:
             TooFewSteps: a stretch is missing.
@@ -264,7 +269,7 @@ class Engine:
         }
 
     def limited(self, point: Point, repetitions: int, kv_tokens: int) -> dict[str, Any]:
-        """Seconds of all requests in a cache of `kv_tokens`, and preemptions."""
+        """Return the seconds of all requests in a cache of `kv_tokens`, and preemptions."""
         core = self.llm.llm_engine.engine_core.engine_core
         pool = core.scheduler.kv_cache_manager.block_pool
         block = self.llm.llm_engine.vllm_config.cache_config.block_size
@@ -282,6 +287,6 @@ class Engine:
 
 
 def in_actor(worker: Any, vocab: int, name: str, given: tuple) -> Any:
-    """In NeMo RL's actor: one call of the engine that it holds."""
+    """Call a method of the engine that NeMo RL's actor holds."""
     engine = worker.__dict__.setdefault("fp8_bench", Engine(worker.llm, vocab, worker))
     return getattr(engine, name)(*given)

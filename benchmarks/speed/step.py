@@ -78,12 +78,12 @@ Files = dict[str, dict[str, Any]]
 
 
 def read_files(paths: Iterable[Path]) -> Files:
-    """Contents by file name."""
+    """Return contents by file name."""
     return {path.name: json.loads(path.read_text()) for path in paths}
 
 
 def load_of(plan: Plan, prompt: float, response: float | None) -> Load:
-    """Tokens as the plan limits them; a response as long as there is room, unless it is given."""
+    """Return tokens as the plan limits them; a response as long as there is room, unless given."""
     if plan.nemo is None:
         raise SystemExit(f"{plan.cell} runs on the {plan.backend} backend: no speed of it is one")
     written = plan.nemo.overrides
@@ -95,7 +95,7 @@ def load_of(plan: Plan, prompt: float, response: float | None) -> Load:
 
 
 def rollout(settled: Settled, load: Load, files: Files) -> Found:
-    """All engines at work, each with its share of the sequences at once."""
+    """Return the seconds of all engines at work, each with its share of the sequences."""
     recipe, tensor = settled.recipe, settled.layout.rollout_tensor
     batch = settled.sequences_per_step / (settled.gpus // tensor)
     context = load.prompt + load.response / 2
@@ -123,7 +123,7 @@ def rollout(settled: Settled, load: Load, files: Files) -> Found:
 
 
 def whole(recipe: Recipe) -> int:
-    """Layers of the model as conf/model has it, which a benchmark measures unless it says so."""
+    """Return the layers of the model in conf/model; a benchmark measures all unless it says so."""
     [usual] = compose([f"model={recipe.model.name}"])
     return usual.model.shape.layers
 
@@ -134,12 +134,12 @@ def _apart(row: dict[str, Any], batch: float, context: float) -> float | None:
 
 
 def micro_batches(settled: Settled, load: Load) -> int:
-    """Micro-batches that one data-parallel rank works through in a step."""
+    """Return the micro-batches that one data-parallel rank works through in a step."""
     return math.ceil(settled.sequences_per_step / load.together / settled.data_parallel)
 
 
 def train(settled: Settled, load: Load, files: Files) -> Found:
-    """Every micro-batch forward and backward; a `first` one per optimizer step."""
+    """Return the seconds of all micro-batches, forward and backward; a `first` one per update."""
     both, rc = ("forward", "backward"), settled.layout.recompute
     updates = settled.updates_per_step
     first, file = _micro_batch(settled, load, files, both, "first", rc)
@@ -149,7 +149,7 @@ def train(settled: Settled, load: Load, files: Files) -> Found:
 
 
 def logprob(settled: Settled, load: Load, files: Files) -> Found:
-    """A forward of every micro-batch, and one of the reference policy if there is a KL penalty."""
+    """Return the seconds of a forward of all micro-batches; two forwards with a KL penalty."""
     passes = 2 if settled.kl_penalty else 1
     first, file = _micro_batch(settled, load, files, ("scored",), "first", False)
     cached, _ = _micro_batch(settled, load, files, ("scored",), "cached", False)
@@ -159,7 +159,7 @@ def logprob(settled: Settled, load: Load, files: Files) -> Found:
 def _micro_batch(
     settled: Settled, load: Load, files: Files, passes: Sequence[str], which: str, recompute: bool
 ) -> Found:
-    """Seconds of the whole model: its ends, measured round one layer, and its layers."""
+    """Return seconds of the whole model: its ends, measured round one layer, and its layers."""
     one = _layer(settled, load, files, passes, which, False)
     layer = _layer(settled, load, files, passes, which, recompute)
     ends, file = _train_row(settled, load, files, which, "ends", False)
@@ -199,7 +199,7 @@ def _train_row(
 
 
 def refit(settled: Settled, _: Load, files: Files) -> Found:
-    """As NeMo RL's loop waits for it, with our glue.
+    """Return a refit's seconds as NeMo RL's loop waits for it, with our glue.
 
     The same weights travel in every FP8 precision. Where BF16's own was not measured, `fused` of an
     FP8 engine stands for it: as many bytes from our worker, which that engine quantizes too.
@@ -217,7 +217,7 @@ def refit(settled: Settled, _: Load, files: Files) -> Found:
 
 
 def recalibrate(settled: Settled, load: Load, files: Files) -> Found:
-    """What it adds to the logprob forward to watch the ranges, in BF16 training as in FP8.
+    """Return what watching the ranges adds to the logprob forward, in BF16 training as in FP8.
 
     Nothing without FP8 KV.
     """
@@ -233,7 +233,7 @@ def recalibrate(settled: Settled, load: Load, files: Files) -> Found:
 def _glue(
     recipe: Recipe, files: Files, part: str, precisions: Sequence[str]
 ) -> tuple[dict[str, Any], str]:
-    """Of a colocated set-up of this model, the first of these precisions that was measured."""
+    """Return the first of these precisions that was measured on this model, colocated."""
     model, precision = recipe.model.name, recipe.precision.name
     found = {}
     for file, content in files.items():
@@ -263,7 +263,7 @@ def _rows(files: Files) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 def middle(number: float | dict[str, Any]) -> float:
-    """A number, or the median of its repetitions."""
+    """Return a number, or the median of its repetitions."""
     return number["median"] if isinstance(number, dict) else number
 
 
@@ -272,7 +272,7 @@ PHASES = {"rollout": rollout, "logprob": logprob, "train": train, "refit": refit
 
 
 def step(settled: Settled, load: Load, files: Files) -> dict[str, Found]:
-    """Seconds of every phase, and of the step.
+    """Return the seconds of every phase, and of the step.
 
     Raises:
         Missing: measurements that no file has, one line for each.
@@ -289,7 +289,7 @@ def step(settled: Settled, load: Load, files: Files) -> dict[str, Found]:
 
 
 def measured(rows: Iterable[dict[str, Any]], first: int) -> dict[str, float]:
-    """Median seconds of a run's phases from its step `first` on, and its mean response."""
+    """Return median seconds of a run's phases from its step `first` on, and its mean response."""
     later = [row for row in rows if row.get("step", 0) >= first]
     keys = ("rollout/mean_length", *(f"time/{phase}" for phase in (*PHASES, "step")))
     held = {key: [row[key] for row in later if key in row] for key in keys}

@@ -66,7 +66,7 @@ SHOWN = ("variant", "part", "tokens", "recompute", "microbatch", "forward", "bac
 
 
 def cases(names: Sequence[str], experts: int) -> list[Case]:
-    """The cases of the named variants; without experts none about their padding."""
+    """Return the cases of the named variants; without experts, none about their padding."""
     if unknown := set(names) - set(nemo_stack.VARIANTS):
         known = ", ".join(nemo_stack.VARIANTS)
         raise SystemExit(f"--cases: no {', '.join(sorted(unknown))}, only {known}")
@@ -75,7 +75,7 @@ def cases(names: Sequence[str], experts: int) -> list[Case]:
 
 
 def layer_flops(shape: Shape, lengths: Iterable[int]) -> tuple[float, float]:
-    """Operations of one layer's forward over packed sequences: (linear, attention).
+    """Count the FLOP of one layer's forward over packed sequences: (linear, attention).
 
     Two per weight and token; attention by the causal half of QK^T and PV. Norms, RoPE and the
     router are not counted. The backward pass is twice the forward.
@@ -90,7 +90,7 @@ def layer_flops(shape: Shape, lengths: Iterable[int]) -> tuple[float, float]:
 def rates(
     shape: Shape, lengths: Sequence[int], precision: str, seconds: float, tensor: int = 1
 ) -> dict[str, float]:
-    """Speed of one GPU, from the seconds of all layers' forward and backward together."""
+    """Return the speed of one GPU from the seconds of all layers' forward and backward."""
     linear, attention = (3 * shape.layers * n / tensor for n in layer_flops(shape, lengths))
     speed = (linear + attention) / seconds
     floor = linear / PEAK[precision] + attention / PEAK["bf16"]
@@ -103,12 +103,12 @@ def rates(
 
 
 def kind_of(kernel: str) -> str:
-    """What a kernel does, by its name: `matmul`, `cast weights`, ..., or `other`."""
+    """Return what a kernel does, by its name: `matmul`, `cast weights`, ..., or `other`."""
     return next((kind for kind, names in KINDS if re.search(names, kernel, re.I)), "other")
 
 
 def by_kind(kernels: Iterable[tuple[str, float]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds by kind of kernel; and of kind `other` the ten longest by name."""
+    """Return milliseconds by kind of kernel; and of kind `other` the ten longest by name."""
     kinds: dict[str, float] = {}
     others: dict[str, float] = {}
     for name, spent in kernels:
@@ -120,12 +120,12 @@ def by_kind(kernels: Iterable[tuple[str, float]]) -> tuple[dict[str, float], dic
 
 
 def padding(tokens_E: Sequence[int], align: int = ALIGN) -> float:
-    """Rows added over rows held when each expert's tokens are padded: 0.02 is 2% more."""
+    """Return rows added over rows held when each expert's tokens are padded: 0.02 is 2% more."""
     return sum(-tokens % align for tokens in tokens_E) / max(1, sum(tokens_E))
 
 
 def speedup(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> float | None:
-    """How many times faster than BF16's row of the same part, tokens and recompute; None: none."""
+    """Return the speed-up over BF16's row of the same part, tokens and recompute, or None."""
     same = ("part", "tokens", "sequences", "recompute")
     for other in rows:
         if other["variant"] == "bf16" and all(other.get(key) == row[key] for key in same):
@@ -134,14 +134,14 @@ def speedup(row: dict[str, Any], rows: Iterable[dict[str, Any]]) -> float | None
 
 
 def milliseconds(row: dict[str, Any]) -> float:
-    """Of a micro-batch, forward and backward."""
+    """Return a micro-batch's milliseconds, forward and backward."""
     return row["forward"]["median"] + row["backward"]["median"]
 
 
 def timed(
     forward: Callable[[], Any], backward: Callable[[Any], None], before: Callable[[], None], n: int
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of `n` forward and backward passes, by events, the host running ahead."""
+    """Return milliseconds of `n` forward and backward passes, by events, the host running ahead."""
     import torch
 
     marks = []
@@ -163,7 +163,7 @@ def timed(
 def scored(
     model: Any, forward: Callable[[], Any], before: Callable[[], None], n: int
 ) -> list[float]:
-    """Milliseconds of `n` forward passes without gradients, by events."""
+    """Return milliseconds of `n` forward passes without gradients, by events."""
     import torch
 
     marks = []
@@ -184,7 +184,7 @@ def scored(
 def measure(
     model: Any, batch: nemo_stack.MicroBatch, ends: bool, first: bool, n: int
 ) -> dict[str, Any]:
-    """Times, kernels, memory and, of experts, padding of one micro-batch."""
+    """Measure times, kernels, memory and, of experts, padding of one micro-batch."""
     import torch
 
     forward = nemo_stack.forward_of(model, batch, ends)
@@ -310,7 +310,7 @@ def main() -> None:
 
 
 def free_port() -> int:
-    """A port for one process alone: several of these run side by side."""
+    """Return a port for one process alone: several of these run side by side."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         return found.getsockname()[1]

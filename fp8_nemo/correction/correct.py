@@ -168,6 +168,31 @@ def correction_metrics(
     }
 
 
+def advantage_metrics(
+    multiplier: Multiplier, pair: LogprobPair, advantages: Tensor
+) -> dict[str, float]:
+    """Return the mean advantage of rejected and of truncated tokens, where there are any.
+
+    Below zero, a correction takes more bad tokens away than good ones.
+
+    Args:
+        multiplier: of the batch.
+        pair: the same batch, `[B, T]`.
+        advantages: `[B, 1]` or `[B, T]`, before any correction.
+    """
+    mask_BT = pair.mask_BT.bool()
+    advantages_BT = advantages.expand(mask_BT.shape)
+    chosen = {
+        "correction/masked_advantage": mask_BT & ~multiplier.kept_BT,
+        "correction/clipped_advantage": multiplier.clipped_BT,
+    }
+    return {
+        key: advantages_BT[chosen_BT].double().mean().item()
+        for key, chosen_BT in chosen.items()
+        if chosen_BT.any()
+    }
+
+
 def _batch_mean(value_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
     """Return the mean over real tokens, or over sequences that have one; 1 if there is none."""
     samples_N = value_BT[mask_BT]

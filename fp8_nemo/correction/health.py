@@ -41,7 +41,7 @@ class Signal(NamedTuple):
     action: str
 
     def state(self, value: float) -> int:
-        """Index into `STATES`."""
+        """Return the index in `STATES` of a value of this metric."""
         sign = 1 if self.unstable > self.watch else -1
         return (sign * value > sign * self.watch) + (sign * value > sign * self.unstable)
 
@@ -74,9 +74,13 @@ SIGNALS = (
         "answers are cut before they end, and earn nothing: raise grpo.max_new_tokens",
     ),
     Signal(
-        "rollout/entropy", 0.01, -1.0,
+        "train/entropy", 0.01, -1.0,
         "all answers to a problem are alike, and teach nothing: raise grpo.kl_penalty, or lower "
         "grpo.learning_rate",
+    ),
+    Signal(
+        "replay/missing_fraction", 0.001, 0.05,
+        "routes that vLLM did not report are the trainer's own: turn its prefix cache off",
     ),
     Signal(
         "recalibrate/saturated_fraction", 0.5, 1.1,
@@ -139,7 +143,7 @@ def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:
 
 
 def summary(rows: Sequence[Row]) -> str | None:
-    """Sum a run's health up: `watch in 9 of 40 steps, worst step 31: REASONS`; None if healthy.
+    """Return a run's health: `watch in 9 of 40 steps, worst step 31: REASONS`; None if healthy.
 
     Args:
         rows: as `append_judged` wrote them.

@@ -1,6 +1,6 @@
 """Measure a run's mismatch: read what it kept, and say what each correction would do to it.
 
-A run keeps some of its batches (`save_pair`); NeMo RL keeps all of its own
+A run keeps some of its batches (`packed`); NeMo RL keeps all of its own
 (`train_data_step*.jsonl`), of which some are read. Both become `LogprobPair`s here.
 
 Shapes: B sequences, T tokens, N real tokens.
@@ -39,18 +39,22 @@ class Effect(NamedTuple):
     mean: float
 
 
-def save_pair(run_dir: Path, step: int, pair: LogprobPair) -> None:
-    """Keep a step's log ratios, whole sequences up to `KEPT_TOKENS`, in the run directory."""
+def pair_file(run_dir: Path, step: int) -> Path:
+    """Return where a run directory keeps a step's mismatch; its folder is made."""
+    folder = run_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    return folder / f"step-{step:06}.safetensors"
+
+
+def packed(pair: LogprobPair) -> bytes:
+    """Return a step's log ratios, whole sequences up to `KEPT_TOKENS`, as a file's bytes."""
     from safetensors.torch import save
 
     mask_BT = pair.mask_BT.bool().cpu()
     length_B = mask_BT.sum(dim=1)
     kept = int((length_B.cumsum(0) <= KEPT_TOKENS).sum())
     log_ratio_N = pair.log_ratio_BT.cpu()[:kept][mask_BT[:kept]].float()
-    folder = run_dir / FOLDER
-    folder.mkdir(exist_ok=True)
-    tensors = {"log_ratio_N": log_ratio_N, "length_B": length_B[:kept].int()}
-    (folder / f"step-{step:06}.safetensors").write_bytes(save(tensors))
+    return save({"log_ratio_N": log_ratio_N, "length_B": length_B[:kept].int()})
 
 
 def read_pairs(path: Path) -> dict[str, LogprobPair]:

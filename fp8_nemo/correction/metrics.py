@@ -21,12 +21,12 @@ SHARE = "share"
 BAR = "\\|"  # in a table of Markdown
 METRICS = {
     "step": Metric("count", "the step; 0 is before training"),
-    "reward/mean": Metric("0 to 1", "mean reward of the step's answers"),
+    "reward/mean": Metric("reward", "mean of all answers of the step; 0 to 1 unless shaped"),
     "val/accuracy": Metric(SHARE, "right answers to held-out problems"),
     "rollout/tokens": Metric("tokens", "response tokens of the step"),
     "rollout/mean_length": Metric("tokens", "mean length of a response"),
-    "rollout/entropy": Metric("nats per token", "of the policy that sampled; 0: one answer alone"),
     "rollout/cut_fraction": Metric(SHARE, "responses as long as they may be: cut, most likely"),
+    "rollout/batches": Metric("batches", "that dynamic sampling needed for the step"),
     "mismatch/kl": Metric("nats per token", "k3 estimate of KL(rollout || train)"),
     "mismatch/token_mult_prob_error": Metric(
         "ratio", "mean exp of the absolute log ratio; 1: none"
@@ -38,6 +38,14 @@ METRICS = {
     "correction/ess": Metric(SHARE, "effective sample share of the multipliers; 1: all are equal"),
     "correction/clipped_fraction": Metric(SHARE, "tokens whose ratio was truncated"),
     "correction/masked_fraction": Metric(SHARE, "tokens that were rejected"),
+    "correction/clipped_advantage": Metric(
+        "advantage", "mean of the tokens whose ratio was truncated, before it"
+    ),
+    "correction/masked_advantage": Metric("advantage", "mean of the tokens that were rejected"),
+    "replay/rerouted_fraction": Metric(
+        SHARE, "routes (a token in a layer) that the trainer would have chosen otherwise"
+    ),
+    "replay/missing_fraction": Metric(SHARE, "routes that the engine did not report"),
     "refit/bytes": Metric("bytes", "sent by the last refit"),
     "refit/verified_weights": Metric("weights", "FP8 weights proven to have arrived; 0 unverified"),
     "recalibrate/saturated_fraction": Metric(
@@ -45,6 +53,14 @@ METRICS = {
     ),
     "recalibrate/max_drift": Metric(SHARE, "largest relative change of a KV scale"),
     "train/grad_norm": Metric("norm", "largest gradient norm of the step's updates, unclipped"),
+    "train/entropy": Metric("nats per token", "of the policy, estimated on the sampled tokens"),
+    "train/kl": Metric(
+        "nats per token", "k3 estimate of KL(train || current) over the step's updates"
+    ),
+    "train/clip_fraction": Metric(
+        SHARE, "tokens whose ratio of current to train was outside the algorithm's clip"
+    ),
+    "train/ratio_max": Metric("ratio", "largest ratio of current to train"),
     "health/state": Metric("0, 1, 2", "healthy, watch, unstable (`health.py`)"),
     "time/rollout": Metric("seconds", "sampling"),
     "time/logprob": Metric("seconds", "scoring by the trainer"),

@@ -97,12 +97,6 @@ def length_metrics(
     }
 
 
-def entropy_metrics(pair: LogprobPair) -> dict[str, float]:
-    """Return the sampled policy's entropy, nats per token, estimated from what it sampled."""
-    rollout_N = pair.rollout_BT[pair.mask_BT.bool()].double()
-    return {"rollout/entropy": -rollout_N.mean().item()} if rollout_N.numel() else {}
-
-
 def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
     """Return the `mismatch/` keys of docs/metrics.md; none if the batch holds no real token.
 

@@ -36,9 +36,13 @@ def token_share(text: str) -> float:
     """Read a share of tokens as it is written on a command line.
 
     Raises:
-        ArgumentTypeError: it is not above 0 and below 1.
+        ArgumentTypeError: it is no number, or not above 0 and below 1.
     """
-    if not 0 < (found := float(text)) < 1:
+    try:
+        found = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text} must be a number, as 0.02") from None
+    if not 0 < found < 1:
         raise ArgumentTypeError(f"{text} must be above 0 and below 1")
     return found
 
@@ -92,13 +96,13 @@ class Measurement:
             return None, _quantile(points, 1 - reject)
         return _quantile(points, reject / 2), _quantile(points, 1 - reject / 2)
 
-    def write(self, file: Path) -> None:
-        """Write the measurement as JSON."""
-        file.write_text(to_json(asdict(self), indent=1) + "\n")
+    def to_json(self) -> str:
+        """Return the measurement as a file's text, which `read_measurement` reads back."""
+        return to_json(asdict(self), indent=1) + "\n"
 
 
 def read_measurement(file: Path) -> Measurement:
-    """Read back what `Measurement.write` wrote.
+    """Read back what `Measurement.to_json` gave.
 
     Raises:
         MeasurementError: there is no such file, or it holds something else.

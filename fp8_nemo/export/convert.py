@@ -23,7 +23,7 @@ from fp8_nemo.runs.run_dir import PLAN, read_plan
 def convert(
     source: Path, target: Path, settings: list[str], calibrate: Path | None, progress: Progress
 ) -> list[WeightError]:
-    """Convert, or go on with it; what FP8 cost each weight.
+    """Convert a checkpoint, or resume the conversion; return what FP8 cost each weight.
 
     Args:
         source: the checkpoint, BF16 or FP32; or a run of the local backend, which is exported.
@@ -81,8 +81,9 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
         raise ConversionError(f"{strange[0]}: quantize_checkpoint takes precision alone")
     [recipe] = compose(["precision=fp8-linear", *settings, f"model.shape.layers={count}"])
     if not recipe.precision.rollout.is_quantized:
-        name = recipe.precision.name
-        raise ConversionError(f"precision={name}: its weights are BF16; choose fp8-linear")
+        set_to = [word for word in settings if word.startswith("precision.rollout_linear")]
+        said = (set_to or [f"precision={recipe.precision.name}"])[-1]
+        raise ConversionError(f"{said}: its weights are BF16; choose precision=fp8-linear")
     return recipe
 
 

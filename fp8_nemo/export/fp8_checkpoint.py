@@ -37,12 +37,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8_nemo.export.whole_files import PART, part_of, put, sha256_of, without_parts, write_json
+from fp8_nemo.export.whole_files import (
+    PART,
+    part_of,
+    put,
+    sha256_of,
+    without_parts,
+    write_json,
+    written,
+)
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.quantize import FP8, Fp8Weight, dequantize_blocks
 from fp8_nemo.glue.refit import encode, pieces_of
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options import Precision
+from fp8_nemo.runs.metrics import sync
 from fp8_nemo.runs.terminal import table
 
 DTYPES = ("BF16", "F32")
@@ -87,7 +96,7 @@ def quantize_checkpoint(
     calibration: Calibration | None = None,
     progress: Progress = lambda shard, done, total: None,
 ) -> list[WeightError]:
-    """Convert; errors of every FP8 weight, in the order of the shards.
+    """Convert a checkpoint; return the errors of every FP8 weight, in the order of the shards.
 
     Args:
         source: a folder in Hugging Face format, BF16 or FP32 safetensors; subfolders are left out.
@@ -104,28 +113,35 @@ def quantize_checkpoint(
         _check_blocks(shard, precision, config["num_hidden_layers"])
     settings = asdict(precision) | (calibration.settings if calibration else {})
     book = _opened_book(source, target, shards, settings)
-    if calibration and book["kv_scales"] is None:
-        book["kv_scales"] = calibration.scales()
+    with written(target):
+        if calibration and book["kv_scales"] is None:
+            book["kv_scales"] = calibration.scales()
         write_json(target / BOOK, book)
-    for number, shard in enumerate(shards):
-        if _is_whole(target / shard.name, book["shards"].get(shard.name)):
-            continue
-        (target / "config.json").unlink(missing_ok=True)
-        scales = book["kv_scales"] if number == 0 else None
-        extra = {name: torch.tensor([scale]) for name, scale in (scales or {}).items()}
-        layers = config["num_hidden_layers"]
-        found = _convert(shard, target / shard.name, precision, layers, extra, progress)
-        book["shards"][shard.name] = found
-        write_json(target / BOOK, book)
-    done = book["shards"]
+        for number, shard in enumerate(shards):
+            if _is_whole(target / shard.name, book["shards"].get(shard.name)):
+                continue
+            (target / "config.json").unlink(missing_ok=True)
+            scales = book["kv_scales"] if number == 0 else None
+            extra = {name: torch.tensor([scale]) for name, scale in (scales or {}).items()}
+            layers = config["num_hidden_layers"]
+            made = _convert(shard, target / shard.name, precision, layers, extra, progress)
+            book["shards"][shard.name] = made
+            write_json(target / BOOK, book)
+        tensors = _finish(source, target, book["shards"])
+        write_json(target / "config.json", config | {"quantization_config": _quantization(tensors)})
+    errors = (each for shard in shards for each in book["shards"][shard.name]["errors"])
+    return [WeightError(*each) for each in errors]
+
+
+def _finish(source: Path, target: Path, done: Mapping[str, Any]) -> dict[str, str]:
+    """Write what stands beside the shards, but for `config.json`; return each tensor's shard."""
     tensors = {name: shard for shard in done for name in done[shard]["tensors"]}
     _copy_rest(source, target)
     if (source / INDEX).is_file():
         total = sum(each["bytes"] for each in done.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(tensors.items()))}
         write_json(target / INDEX, index)
-    write_json(target / "config.json", config | {"quantization_config": _quantization(tensors)})
-    return [WeightError(*each) for shard in shards for each in done[shard.name]["errors"]]
+    return tensors
 
 
 def read_config(source: Path) -> dict[str, Any]:
@@ -244,9 +260,9 @@ def _tensors_of(file: Path) -> list[str]:
 def _check_blocks(file: Path, precision: Precision, layers: int) -> None:
     """Check that vLLM will take every weight's blocks (`validate_fp8_block_shape`)."""
     with safe_open(file, framework="pt") as opened:
-        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     for name, shape in shapes.items():
-        if not weights.is_fp8_weight(name, tuple(shape), precision, layers):
+        if not weights.is_fp8_weight(name, shape, precision, layers):
             continue
         stacked = max(1, len(weights.slab_projections(name)))
         if shape[-2] % (weights.BLOCK * stacked) or shape[-1] % weights.BLOCK:
@@ -259,7 +275,7 @@ def _check_blocks(file: Path, precision: Precision, layers: int) -> None:
 def _opened_book(
     source: Path, target: Path, shards: list[Path], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Open the record of what a conversion into this folder has done; written at once.
+    """Open the record of what a conversion into this folder has done; the folder is made.
 
     A source is its configuration, and size and time of each shard: the KV scales are of all of it,
     so that a shard that is another now makes it another source.
@@ -283,10 +299,12 @@ def _opened_book(
         return book
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConversionError(f"{target}: is not empty, and holds no conversion of ours")
-    target.mkdir(parents=True, exist_ok=True)
-    book = begun | {"kv_scales": None, "shards": {}}
-    write_json(target / BOOK, book)
-    return book
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        sync(target.parent)
+    except OSError as error:
+        raise ConversionError(f"{target}: cannot be made a folder ({error.strerror})") from error
+    return begun | {"kv_scales": None, "shards": {}}
 
 
 def _is_begun(target: Path) -> bool:
@@ -329,11 +347,7 @@ def _convert(
                 errors.append(_error(name, weight, made))
             tensors |= {each: tensor.cpu().contiguous() for each, tensor in made.items()}
     part = part_of(target)
-    try:
-        save_file(tensors, part, metadata={"format": "pt"})
-    except SafetensorError as error:  # its own word for a full disk
-        text = f"{target}: cannot be written ({error}); make room, and the same line goes on"
-        raise ConversionError(text) from None
+    save_file(tensors, part, metadata={"format": "pt"})
     shutil.copymode(source, part)
     digest = sha256_of(part)
     put(part, target)
@@ -374,8 +388,9 @@ def _quantization(tensors: Mapping[str, str]) -> dict[str, Any]:
 
 def _copy_rest(source: Path, target: Path) -> None:
     for file in _rest(source):
-        (target / file.name).unlink(missing_ok=True)  # a copy of a file that nobody may write
-        shutil.copy(file, target / file.name)
+        part = part_of(target / file.name)
+        shutil.copy(file, part)
+        put(part, target / file.name)
 
 
 def _rest(source: Path) -> Iterator[Path]:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
@@ -47,6 +48,7 @@ def exported(run_dir: Path, plan: Plan) -> Path:
     folder, file = run_dir / f"model-{checkpoint_step(saved)}", saved / TENSORS
     if not folder.is_dir() or folder.stat().st_mtime < file.stat().st_mtime:
         start = model_path(plan.recipe.model)
+        transformers.logging.disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
             start, dtype=torch.bfloat16, local_files_only=True
         )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import random
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -44,6 +44,8 @@ from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.recipe.model_dir import weights_digest
 from fp8_nemo.recipe.options import Recipe, Shape
 from fp8_nemo.recipe.problems import Problem, Split, reward, working
+from fp8_nemo.runs.metrics import sync
+from fp8_nemo.runs.run_dir import new_staging
 
 SPECIALS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
@@ -285,14 +287,27 @@ def new_model(shape: Shape, chat: Chat, seed: int) -> PreTrainedModel:
 
 
 def save_model(model: PreTrainedModel, chat: Chat, folder: Path) -> None:
-    """Write weights in BF16, configuration, tokenizer and chat template; all of it, or nothing."""
-    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder.resolve().parent) as saving:
-        new = Path(saving) / folder.resolve().name
+    """Write weights in BF16, configuration, tokenizer and chat template; all of it, or nothing.
+
+    Raises:
+        OSError: it cannot be written; one line, with the folder.
+    """
+    saving = new_staging(folder.resolve().parent, ".saving")
+    try:
+        new = saving / folder.resolve().name
         model.bfloat16().save_pretrained(new)
         chat.tokenizer.save_pretrained(new)
         for weights in new.glob("*.safetensors"):  # written for their owner alone
             shutil.copymode(new / "config.json", weights)
+        for each in (*new.iterdir(), new):
+            sync(each)
         new.replace(folder.resolve())
+        sync(saving.parent)
+    except (OSError, SafetensorError) as error:  # its own word for a full disk
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise OSError(f"{folder}: cannot be written ({reason}); make room") from error
+    finally:
+        shutil.rmtree(saving)
 
 
 def _supervised(chat: Chat, problems: list[Problem]) -> tuple[Tensor, Tensor]:

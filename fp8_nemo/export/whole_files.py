@@ -7,21 +7,43 @@ temporary files too; whoever goes on throws that folder away first.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from fp8_nemo.recipe.plain import to_json
+from fp8_nemo.runs.metrics import sync
 
 PART = ".part"
 """Name of that folder; it is there only while something is written, or after a kill."""
 
 
 def without_parts(folder: Path) -> None:
-    """Throw away what a kill left half written."""
+    """Remove what a kill left half written."""
     shutil.rmtree(folder / PART, ignore_errors=True)
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[None]:
+    """Leave nothing half written behind in a folder, and no empty folder.
+
+    Raises:
+        OSError: the disk is full, or fails; one line, with the folder.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # its own word for a full disk
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        text = f"{folder}: cannot be written ({reason}); make room, and the same line goes on"
+        raise OSError(text) from error
+    finally:
+        without_parts(folder)
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def part_of(file: Path) -> Path:
@@ -36,11 +58,11 @@ def put(part: Path, file: Path) -> None:
     Raises:
         OSError: the disk is full, or fails.
     """
-    _sync(part)
+    sync(part)
     part.rename(file)
     with suppress(OSError):  # something else is being written
         part.parent.rmdir()
-    _sync(file.parent)
+    sync(file.parent)
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -51,14 +73,6 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def sha256_of(file: Path) -> str:
-    """Digest a file's bytes; in hex."""
+    """Return the SHA-256 of a file's bytes, in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

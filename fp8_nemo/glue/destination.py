@@ -9,7 +9,7 @@ looked up one by one only after something failed.
 # torch._foreach_* is documented and public, its underscore notwithstanding.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ ARE_FINE: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8": lambda x: (x & 0x7F) != FP8_NAN,
     "plain": torch.isfinite,
 }
-"""Of each kind, the values that loading may leave."""
+"""By kind of tensor: which values loading may leave in it."""
 
 
 class Part(NamedTuple):
@@ -55,22 +55,33 @@ class Destination:
         self.parts = {name: x if isinstance(x, Part) else Part(x) for name, x in engine.items()}
         self.held = held
         self.here = {name: spec_of(part.tensor) for name, part in self.parts.items()}
-        """Type and shape of what is here of each."""
+        """Type and shape of the part of each tensor that this engine holds."""
         self._compare()
         self.addresses = {name: part.tensor.data_ptr() for name, part in self.parts.items()}
-        # The last rank of a vocabulary may hold padding alone, of which nothing is watched.
-        self.watched = {n: _watched(n, x.tensor) for n, x in self.parts.items() if x.tensor.numel()}
-        self.kv_scales = [name for name in self.watched if name.endswith(KV_SUFFIXES)]
-        self.digested = [name for name in self.watched if not name.endswith(KV_SUFFIXES)]
+        # The last rank of a vocabulary may hold padding alone, of which nothing is looked at.
+        filled = [name for name, spec in self.here.items() if 0 not in spec.shape]
+        self.kv_scales = [name for name in filled if name.endswith(KV_SUFFIXES)]
+        self.digested = [name for name in filled if not name.endswith(KV_SUFFIXES)]
 
     @cached_property
     def digests(self) -> Digests:
-        """Make what reads all of `digested` in one launch.
+        """The object that digests all of `digested` in one launch.
 
         Raises:
             RefitError: a part ends within a word of the wire's.
         """
         return Digests([self.placed(name, self.parts[name].tensor) for name in self.digested])
+
+    @cached_property
+    def watched(self) -> dict[str, tuple[str, list[Tensor]]]:
+        """The kind of each tensor that is not empty, and views of what is poisoned of it."""
+        names = [*self.digested, *self.kv_scales]
+        return {name: _watched(name, self.parts[name].tensor) for name in names}
+
+    def kv_bits(self) -> Tensor:
+        """Return the 32 bits of each of `kv_scales`, as INT64."""
+        scales = [self.parts[name].tensor for name in self.kv_scales]
+        return torch.cat(scales).view(torch.int32).long()
 
     def placed(self, name: str, part: Tensor) -> Placed:
         """Place a tensor where the engine's part of that name stands in the whole."""
@@ -82,27 +93,27 @@ class Destination:
     def poison(self, names: Iterable[str]) -> None:
         """Write NaN, which no trainer sends, into block scales and both ends of the rest."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}  # of one dtype, all go in a few launches
-        for _, tensor in self._of(names).values():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for _, views in self._of(names).values():
+            by_dtype.setdefault(views[0].dtype, []).extend(views)
         for dtype, some in by_dtype.items():
             if dtype == torch.uint8:
-                nan_2 = torch.full((2,), FP8_NAN, dtype=dtype, device=some[0].device)
-                torch._foreach_copy_(some, [nan_2[: len(each)] for each in some])
+                nan_1 = torch.full((1,), FP8_NAN, dtype=dtype, device=some[0].device)
+                torch._foreach_copy_(some, [nan_1] * len(some))
             else:
                 torch._foreach_mul_(some, torch.nan)
 
     def poisoned(self, names: Iterable[str]) -> list[str]:
-        """Name those in which loading left the poison, or put a scale that is none.
+        """Return the names in which loading left the poison, or put an unusable scale.
 
         KV scales are compared by value instead.
         """
-        by_kind: dict[str, dict[str, Tensor]] = {}
-        for name, (kind, tensor) in self._of(names).items():
-            by_kind.setdefault(kind, {})[name] = tensor
+        by_kind: dict[str, dict[str, list[Tensor]]] = {}
+        for name, (kind, views) in self._of(names).items():
+            by_kind.setdefault(kind, {})[name] = views
         by_kind.pop("kv_scale", None)
         return [name for kind, some in by_kind.items() for name in _not_all(some, ARE_FINE[kind])]
 
-    def _of(self, names: Iterable[str]) -> dict[str, tuple[str, Tensor]]:
+    def _of(self, names: Iterable[str]) -> dict[str, tuple[str, list[Tensor]]]:
         return {name: self.watched[name] for name in names if name in self.watched}
 
     def _compare(self) -> None:
@@ -127,7 +138,12 @@ class Destination:
 
 def spec_of(tensor: Tensor) -> WireSpec:
     """Return type and shape of a tensor as the wire names them."""
-    return WireSpec(_dtype(tensor.dtype), tuple(tensor.shape))
+    return WireSpec(dtype_of(tensor), tuple(tensor.shape))
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """Return a tensor's type as the wire names it: `float8_e4m3fn`."""
+    return _dtype(tensor.dtype)
 
 
 @cache
@@ -142,30 +158,37 @@ def _spec_of_part(spec: WireSpec, of_wire: tuple[slice, ...]) -> WireSpec:
     return WireSpec(spec.dtype, tuple(len(range(*part.indices(side))) for part, side in sides))
 
 
-def _watched(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """View what is poisoned and looked at: block scales whole, of others both ends."""
+def _watched(name: str, tensor: Tensor) -> tuple[str, list[Tensor]]:
+    """Return a tensor's kind and views of what is poisoned: scales whole, else both ends."""
     if name.endswith(SCALE_SUFFIX):
-        # Flat, once: 224 of 8B's take a host 0.2 ms, and flattening a row is free.
-        return "scale", tensor.flatten() if tensor.is_contiguous() else tensor
+        return "scale", [tensor.flatten() if tensor.is_contiguous() else tensor]
     if tensor.dtype == FP8:
         return "fp8", _ends(tensor.view(torch.uint8))
     return "kv_scale" if name.endswith(KV_SUFFIXES) else "plain", _ends(tensor)
 
 
-def _ends(tensor: Tensor) -> Tensor:
-    """View the first and the last element."""
+def _ends(tensor: Tensor) -> list[Tensor]:
+    """Return views of the first and the last element.
+
+    Two of one element each: over a view of both, which is not dense, torch's operations for lists
+    launch a kernel for each tensor.
+    """
+    at = tensor.storage_offset()
     last = sum((side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((2 if last else 1,), (last or 1,))
+    return [tensor.as_strided((1,), (1,), at + offset) for offset in dict.fromkeys((0, last))]
 
 
-def _not_all(tensors: Mapping[str, Tensor], are_fine: Callable[[Tensor], Tensor]) -> list[str]:
-    """Name tensors that hold what is not fine; looked up one by one only if there is any."""
-    if not tensors:
-        return []
-    fine = are_fine(torch.cat([each.flatten() for each in tensors.values()]))
+def _not_all(
+    watched: Mapping[str, Sequence[Tensor]], are_fine: Callable[[Tensor], Tensor]
+) -> list[str]:
+    """Return the names of tensors that hold a bad value; look one by one only if one does."""
+    views = [
+        view if view.ndim == 1 else view.flatten() for each in watched.values() for view in each
+    ]
+    fine = are_fine(torch.cat(views))
     if fine.all():
         return []
-    verdicts = torch.stack(
-        [x.all() for x in fine.split([each.numel() for each in tensors.values()])]
-    )
-    return [name for name, passed in zip(tensors, verdicts.tolist(), strict=True) if not passed]
+    verdicts = torch.stack([each.all() for each in fine.split([view.numel() for view in views])])
+    names = [name for name, each in watched.items() for _ in each]
+    bad = [name for name, passed in zip(names, verdicts.tolist(), strict=True) if not passed]
+    return [*dict.fromkeys(bad)]

@@ -20,15 +20,15 @@ R rows (tokens), H heads, D head dimension, T tokens.
 # Triton comes with a CUDA build of torch, and only there is this module imported.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8_nemo.glue.digest import Placed
+from fp8_nemo.glue import digest
+from fp8_nemo.glue.digest import ALIGNED, Placed, runs_of
 
 BLOCK = tl.constexpr(128)
 FP8_MAX = tl.constexpr(448.0)
@@ -38,10 +38,7 @@ COLUMNS = tl.constexpr(8)  # of the table of weights: three addresses, first blo
 ROWS_AT_ONCE = 16
 GROUPS_AT_ONCE = 32  # rows of activations that one program takes, one group of 128 of each
 HEADS_AT_ONCE = tl.constexpr(1024)  # values of a row that one turn reads
-ALIGNED = 16  # bytes; what a thread loads at once
-WORD = 4
-RUN = tl.constexpr(10)  # columns of the table of what is digested: `Run`, and the slot
-TILE_ROWS, TILE_WORDS = tl.constexpr(32), tl.constexpr(128)  # that one program digests
+RUN, TILE_ROWS, TILE_WORDS = map(tl.constexpr, (digest.RUN, digest.TILE_ROWS, digest.TILE_WORDS))
 
 
 def quantize(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +99,7 @@ def quantize_groups(x_TI: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
 
 
 def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None:
-    """Raise running maxima by the absolute values of the rows that are kept; one launch for three.
+    """Raise running maxima to the absolute values of the kept rows; one launch for Q, K and V.
 
     Args:
         qkv_RHD: Q, K and V, BF16 `[R, H, D]` on a CUDA device; any strides whose last is 1.
@@ -118,70 +115,31 @@ def amax_rows(qkv_RHD: Sequence[Tensor], keep_R: Tensor, amax_3: Tensor) -> None
         )  # fmt: skip
 
 
-class Run(NamedTuple):
-    """Describe rows of bytes on the device, as `_digest` reads them; strides in bytes."""
+def digests(parts: Sequence[Placed]) -> Callable[[], Tensor]:
+    """Return a function that digests all parts, which stay where they are.
 
-    address: int
-    first_tile: int
-    rows: int
-    length: int
-    row_stride: int
-    value_stride: int
-    itemsize: int
-    pitch: int
-    """Words of the wire's tensor from row to row."""
-    first: int
-    """Index of the first word."""
-
-    @property
-    def is_even(self) -> bool:
-        """Say whether its words are loaded as such, four by four."""
-        aligned = not (self.address % ALIGNED or self.length % ALIGNED)
-        return aligned and self.value_stride == self.itemsize and not self.row_stride % ALIGNED
-
-    @property
-    def tiles(self) -> int:
-        """Count the programs that it takes."""
-        across = triton.cdiv(triton.cdiv(self.length, WORD), TILE_WORDS.value)
-        return triton.cdiv(self.rows, TILE_ROWS.value) * across
-
-
-def digests(parts: Sequence[Placed], slots: Sequence[int]) -> Callable[[Tensor], None]:
-    """Make what adds each part's digest to its slot: one launch, or two if some lie unevenly.
-
-    The table of where they lie stays on the device: it holds for as long as they do.
+    It takes one launch, or two if some parts are not aligned, and one copy: the table of the parts'
+    addresses travels together with the zeros to which they are added up.
     """
     device = parts[0].tensor.device
-    found: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
-    tiles = {True: 0, False: 0}
-    for part, slot in zip(parts, slots, strict=True):
-        for run in _runs(part):
-            found[run.is_even].append((*run._replace(first_tile=tiles[run.is_even]), slot))
-            tiles[run.is_even] += run.tiles
-    tables = {even: _sent(rows, device) for even, rows in found.items() if tiles[even]}
+    addresses = [part.tensor.data_ptr() for part in parts]
+    known = runs_of(tuple([
+        (x.shape, x.stride(), x.itemsize, address % ALIGNED, first, pitch)
+        for address, (x, first, pitch) in zip(addresses, parts, strict=True)
+    ]))  # fmt: skip
+    starts = [addresses[n] // ALIGNED * ALIGNED for n in known.parts]
+    starts_R = torch.tensor(starts, dtype=torch.int64)
+    numbers = known.numbers.scatter_add(0, known.at, starts_R).pin_memory()
 
-    def add_to(sums_N: Tensor) -> None:
+    def launched() -> Tensor:
+        there = numbers.to(device, non_blocking=True, copy=True)
+        sums_N = there[len(there) - len(parts) :]
         with torch.cuda.device(device):
-            for even, table in tables.items():
-                _digest[(tiles[even],)](table, sums_N, len(table), EVEN=even, num_warps=WARPS)
+            for is_even, first, runs, tiles in known.launches:
+                _digest[(tiles,)](there[first:], sums_N, runs, EVEN=is_even, num_warps=WARPS)
+        return sums_N
 
-    return add_to
-
-
-def _runs(part: Placed) -> Iterator[Run]:
-    """List a part's rows; whole ones that follow each other are taken in a tile's width."""
-    x, size = part.tensor, part.tensor.itemsize
-    rows, length, wide = len(x), x.shape[1] * size, TILE_WORDS.value
-    if x.is_contiguous() and length == part.pitch * WORD:
-        full, rest = divmod(rows * part.pitch, wide)
-        at = x.data_ptr(), part.first
-        for count, words in ((full, wide), (1, rest)):
-            if count and words:
-                yield Run(at[0], 0, count, words * WORD, wide * WORD, size, size, wide, at[1])
-            at = at[0] + full * wide * WORD, at[1] + full * wide
-    elif x.numel():
-        row, value = (size * stride for stride in x.stride())
-        yield Run(x.data_ptr(), 0, rows, length, row, value, size, part.pitch, part.first)
+    return launched
 
 
 def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -191,7 +149,7 @@ def _sent(rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
 
 def _sizes(weight_OI: Tensor) -> tuple[int, int, int, int]:
     O, I = weight_OI.shape[-2:]
-    return O, I, triton.cdiv(O, 128), triton.cdiv(I, 128)
+    return O, I, -(-O // 128), -(-I // 128)  # triton.cdiv takes 2 us on the host
 
 
 def _results(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,7 +249,7 @@ def _quantize_groups(
 
 @triton.jit
 def _scales(amax, largest, POW2: tl.constexpr):
-    """Scale and its inverse of maxima, `quantize.exact_scales`."""
+    """Return the scales of maxima and their inverses, as `quantize.exact_scales` does."""
     scale = tl.div_rn(FP8_MAX, amax)
     scale = tl.where(scale == float("inf"), largest, scale)
     if POW2:

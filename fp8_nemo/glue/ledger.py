@@ -1,17 +1,18 @@
-"""Keep the receiver's book of one refit: what must come, what came, what the engine then holds.
+"""Check one refit on the receiver's side: what must arrive, what did, what the engine then holds.
 
-What must arrive comes from `weights.wire_specs`, the same function that the sender asks. When the
-stream has ended, its number must be the receiver's own count, KV scales must be those that the
-manifest says, and no storage address may have moved, since CUDA graphs hold them.
+`wire.wire_specs` says what must arrive; the sender asks the same function. When the stream has
+ended, its number must be the receiver's own count, KV scales must equal those in the manifest, and
+no storage address may have changed, because CUDA graphs hold the addresses.
 
-`verify: bytes` holds the digest of every tensor in the engine's own memory against the sender's
-(`digest.py`): all are read in one launch, and by the host at once, with the manifest. What an
-engine holds in part, or in another form than it came, is digested whole as it arrives, and in the
-part or the form that the engine then loads.
+`verify: bytes` compares the digest of every tensor in the engine's own memory with the sender's
+(`digest.py`). One launch digests all of them, and the host reads the sums together with the
+manifest. A tensor that the engine holds in part, or in another form than it arrived in, is digested
+twice: whole on arrival, and in the part or form that the engine then loads.
 
-`verify: names` poisons: NaN goes into block scales, and into the first and the last element of
-every other tensor, before; at the end scales must be finite and positive and no poison left. It
-does not see what is stale but plausible. `bytes` poisons only what an engine quantizes for itself.
+`verify: names` poisons before the refit: it writes NaN into block scales, and into the first and
+the last element of every other tensor. At the end scales must be finite and positive, and no poison
+may be left. It does not notice a stale but plausible value. `bytes` poisons only what an engine
+quantizes for itself.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.destination import Destination, spec_of
+from fp8_nemo.glue.destination import Destination, dtype_of
 from fp8_nemo.glue.digest import Digests, Placed, placed
 from fp8_nemo.glue.manifest import (
     KV_SUFFIXES,
@@ -56,7 +58,7 @@ class RefitProof:
 
 
 class Ledger:
-    """Book one refit, from the receiver's side.
+    """Check one refit on the receiver's side: what must arrive, what did, what the engine holds.
 
     Example: `engine` maps wire names to tensors, `stream` is what `refit_stream` sent::
 
@@ -69,9 +71,9 @@ class Ledger:
     An engine that holds parts of tensors, or other forms of them, calls `arrived` and `loading`.
 
     Args:
-        expected: what the wire brings, `weights.wire_specs`.
-        destination: the engine's; what it holds whole need not be what is sent: a sender in BF16
-            feeds an engine that quantizes for itself. Without one, only the wire is proven.
+        expected: what the wire brings, from `wire.wire_specs`.
+        destination: the engine's tensors. Their form may differ from what is sent: an engine that
+            quantizes for itself receives BF16. Without a destination, only the wire is proven.
         verify: `bytes` or `names`.
         number: of this refit, by the receiver's count.
     """
@@ -90,11 +92,11 @@ class Ledger:
         self.problems: list[str] = []
         self.manifest_bytes: Tensor | None = None
         self.manifest: Manifest | None = None
-        """Known when the book is settled."""
+        """Known once `close` has read it."""
         self.sentinel = False
         self.arrived_sums, self.loaded_sums = _Sums(), _Sums()
         self.otherwise: Collection[str] = ()
-        """What the engine does not hold as it comes: a part of it, or another form."""
+        """Names that the engine holds in part, or in another form than they arrive in."""
         self.poisoned: Collection[str] = ()
         if destination is None:
             self.otherwise = expected.keys()
@@ -106,9 +108,9 @@ class Ledger:
             destination.poison(self.poisoned)
 
     def receive(self, name: str, tensor: Tensor) -> bool:
-        """Book one arrival; true if it is a tensor that the engine must now load.
+        """Record one arrival and return whether the engine must now load the tensor.
 
-        What is wrong is kept for `close`, so that one failed refit names everything that failed.
+        A problem is kept until `close`, so that one failed refit names everything that failed.
         """
         if name == SENTINEL:
             self.sentinel = True
@@ -122,10 +124,10 @@ class Ledger:
         return False
 
     def arrived(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Digest, before their memory is used again, those that the engine holds otherwise.
+        """Digest the arrived tensors that the engine holds in part or in another form.
 
         Args:
-            tensors: for which `receive` was true.
+            tensors: those for which `receive` was true; called before their memory is reused.
         """
         some = self._otherwise(tensors)
         self.arrived_sums.book([name for name, _ in some], [placed(x, x.shape) for _, x in some])
@@ -133,9 +135,9 @@ class Ledger:
             self.loading([(name, x) for name, x in some if held[name] == self.expected[name]])
 
     def loading(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Digest what an engine is about to load under each name, the part of it that is here.
+        """Digest this engine's part of each tensor that it is about to load.
 
-        `arrived` calls it; whoever quantizes what arrived calls it with the result.
+        `arrived` calls it. A receiver that quantizes what arrived calls it with the result.
         """
         if to := self.destination:
             some = self._otherwise(tensors)
@@ -143,11 +145,11 @@ class Ledger:
             self.loaded_sums.book([name for name, _ in some], parts)
 
     def close(self, look: Callable[[], Destination] | None = None) -> RefitProof:
-        """Settle the book, with one read on the host.
+        """Check the whole refit with one read on the host, and return its proof.
 
         Args:
-            look: gives the engine's own tensors as they are now, where loading may have put others
-                in their place; by default those of the opening are looked at.
+            look: returns the engine's tensors as they are now, for an engine whose loading may
+                replace them; by default the tensors of the start are checked.
 
         Raises:
             RefitError: with the name of everything that was dropped, sent twice, unknown, of
@@ -157,24 +159,28 @@ class Ledger:
             raise RefitError(problems)
         opened = self.destination
         now = look() if opened and look else opened
-        found = self._read(now)
-        problems = self._wire_problems(found)
-        if not problems and opened and now:
-            problems = [*self._engine_problems(found, opened, now)]
-        if problems:
-            raise RefitError(problems)
+        numbers = self._ask(now)
+        # The device digests the engine meanwhile.
+        moved = [*_moved(opened, now)] if opened and now else []
         held = opened.held if opened else self.expected
+        verified = sum(weights.scale_name(name) in held for name in self.received)
+        found = self._read(numbers, now)
+        if problems := self._wire_problems(found):
+            raise RefitError(problems)
+        wanted = self._wanted(found)
+        if now and (problems := [*moved, *self._engine_problems(found, wanted, now)]):
+            raise RefitError(problems)
         sent = self.manifest.sums if self.manifest else []
         return RefitProof(
             bytes=sum(self.received.values()),
-            verified_weights=sum(weights.scale_name(name) in held for name in self.received),
-            checksums=len(self._wanted(found).keys() & found.held.keys()),
+            verified_weights=verified,
+            checksums=len(wanted.keys() & found.held.keys()),
             sent=struct.pack(f"{len(sent)}q", *sent),
         )
 
     def wire_problems(self) -> list[str]:
-        """List what is wrong with what came, before the engine is looked at."""
-        return self._known_problems() or self._wire_problems(self._read(None))
+        """Return the problems of what arrived, without looking at the engine."""
+        return self._known_problems() or self._wire_problems(self._read(self._ask(None), None))
 
     def _arrival_problem(self, name: str, tensor: Tensor) -> str:
         spec = self.expected.get(name)
@@ -182,10 +188,10 @@ class Ledger:
             return "unknown name"
         if name in self.received:
             return "sent twice"
-        if (found := spec_of(tensor)).dtype != spec.dtype:
-            return f"wrong dtype {found.dtype}, expected {spec.dtype}"
-        if found.shape != spec.shape:
-            return f"wrong shape {list(found.shape)}, expected {list(spec.shape)}"
+        if (dtype := dtype_of(tensor)) != spec.dtype:
+            return f"wrong dtype {dtype}, expected {spec.dtype}"
+        if tensor.shape != spec.shape:
+            return f"wrong shape {list(tensor.shape)}, expected {list(spec.shape)}"
         return ""
 
     def _otherwise(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -198,7 +204,7 @@ class Ledger:
         ]
 
     def _known_problems(self) -> list[str]:
-        """List what can be said without reading a tensor."""
+        """Return the problems that are known without reading a tensor."""
         named = {problem.split(":")[0] for problem in self.problems}
         lost = [name for name in self.expected if name not in self.received and name not in named]
         found = [*self.problems, *(f"{name}: never arrived" for name in lost)]
@@ -208,39 +214,47 @@ class Ledger:
             found.append(CUT_SHORT)
         return found
 
-    def _read(self, now: Destination | None) -> _Found:
-        """Bring all numbers of this refit to the host at once.
+    def _ask(self, now: Destination | None) -> Tensor:
+        """Return all numbers of this refit, INT64 on the device, without a wait for the digests.
 
-        NCCL's receiver loads on streams of its own, and its host goes ahead of them: so all that
-        was sent is waited for.
+        It synchronizes first: NCCL's receiver loads on its own streams, ahead of which the host
+        runs.
         """
         assert self.manifest_bytes is not None
         if self.manifest_bytes.is_cuda:
             torch.cuda.synchronize(self.manifest_bytes.device)
         manifest = self.manifest_bytes.flatten().view(torch.uint8)
         manifest = manifest[: len(manifest) // 8 * 8].view(torch.int64)
+        of_engine = []
+        if now and self.is_digested and now.digested:
+            of_engine.append(now.digests())
+        if now and now.kv_scales:
+            of_engine.append(now.kv_bits())
+        return torch.cat([manifest, *self.arrived_sums.sums, *self.loaded_sums.sums, *of_engine])
+
+    def _read(self, numbers: Tensor, now: Destination | None) -> _Found:
+        """Read on the host what `_ask` returned, all at once."""
         digested = now.digested if now and self.is_digested else []
         kv_scales = now.kv_scales if now else []
-        numbers = torch.cat([
-            manifest, *self.arrived_sums.sums, *self.loaded_sums.sums,
-            *([now.digests()] if now and digested else []),
-            *(now.parts[name].tensor.view(torch.int32).long() for name in kv_scales if now),
-        ]).tolist()  # fmt: skip
-        sent, rest = numbers[: len(manifest)], iter(numbers[len(manifest) :])
-        self.manifest = read_manifest(sent, [n for n in self.received if n.endswith(KV_SUFFIXES)])
         names = self.arrived_sums.names, self.loaded_sums.names, digested, kv_scales
+        read = numbers.tolist()
+        count = len(read) - sum(map(len, names))
+        rest = iter(read[count:])
+        kv_names = [name for name in self.received if name.endswith(KV_SUFFIXES)]
+        self.manifest = read_manifest(read[:count], kv_names)
         return _Found(*(dict(zip(some, rest, strict=False)) for some in names))
 
+    @cached_property
     def _sent(self) -> dict[str, int]:
         assert self.manifest is not None
         names = [name for name in self.received if not name.endswith(KV_SUFFIXES)]
         return dict(zip(names, self.manifest.sums, strict=True))
 
     def _wanted(self, found: _Found) -> dict[str, int]:
-        """Return what the engine's memory must give, of what is digested in it."""
+        """Return the digests that the engine's memory must have, by name."""
         if not self.is_digested:
             return {}
-        sent = {name: x for name, x in self._sent().items() if name not in self.otherwise}
+        sent = {name: x for name, x in self._sent.items() if name not in self.otherwise}
         return sent | found.loaded
 
     def _wire_problems(self, found: _Found) -> list[str]:
@@ -256,7 +270,7 @@ class Ledger:
             return []
         if len(sent.sums) + len(sent.kv_scales) != len(self.received):
             return [f"{MANIFEST}: lacks digests, which verify=bytes needs"]
-        was = self._sent()
+        was = self._sent
         missing = [n for n in was if n in self.otherwise and n not in found.arrived]
         return [
             *(f"{name}: was not digested on arrival" for name in missing),
@@ -268,7 +282,7 @@ class Ledger:
         ]
 
     def _engine_problems(
-        self, found: _Found, opened: Destination, now: Destination
+        self, found: _Found, wanted: Mapping[str, int], now: Destination
     ) -> Iterator[str]:
         assert self.manifest is not None
         for name in sorted(now.poisoned(self.poisoned)):
@@ -276,13 +290,15 @@ class Ledger:
         for name, scale in self.manifest.kv_scales.items():
             if (held := scale_of(found.kv_scales[name])) != scale:
                 yield f"{name}: the engine holds {held}, sent {scale}"
-        for name, address in opened.addresses.items():
-            if now.parts[name].tensor.data_ptr() != address:
-                yield f"{name}: its storage moved, CUDA graphs would read the old one"
-        wanted = self._wanted(found)
         for name, value in found.held.items():
-            if name in wanted and value != wanted[name]:
+            if wanted.get(name, value) != value:
                 yield f"{name}: the engine's bytes are not the sender's (checksum)"
+
+
+def _moved(opened: Destination, now: Destination) -> Iterator[str]:
+    for name, address in opened.addresses.items():
+        if now.parts[name].tensor.data_ptr() != address:
+            yield f"{name}: its storage moved, CUDA graphs would read the old one"
 
 
 class _Sums:
@@ -293,7 +309,7 @@ class _Sums:
         self.sums: list[Tensor] = []
 
     def book(self, names: Sequence[str], parts: Sequence[Placed]) -> None:
-        """Digest some tensors as they are now."""
+        """Digest some tensors as they are now, and keep the sums on their device."""
         if names:
             self.names += names
             self.sums.append(Digests(parts)())

@@ -35,7 +35,7 @@ class Manifest(NamedTuple):
 
 
 def hash_of(names: Iterable[str]) -> int:
-    """Hash names in their order to 64 bits."""
+    """Hash names, in their order, to one signed 64-bit integer."""
     text = "\n".join(names).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big", signed=True)
 
@@ -62,7 +62,7 @@ def manifest(
 
 
 def read_manifest(numbers: Sequence[int], kv_names: Sequence[str]) -> Manifest | None:
-    """Read what `manifest` wrote; None if it did not arrive whole.
+    """Return the manifest that `manifest` wrote; None if it did not arrive whole.
 
     Args:
         numbers: the INT64 that its bytes hold.
@@ -80,5 +80,5 @@ def _bits(scale: float) -> int:
 
 
 def scale_of(bits: int) -> float:
-    """Return the FP32 that 32 bits stand for, given as an integer."""
+    """Return the FP32 value whose 32 bits are given as an integer."""
     return struct.unpack("f", struct.pack("I", bits & 0xFFFFFFFF))[0]

@@ -87,7 +87,7 @@ def quantize_list(
     pow2: bool = False,
     nonfinite_N: Tensor,
 ) -> list[Fp8Weight]:
-    """`quantize_blocks` of N weights or slabs, on a CUDA device in one launch.
+    """Quantize N weights or slabs as `quantize_blocks` does, on a CUDA device in one launch.
 
     Args:
         weights: all on one device; each as `quantize_blocks` takes it.
@@ -126,7 +126,7 @@ def _quantize_in_torch(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> Fp8W
 
 
 def dequantize_blocks(fp8_weight: Fp8Weight) -> Tensor:
-    """The FP32 values `[..., O, I]` that the bytes and scales stand for."""
+    """Return the FP32 values `[..., O, I]` that the bytes and scales represent."""
     fp8_OI, scale_inv_PQ = fp8_weight
     O, I = fp8_OI.shape[-2:]
     if O % BLOCK == 0 and I % BLOCK == 0:
@@ -155,7 +155,7 @@ def quantize_groups(x_TI: Tensor, *, pow2: bool = False) -> Fp8Groups:
 
 
 def dequantize_groups(fp8_groups: Fp8Groups) -> Tensor:
-    """The FP32 values `[..., T, I]` that the bytes and scales stand for."""
+    """Return the FP32 values `[..., T, I]` that the bytes and scales represent."""
     fp8_TI, scale_inv_TQ = fp8_groups
     I = fp8_TI.shape[-1]
     groups = pad(fp8_TI.float(), (0, -I % BLOCK)).unflatten(-1, (-1, BLOCK))
@@ -163,7 +163,7 @@ def dequantize_groups(fp8_groups: Fp8Groups) -> Tensor:
 
 
 def quantize_tensor(x: Tensor, scale_inv: Tensor) -> Tensor:
-    """Quantize with one given scale, as Q, K and V are: `fp8 = cast(clamp(x / scale_inv))`.
+    """Quantize a tensor with one given scale, as for Q, K and V: `cast(clamp(x / scale_inv))`.
 
     Args:
         x: any shape.
@@ -173,10 +173,10 @@ def quantize_tensor(x: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def exact_scales(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    """`(scale, scale_inv)` of FP32 maxima, of any shape, by the contract.
+    """Return `(scale, scale_inv)` of FP32 maxima, of any shape, by the FP8 contract.
 
-    `tensor / tensor` is one correctly rounded division; `448.0 / tensor` is a reciprocal and a
-    product, rounded twice.
+    It divides tensor by tensor, which rounds once. `448.0 / tensor` would compute a reciprocal and
+    a product, and so round twice.
 
     Args:
         amax: FP32 maxima of absolute values.
@@ -192,7 +192,7 @@ def exact_scales(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, 
 
 
 def _blocks(padded_OI: Tensor) -> Tensor:
-    """View `[..., O, I]` as `[..., P, 128, Q, 128]`."""
+    """Return a view of `[..., O, I]` as `[..., P, 128, Q, 128]`."""
     return padded_OI.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
 
 

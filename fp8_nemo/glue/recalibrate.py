@@ -34,11 +34,11 @@ class RecalibrateError(ValueError):
 
 
 class AmaxObserver:
-    """Running maxima `amax_SL3` of the last S steps; row 0 is the step under way.
+    """Running maxima `amax_SL3` of the last S steps; row 0 is the current step.
 
     Args:
         num_layers: layers of the model, counted globally.
-        history: S, steps that are remembered, the one under way included.
+        history: S, the number of steps that are kept, the current one included.
         device: where the maxima live; observing never leaves it.
     """
 
@@ -48,7 +48,7 @@ class AmaxObserver:
     def observe(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask_BT: Tensor
     ) -> None:
-        """Take one forward's Q, K and V, each `[B, H, T, D]`, into the step under way.
+        """Add one forward's Q, K and V, each `[B, H, T, D]`, to the current step's maxima.
 
         Args:
             layer: global layer index.
@@ -62,7 +62,7 @@ class AmaxObserver:
 
     @torch.no_grad()
     def observe_rows(self, layer: int, qkv_RHD: Sequence[Tensor], keep_R: Tensor) -> None:
-        """`observe`, of tokens that lie one after the other: Q, K and V, each `[R, H, D]`.
+        """Add packed Q, K and V, each `[R, H, D]`, to the current step's maxima.
 
         Args:
             layer: global layer index.
@@ -80,20 +80,20 @@ class AmaxObserver:
         torch.maximum(amax_3, torch.stack(largest).to(amax_3.dtype), out=amax_3)
 
     def next_step(self) -> None:
-        """Open a new step; the oldest is forgotten."""
+        """Start a new step and drop the oldest one."""
         self.amax_SL3 = self.amax_SL3.roll(1, dims=0)
         self.amax_SL3[0] = 0
 
     def read(self) -> Tensor:
-        """The maxima `amax_SL3` on the host: the step's one read."""
+        """Return the maxima `amax_SL3` on the host; the only read of a step."""
         return self.amax_SL3.cpu()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed run starts with the scales it stopped with."""
+        """Return what a checkpoint keeps: a resumed run starts with the scales it stopped with."""
         return {"amax_SL3": self.amax_SL3}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave.
+        """Load what `state_dict` returned.
 
         Raises:
             ValueError: it is of another model or another history.
@@ -109,7 +109,7 @@ class AmaxObserver:
 def real_rows(
     starts_S: Tensor, lengths: Tensor, rows: int, *, cp_rank: int = 0, cp_size: int = 1
 ) -> Tensor:
-    """Which rows of packed sequences are real tokens: `[rows]` booleans, without a host read.
+    """Return which rows of packed sequences are real tokens, `[rows]` booleans, on the device.
 
     Under context parallelism a rank holds, of every sequence, chunks `rank` and `2 * size - 1 -
     rank` of `2 * size` equal ones (Megatron's load balancing).
@@ -134,7 +134,7 @@ def real_rows(
 
 
 def kv_scales(amax_SL3: Tensor, margin: float) -> dict[str, float]:
-    """Scales by vLLM's names from maxima `[S, L, 3]`: `margin * amax / 448`.
+    """Return KV scales by vLLM's names from maxima `[S, L, 3]`: `margin * amax / 448`.
 
     Example: `{"model.layers.0.self_attn.attn.q_scale": 0.021, "model.layers.0.self_attn.k_scale":
     0.018, ...}`.
@@ -153,7 +153,7 @@ def kv_scales(amax_SL3: Tensor, margin: float) -> dict[str, float]:
 
 
 def check_scales(scales: Mapping[str, float], num_layers: int) -> dict[str, float]:
-    """Return KV scales as they travel: in FP32, three a layer, in layer order.
+    """Validate KV scales and return them as they are sent: FP32, three a layer, in layer order.
 
     Args:
         scales: by vLLM's names.
@@ -178,7 +178,7 @@ def check_scales(scales: Mapping[str, float], num_layers: int) -> dict[str, floa
 
 
 def saturated_fraction(amax_L3: Tensor, scales: dict[str, float]) -> float:
-    """Share of the 3L ranges that exceeded `448 * scale` of the scale in force."""
+    """Return the share of the 3L ranges that exceeded `448 * scale` of the current scales."""
     names = [kv_scale_names(layer) for layer in range(len(amax_L3))]
     scales_L3 = torch.tensor(
         [[scales[name] for name in each] for each in names], dtype=torch.float64
@@ -187,5 +187,5 @@ def saturated_fraction(amax_L3: Tensor, scales: dict[str, float]) -> float:
 
 
 def max_drift(before: dict[str, float], after: dict[str, float]) -> float:
-    """Largest relative change of a scale from one refit to the next."""
+    """Return the largest relative change of a scale from one refit to the next."""
     return max(abs(after[name] / before[name] - 1) for name in before)

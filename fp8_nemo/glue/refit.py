@@ -1,12 +1,12 @@
-"""Copying trainer weights into the engine, so that it lands whole or the run stops with a name.
+"""Copy trainer weights into the engine, whole, or stop the run and name what failed.
 
-The stream, in a fixed order with fixed shapes: a sentinel, the trainer's weights in export order
-(each FP8 weight followed by its `scale_inv`), the KV scales, a manifest. The receiver keeps a book
-of it (`ledger.py`).
+The stream has a fixed order and fixed shapes: a sentinel, the trainer's weights in export order
+(each FP8 weight followed by its `scale_inv`), the KV scales, a manifest. The receiver checks it
+against its own list (`ledger.py`).
 
-Weights are quantized in groups, one launch each: a mixture of experts sends 18,000 of them. Those
-that are not finite are refused before the manifest is sent: every weight leaves its verdict on the
-device, and all are read at once.
+Weights are quantized in groups, one launch a group, because a mixture of experts sends 18,000 of
+them. Each weight's finiteness check stays on the device. All checks are read at once before the
+manifest is sent, and a weight that is not finite is refused.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -59,7 +59,7 @@ def refit_stream(
     verify: str = "bytes",
     number: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Everything that one refit sends, by name.
+    """Yield every tensor that one refit sends, with its name.
 
     Args:
         named_weights: the trainer's weights in export order; slabs of experts allowed.
@@ -69,7 +69,7 @@ def refit_stream(
         metadata_only: NeMo RL runs the stream once at set-up for names, types and shapes, before
             any KV scale exists: NaN stands in for them.
         verify: with `bytes` the manifest carries the digest of every tensor.
-        number: of this refit, which the receiver counts too: one of before is told by it.
+        number: the refit's number. The receiver counts too, and so detects an earlier refit.
 
     Raises:
         RefitError: a weight is not finite, or a KV scale is missing or not finite and positive.
@@ -107,39 +107,40 @@ def encode(
     num_layers: int,
     digests: bool = False,
 ) -> Encoded:
-    """Weights and slabs as they travel: by checkpoint name, each FP8 one with its scales.
+    """Encode weights and slabs as they are sent: by checkpoint name, FP8 ones with their scales.
 
     Args:
-        group: at least one, all on one device.
-        precision: decides which are FP8.
+        group: at least one weight or slab, all on one device.
+        precision: decides which become FP8.
         num_layers: layers of the model.
-        digests: take those of what travels.
+        digests: also digest what is sent.
     """
     is_fp8 = {
         name: weights.is_fp8_weight(name, tuple(weight.shape), precision, num_layers)
         for name, weight in group
     }
     device = group[0][1].device
-    pieces = {name: pieces_of(name, weight) for name, weight in group}
-    chosen = [name for name in pieces if is_fp8[name]]
+    stacks = {name: _stacked(name, weight) for name, weight in group}
+    chosen = [name for name in stacks if is_fp8[name]]
     nonfinite_N = torch.zeros(len(chosen), dtype=torch.bool, device=device)
     found = {}
     if chosen:
         quantized = QUANTIZERS[precision.rollout.name](
-            [pieces[name] for name in chosen],
+            [stacks[name] for name in chosen],
             pow2=precision.scales == "pow2",
             nonfinite_N=nonfinite_N,
         )
         found = dict(zip(chosen, quantized, strict=True))
-    plain = {name: pieces[name].to(torch.bfloat16) for name in pieces if not is_fp8[name]}
+    plain = {name: stacks[name].to(torch.bfloat16) for name in stacks if not is_fp8[name]}
     tensors = []
     for name, weight in group:
         wires = weights.wire_names(name, tuple(weight.shape))
         if name in found:
-            for wire, fp8_OI, scale_inv_PQ in zip(wires, *found[name], strict=True):
+            both = (_apart(name, each) for each in found[name])
+            for wire, fp8_OI, scale_inv_PQ in zip(wires, *both, strict=True):
                 tensors += [(wire, fp8_OI), (weights.scale_name(wire), scale_inv_PQ)]
         else:
-            tensors += zip(wires, plain[name], strict=True)
+            tensors += zip(wires, _apart(name, plain[name]), strict=True)
     # A launch of its own: made in the quantizing kernel, Triton 3.6 wrote other bytes on an H100.
     sums_T = Digests([placed(x, x.shape) for _, x in tensors])() if digests else None
     if filled := {name: x for name, x in plain.items() if x.numel()}:  # an empty one has no norm
@@ -150,7 +151,7 @@ def encode(
 
 
 def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive weights until they are `GROUP_BYTES` together."""
+    """Group consecutive weights; a group is complete at `GROUP_BYTES`."""
     group: list[tuple[str, Tensor]] = []
     size = 0
     for name, weight in named_weights:
@@ -164,19 +165,26 @@ def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tupl
         yield group
 
 
-def pieces_of(name: str, weight: Tensor) -> Tensor:
-    """A weight or a slab as a stack of what travels: `[1, O, I]`, or one matrix per name.
+def pieces_of(name: str, weight: Tensor) -> Sequence[Tensor]:
+    """Return what is sent of a weight, itself, or of a slab, a matrix `[O, I]` per wire name."""
+    return _apart(name, _stacked(name, weight))
 
-    A slab `[E, 2 O, I]` holds gate above up: taken apart, so that no block spans both.
+
+def _stacked(name: str, weight: Tensor) -> Tensor:
+    """Return a weight as it is, or a slab as a stack of what is sent.
+
+    A slab `[E, 2 O, I]` holds gate above up. They are separated, so that no block spans both.
     """
     projections = weights.slab_projections(name)
-    if not projections:
-        return weight[None]
-    return weight.unflatten(1, (len(projections), -1)).flatten(0, 1)
+    return weight.unflatten(1, (len(projections), -1)).flatten(0, 1) if projections else weight
+
+
+def _apart(name: str, tensor: Tensor) -> Sequence[Tensor]:
+    return tensor.unbind() if weights.slab_projections(name) else (tensor,)
 
 
 def _handed_over(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors made on the current stream, safe on whichever stream each is taken.
+    """Yield tensors made on the current stream so that any other stream may use them.
 
     NeMo RL's NCCL sender pulls from buffers' streams in turn (packed_tensor.py).
     """

@@ -49,15 +49,15 @@ class Family(NamedTuple):
     """
 
     fused: Mapping[str, tuple[str, ...]]
-    """A module of vLLM's, and the projections whose out-features it holds, in this order."""
+    """Each fused module of vLLM's, with the projections whose out-features it holds, in order."""
     cut_along_in: frozenset[str]
     """Projections of which a tensor-parallel rank holds some in-features; of others, some out."""
     biases: tuple[str, ...] = ()
     """Projections that have a bias."""
     slabs: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    """A slab of experts of transformers', and the projections that are stacked in it."""
+    """Each slab of experts in transformers, with the projections that are stacked in it."""
     experts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    """The same of vLLM's."""
+    """Each slab of experts in vLLM, with the projections that are stacked in it."""
     never_fp8: frozenset[str] = frozenset()
     """Modules that stay in BF16: routers."""
 
@@ -98,13 +98,13 @@ class WireSpec(NamedTuple):
 
 @lru_cache(maxsize=2**16)
 def _in_layer(name: str) -> tuple[int, str] | None:
-    """Layer and the rest of a name; remembered, since every refit asks for the same 18,000."""
+    """Return a name's layer and its rest; cached, as every refit asks for the same 18,000."""
     found = _IN_LAYER.fullmatch(name)
     return (int(found[1]), found[2]) if found else None
 
 
 def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_layers: int) -> bool:
-    """Whether the engine holds this weight in FP8.
+    """Return whether the engine holds this weight in FP8.
 
     Args:
         name: Hugging Face name; a single weight (`...q_proj.weight`) or a slab of experts.
@@ -125,32 +125,32 @@ def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_l
 
 
 def slab_projections(name: str) -> tuple[str, ...]:
-    """The projections stacked in a slab of experts; empty if the name is a single weight."""
+    """Return the projections stacked in a slab of experts; empty for a single weight's name."""
     found = _in_layer(name)
     return _SLABS.get(found[1], ()) if found else ()
 
 
 def fused_module(projection: str) -> tuple[str, tuple[str, ...]]:
-    """Return vLLM's module that holds a projection, and all that it holds, in order.
+    """Return vLLM's module that holds a projection, and all projections in it, in order.
 
-    `("qkv_proj", ("q_proj", "k_proj", "v_proj"))` for any of the three; a projection that vLLM
-    keeps alone is its own.
+    It is `("qkv_proj", ("q_proj", "k_proj", "v_proj"))` for any of the three. A projection that
+    vLLM does not fuse is returned as its own module.
     """
     return _FUSED.get(projection, (projection, (projection,)))
 
 
 def expert_slab(projection: str) -> tuple[str, tuple[str, ...]]:
-    """Return vLLM's slab that holds an expert's projection, and all that it holds, in order."""
+    """Return vLLM's slab that holds an expert's projection, and all projections in it."""
     return _EXPERTS[projection]
 
 
 def is_cut_along_in(projection: str) -> bool:
-    """Whether tensor-parallel ranks share a projection's in-features instead of its out."""
+    """Return whether tensor parallelism splits a projection's in-features, not its out."""
     return projection in _CUT_ALONG_IN
 
 
 def wire_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Checkpoint names of a weight: itself, or one per expert and projection for a slab.
+    """Return a weight's checkpoint names: its own, or for a slab one per expert and projection.
 
     The order is that of the slab's rows: expert by expert, gate before up.
 
@@ -170,17 +170,17 @@ def wire_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def scale_name(name: str) -> str:
-    """Name of the block scales of an FP8 weight, as vLLM's loader takes it."""
+    """Return the name of an FP8 weight's block scales, as vLLM's loader takes it."""
     return name + SCALE_SUFFIX
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`(..., P, Q)` for a weight `(..., O, I)`."""
+    """Return the block scales' shape, `(..., P, Q)` for a weight `(..., O, I)`."""
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
 
 def kv_scale_names(layer: int) -> tuple[str, str, str]:
-    """VLLM's names of a layer's Q, K and V scales (seam scale-names)."""
+    """Return vLLM's names of a layer's Q, K and V scales (seam scale-names)."""
     attention = f"model.layers.{layer}.self_attn"
     return f"{attention}.attn.q_scale", f"{attention}.k_scale", f"{attention}.v_scale"
 
@@ -188,7 +188,7 @@ def kv_scale_names(layer: int) -> tuple[str, str, str]:
 def wire_specs(
     named_shapes: Mapping[str, tuple[int, ...]], precision: Precision, num_layers: int
 ) -> dict[str, WireSpec]:
-    """Every tensor that a refit delivers, in the order of the stream.
+    """Return the type and shape of every tensor that a refit sends, in the stream's order.
 
     Args:
         named_shapes: the trainer's weights in export order, slabs allowed.

@@ -19,7 +19,7 @@ from rich.table import Table
 from fp8_nemo.launch.environments import Seen, interpreters, probed, wrong_packages
 from fp8_nemo.launch.preflight import data_problems, hub_mistakes, model_problems
 from fp8_nemo.launch.ray_cluster import connect, node_names
-from fp8_nemo.launch.room import room, short_of
+from fp8_nemo.launch.room import ports, room, short_of, taken_ports
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan, plan_from_json
 from fp8_nemo.runs.provenance import gpus
@@ -33,6 +33,8 @@ HUB_DATA = {
 NODE_LIMIT = 45  # seconds for everything that one node is asked
 IMPORT_LIMIT = 600  # seconds to import torch for the first time, from a shared folder at worst
 REDUCE_LIMIT = 60  # seconds for the all-reduce, NCCL's set-up included
+CLOCK_LIMIT = 5.0
+"""Seconds between two nodes' clocks: a run saves by its own before a limit by the controller's."""
 BUSY_GIB = 2.0  # memory of a GPU that another process holds and a run would miss
 REDUCED_NUMBERS = 16 * 2**20  # FP32: 64 MiB
 
@@ -69,20 +71,21 @@ def check(plan: Plan, path: Path) -> list[Finding]:
     canary.write_text(f"{time.time()}\n")
     task = ray.remote(num_cpus=0, max_retries=0)(look)
     question = (plan.to_json(), interpreters(plan), str(canary), canary.read_text())
-    asked = {_on(task, node).remote(*question): name for node, name in names.items()}
-    for answer, name in asked.items():
+    asked = {_on(task, node).remote(*question): node for node in names}
+    for answer, node in asked.items():
+        name = names[node]
         try:
             seen: Any = ray.get(answer, timeout=NODE_LIMIT)
         except Exception as error:  # the task died, hangs, or cannot import this package
             found.append(Finding("a task", name, "", f"none can run here: {_last_line(error)}"))
         else:
-            found += findings(plan, name, seen)
+            found += [*findings(plan, name, seen), _clock(node, name)]
     canary.unlink()
     return [*found, _all_reduce(names)]
 
 
 def findings_table(found: list[Finding]) -> Table:
-    """Lay out what was found, equal findings of several nodes in one row."""
+    """Return the findings as a table, equal findings of several nodes in one row."""
     order = list(dict.fromkeys(each.check for each in found))
     ranked = sorted(found, key=lambda each: (order.index(each.check), *each[2:], each.node))
     rows = [
@@ -112,6 +115,7 @@ def look(content: Seen, pythons: dict[str, str], canary: str, written: str) -> S
         "data": [*unread, *data_problems(plan)],
         "nemo_rl": root is not None and (root / "nemo_rl").is_dir(),
         "room": room(plan),
+        "ports": ports(),
     }
 
 
@@ -132,6 +136,37 @@ def findings(plan: Plan, node: str, seen: Seen) -> Iterator[Finding]:
         yield Finding("NeMo RL", node, str(root_of(plan.recipe)), missing)
     free = ", ".join(f"{gib:,.0f} GiB {place}" for place, gib in seen["room"].items())
     yield Finding("free", node, free, "; ".join(short_of(plan, seen["room"])))
+    if nemo:
+        yield Finding("ports", node, *taken_ports(seen["ports"]))
+
+
+def _clock(node: str, name: str) -> Finding:
+    """Ask a node what time it is, and compare it with the clock of the node that asks."""
+    import ray
+
+    tell = ray.remote(num_cpus=0, max_retries=0)(now)
+    before = now()
+    try:
+        [told] = ray.get([_on(tell, node).remote()], timeout=NODE_LIMIT)
+    except Exception as error:  # Ray's own: the node has gone since it was asked the rest
+        return Finding("clock", name, "", _last_line(error))
+    return clock_finding(name, before, told, now())
+
+
+def now() -> float:
+    """Return the seconds since 1970 by the clock of the node that this runs on."""
+    return time.time()
+
+
+def clock_finding(node: str, before: float, told: float, after: float) -> Finding:
+    """Judge a node's clock by what it told between two looks at this one's; seconds since 1970."""
+    ahead = told - after if told > after else min(0.0, told - before)
+    if abs(ahead) <= CLOCK_LIMIT:
+        return Finding("clock", node, f"within {CLOCK_LIMIT:.0f} s of the first node's")
+    which = "ahead of" if ahead > 0 else "behind"
+    return Finding(
+        "clock", node, "", f"{abs(ahead):,.0f} s {which} the first node's: set it, as NTP would"
+    )
 
 
 def _gpu_finding(plan: Plan, node: str, seen: list[Seen]) -> Finding:
@@ -214,7 +249,7 @@ class Reducer:
 
 
 def _all_reduce(names: dict[str, str]) -> Finding:
-    """Sum over all nodes, `{Ray's id: name}`; return the time, or why the ranks do not meet."""
+    """Run an all-reduce over all nodes, `{Ray's id: name}`; return its time, or why it failed."""
     import ray
     from ray.exceptions import GetTimeoutError
 

@@ -30,6 +30,7 @@ from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import load_problems, write_problems
 from fp8_nemo.runs import metrics, process, provenance, run_dir
+from fp8_nemo.runs.frozen_code import freeze_code, is_clone
 
 SAVE_BY = "checkpoint_must_save_by"
 """NeMo RL's key of `checkpointing`: how long after its set-up it saves and ends, DD:HH:MM:SS."""
@@ -122,9 +123,19 @@ def prepare(plan: Plan, root: Path) -> None:
     os.environ.pop(VARIABLE, None)  # inherited if another run started this one
     os.environ |= settings_of(plan.recipe).to_environment()
     os.environ[session.CONVERSIONS] = str(session.conversion_dir(plan.recipe))
-    os.environ["PYTHONPATH"] = workers_path(root)
+    os.environ["PYTHONPATH"] = workers_path(root, *shown_code(plan.recipe))
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
+
+
+def shown_code(recipe: Recipe) -> list[Path]:
+    """Return the copy of this package by which workers with other packages see its entry points.
+
+    They inherit `PYTHONPATH` alone, and a clone has no metadata: pip leaves it among the driver's
+    packages. A job runs such a copy already.
+    """
+    apart = recipe.cluster.interpreter == "container"
+    return [freeze_code(Path(recipe.outputs))] if apart and is_clone() else []
 
 
 @contextmanager

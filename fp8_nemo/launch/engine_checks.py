@@ -119,7 +119,7 @@ def _asked(generation: Any, question: Callable[[Any], Any]) -> list[Any]:
 
 
 def _ask_own_workers(actor: Any, question: Callable[[Any], Any]) -> list[Any]:
-    """Ask the workers of one generation actor, in that actor; one that owns no engine has none."""
+    """Ask the workers of one generation actor, in that actor; return [] if it owns no engine."""
     llm = getattr(actor, "llm", None)
     return [] if llm is None else llm.collective_rpc(question)
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, root_of
 from fp8_nemo.nemo_config.overrides import native_correction
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.runs.frozen_code import is_clone, write_metadata
 
 WORKERS = {
     "policy": "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
@@ -41,7 +43,7 @@ Seen = dict[str, Any]
 
 def settings_of(recipe: Recipe) -> WorkerSettings:
     """Return what a run of this recipe tells its workers."""
-    return WorkerSettings.of(recipe, loss_corrects=native_correction(recipe.correction) is not None)
+    return WorkerSettings.of(recipe, loss_corrects=native_correction(recipe) is not None)
 
 
 def interpreters(plan: Plan) -> dict[str, str]:
@@ -57,13 +59,16 @@ def interpreters(plan: Plan) -> dict[str, str]:
 def probed(python: str) -> Seen:
     """Return what an interpreter has, with `PYTHONPATH` as a run's workers have it."""
     try:
-        answer = subprocess.run(
-            [python, "-P", probe.__file__],
-            capture_output=True,
-            text=True,
-            timeout=PROBE_LIMIT,
-            env=os.environ | {"PYTHONPATH": workers_path()},
-        )
+        with tempfile.TemporaryDirectory() as shown:
+            if is_clone():  # a run from a clone shows its workers a frozen copy, with its metadata
+                write_metadata(Path(shown))
+            answer = subprocess.run(
+                [python, "-P", probe.__file__],
+                capture_output=True,
+                text=True,
+                timeout=PROBE_LIMIT,
+                env=os.environ | {"PYTHONPATH": workers_path(Path(shown))},
+            )
         return json.loads(answer.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"error": f"{python}: {error}"}

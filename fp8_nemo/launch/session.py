@@ -138,7 +138,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
     config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
     with own_code_first():
         init_ray()
-    _register_worker()
+    _register_workers()
     stop_if_it_cannot_sleep_or_wake(VllmGeneration)
     tokenizer = get_tokenizer(config.policy["tokenizer"])
     config.policy["generation"] = configure_generation_config(
@@ -148,7 +148,8 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
         tokenizer, config.data, config.env
     )
     settings = settings_of(plan.recipe)
-    with one_conversion(Path(os.environ[CONVERSIONS])), one_engine_start() as engine_is_up:
+    ours = our_generation_worker() if settings.glue.has_receiver else nullcontext()
+    with ours, one_conversion(Path(os.environ[CONVERSIONS])), one_engine_start() as engine_is_up:
 
         def policy_after_engine(**arguments: Any) -> WatchedPolicy:
             engine_is_up()  # colocated: `setup` makes the engine first
@@ -166,7 +167,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
 
 
 def _prove_engine(parts: Session, plan: Plan, record: Path) -> None:
-    """Record the engine's dtypes, compare them with the plan, and ask our receivers its layout."""
+    """Record the engine's dtypes, compare them with the plan, and check the layout for refits."""
     dtypes = engine_dtypes(parts.generation)
     record.write_text(to_json(dtypes, indent=1) + "\n")
     check_engine(dtypes, plan.recipe)
@@ -205,8 +206,8 @@ def first_prompts(parts: Session, count: int) -> Any:
 def _shut_down(parts: Session) -> None:
     """Shut down environments, engine and policy, as `main` of 7ea279a does.
 
-    v0.7.0 leaves it to Ray. The policy is ours to end: its `__del__` would look for its workers for
-    a minute, in a cluster that is gone.
+    v0.7.0 leaves it to Ray. We must end the policy ourselves: otherwise its `__del__` looks for its
+    workers for a minute, in a cluster that is gone.
     """
     from nemo_rl.algorithms import grpo
 
@@ -280,14 +281,36 @@ def _use_one_interpreter() -> None:
             ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
 
 
-def _register_worker() -> None:
-    """Run our policy worker in the environment of NeMo RL's own."""
+def _register_workers() -> None:
+    """Run our workers in the environments of NeMo RL's own."""
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.utils.venvs import create_local_venv_on_each_node
 
-    from fp8_nemo.nemo.policy import STOCK_WORKER, WORKER
+    from fp8_nemo.nemo.policy import OUR_WORKERS
 
-    executable = ACTOR_ENVIRONMENT_REGISTRY[STOCK_WORKER]
-    if executable.startswith("uv"):  # NeMo RL would make an environment named after our worker
-        executable = create_local_venv_on_each_node(executable, STOCK_WORKER)
-    ACTOR_ENVIRONMENT_REGISTRY[WORKER] = executable
+    for stock, ours in OUR_WORKERS.items():
+        executable = ACTOR_ENVIRONMENT_REGISTRY[stock]
+        if executable.startswith("uv"):  # NeMo RL would make an environment named after our worker
+            executable = create_local_venv_on_each_node(executable, stock)
+        ACTOR_ENVIRONMENT_REGISTRY[ours] = executable
+
+
+@contextmanager
+def our_generation_worker() -> Iterator[None]:
+    """Let NeMo RL make our vLLM worker where it would make its own (seam engine-worker)."""
+    from nemo_rl.models.generation.vllm import vllm_generation
+
+    from fp8_nemo.nemo.policy import OUR_WORKERS
+
+    stock = vllm_generation.resolve_generation_worker_cls
+
+    def resolve(default: str, config: Any) -> Any:
+        """Return our worker's name for NeMo RL's; any other choice of NeMo RL's stays."""
+        chosen = stock(default, config)
+        return OUR_WORKERS.get(chosen, chosen)
+
+    vllm_generation.resolve_generation_worker_cls = resolve
+    try:
+        yield
+    finally:
+        vllm_generation.resolve_generation_worker_cls = stock

@@ -37,6 +37,8 @@ class Progress:
     observer: AmaxObserver
     kv_scales: dict[str, float]
     """Scales in force in the engine; empty where the cache is BF16."""
+    prompts: int = 0
+    """Prompts that dynamic sampling has drawn; elsewhere the step tells which are next."""
 
 
 def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
@@ -57,7 +59,9 @@ def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
         with new_checkpoint(run_dir, progress.step) as folder:
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             save_file(contiguous, folder / TENSORS)
-            state = {"step": progress.step, "kv_scales": progress.kv_scales}
+            state = {
+                "step": progress.step, "kv_scales": progress.kv_scales, "prompts": progress.prompts
+            }  # fmt: skip
             (folder / STATE).write_text(to_json(state))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -90,6 +94,7 @@ def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:
             raise RuntimeError(f"saved on another kind of device than the {policy.device.type}")
         _restore(tensors, policy, progress)
         progress.step, progress.kv_scales = state["step"], state["kv_scales"]
+        progress.prompts = state.get("prompts", 0)  # earlier versions had no dynamic sampling
     except (*broken, OSError, RuntimeError) as error:
         remedy = (
             "delete this folder and the run goes on from the checkpoint before it"

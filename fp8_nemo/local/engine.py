@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from fp8_nemo.local.modules import attention
 from fp8_nemo.local.modules.experts import without_host_reads
 from fp8_nemo.local.modules.linears import values_once
 from fp8_nemo.local.modules.precision import set_rollout_precision
+from fp8_nemo.local.modules.routing import Routers, stacked, with_last
 from fp8_nemo.recipe.options import Precision
 
 WIDTH = 256
@@ -42,6 +44,8 @@ class Batch:
     """True at response tokens, the end of sequence included; R last columns of the rectangle."""
     rollout_BR: Tensor
     """Logprob of each response token as sampled."""
+    routes_BTLA: Tensor | None = None
+    """Experts that each token went through, by layer, where they are recorded; the last is -1."""
 
     @property
     def responses_BR(self) -> Tensor:
@@ -50,7 +54,14 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Batch:
         """Return some of the sequences."""
-        return Batch(*(tensor[start:stop] for tensor in vars(self).values()))
+        return self.of(slice(start, stop))
+
+    def of(self, rows: slice | Tensor) -> Batch:
+        """Return the sequences of a slice, or where a mask is true."""
+        fields: dict[str, Any] = {
+            name: None if each is None else each[rows] for name, each in vars(self).items()
+        }
+        return Batch(**fields)
 
 
 class Engine:
@@ -60,10 +71,16 @@ class Engine:
         config: of the model.
         precision: the recipe's.
         device: where it lives.
+        records: whether its batches hold the experts that its routers chose.
     """
 
     def __init__(
-        self, config: PretrainedConfig, precision: Precision, device: torch.device
+        self,
+        config: PretrainedConfig,
+        precision: Precision,
+        device: torch.device,
+        *,
+        records: bool = False,
     ) -> None:
         with torch.random.fork_rng():
             model = AutoModelForCausalLM.from_config(
@@ -73,6 +90,7 @@ class Engine:
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         self.expected = weights.wire_specs(shapes, precision, config.num_hidden_layers)
         set_rollout_precision(self.model, precision)
+        self.routers = Routers(self.model) if records else None
 
     @torch.no_grad()
     def refit(
@@ -108,12 +126,14 @@ class Engine:
     ) -> Batch:
         """Sample a response per prompt at temperature 1, until all ended or reached the limit."""
         tokens_BT, mask_BT = pad_left(prompts, chat.pad, self.model.device)
-        decoder = Decoder(self.model, tokens_BT, mask_BT, max_new_tokens)
+        decoder = Decoder(self.model, tokens_BT, mask_BT, max_new_tokens, self.routers)
         ended_B1 = torch.zeros_like(mask_BT[:, :1])
-        tokens, logprobs, real = [tokens_BT], [], []
+        tokens, logprobs, real, routes = [tokens_BT], [], [], []
         with values_once(self.model):
             logprob_BV = decoder.first()
             while True:
+                if self.routers:
+                    routes.append(stacked(decoder.chosen_NA, len(tokens_BT)))
                 new_B1 = torch.multinomial(logprob_BV.exp(), 1, generator=generator)
                 new_B1 = new_B1.masked_fill(ended_B1, chat.pad)
                 logprobs.append(logprob_BV.gather(1, new_B1).masked_fill(ended_B1, 0.0))
@@ -126,7 +146,7 @@ class Engine:
         real_BR = torch.cat(real, dim=1)
         return Batch(
             torch.cat(tokens, dim=1), torch.cat([mask_BT, real_BR], dim=1), real_BR,
-            torch.cat(logprobs, dim=1),
+            torch.cat(logprobs, dim=1), with_last(routes) if routes else None,
         )  # fmt: skip
 
     def wire_tensors(self) -> dict[str, Tensor]:
@@ -157,19 +177,27 @@ class Decoder:
         tokens_BT: prompts, left-padded.
         mask_BT: true at their tokens.
         more: tokens that will follow.
+        routers: of the model, if `chosen_NA` is asked for.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokens_BT: Tensor, mask_BT: Tensor, more: int
+        self,
+        model: PreTrainedModel,
+        tokens_BT: Tensor,
+        mask_BT: Tensor,
+        more: int,
+        routers: Routers | None = None,
     ) -> None:
-        self.model, self.tokens_BT = model, tokens_BT
+        self.model, self.tokens_BT, self.routers = model, tokens_BT, routers
+        self.chosen_NA: list[Tensor] = []
+        """What each router chose in the last forward; the next one may overwrite it."""
         self.written = tokens_BT.shape[1]
         places_T = torch.arange(self.written, device=mask_BT.device)
         self.room = attention.Room(self.written + more, places_T, self.written)
         self.cache = attention.new_cache(model, self.room)
         self.mask_BS = torch.nn.functional.pad(mask_BT, (0, more))
         self.token_B1, self.place_1 = tokens_BT[:, -1:].clone(), places_T[-1:].clone()
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, list[Tensor]]] = {}
         self.pool = torch.cuda.graph_pool_handle() if tokens_BT.is_cuda else None
 
     def first(self) -> Tensor:
@@ -201,6 +229,8 @@ class Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
+        if self.routers:
+            self.chosen_NA = list(self.routers.chosen_NA)
         return output.logits[:, -1].float().log_softmax(-1)
 
     def _replayed(self) -> Tensor:
@@ -211,8 +241,8 @@ class Decoder:
                 self._forward(self.token_B1)  # compiles kernels, which a capture cannot
                 with torch.cuda.graph(graph, pool=self.pool):
                     logprob_BV = self._forward(self.token_B1)
-            self.graphs[self.room.width] = graph, logprob_BV
-        graph, logprob_BV = self.graphs[self.room.width]
+            self.graphs[self.room.width] = graph, logprob_BV, self.chosen_NA
+        graph, logprob_BV, self.chosen_NA = self.graphs[self.room.width]
         graph.replay()
         return logprob_BV
 

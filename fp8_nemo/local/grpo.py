@@ -1,9 +1,10 @@
 """Run GRPO as NeMo RL does it, on one machine.
 
 A step: sample, reward, score (which also observes Q/K/V ranges), correct, update, recalibrate,
-refit, perhaps validate and save. Leave-one-out baseline and normalized advantages (NeMo RL
-`algorithms/utils.py`), clipping at 0.2, token-level loss, optional k3 penalty towards the starting
-model.
+refit, perhaps validate and save. What an algorithm chooses, from the rewards to the loss, is in
+`loss.py`, and dynamic sampling in `rollout.py`; with `algorithm=grpo` it is a leave-one-out
+baseline, normalized advantages, clipping at 0.2, token-level loss, an optional k3 penalty towards
+the starting model.
 
 Step 0 of the metrics is the first refit and validation. The engine is refitted at the end of each
 step, so it always holds the policy; a resumed run refits first, with the scales it had saved.
@@ -22,30 +23,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
-from fp8_nemo.correction.measure import save_pair
-from fp8_nemo.correction.mismatch import (
-    LogprobPair,
-    entropy_metrics,
-    length_metrics,
-    mismatch_metrics,
+from fp8_nemo.correction.correct import (
+    Multiplier,
+    advantage_metrics,
+    correct,
+    correction_metrics,
 )
+from fp8_nemo.correction.measure import packed, pair_file
+from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
+from fp8_nemo.correction.routing import RouteCount, is_missing, replay_shares
+from fp8_nemo.correction.update import policy_ratio
 from fp8_nemo.glue import recalibrate
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local import checkpoint
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Batch, Engine, pad_left
-from fp8_nemo.local.policy import Policy
+from fp8_nemo.local.loss import (
+    UpdateMetrics,
+    clipped_loss,
+    group_advantages,
+    k3,
+    reduced,
+    reinforce_plus_plus,
+)
+from fp8_nemo.local.policy import MAX_GRAD_NORM, Policy
+from fp8_nemo.local.rollout import Rollout, rewarded, sample_dynamically, without_cut
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Recipe
-from fp8_nemo.recipe.problems import Problem, load_problems, reward, write_problems
+from fp8_nemo.recipe.problems import Problem, load_problems, write_problems
 from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS
 from fp8_nemo.runs import metrics, run_dir
 from fp8_nemo.runs.metrics import append_judged
-
-CLIP = 0.2
-STD_EPSILON = 1e-6
 
 Report = Callable[[dict[str, Any]], None]
 Stop = Callable[[], bool]
@@ -62,6 +71,7 @@ class GrpoLoop:
     def __init__(self, plan: Plan, path: Path) -> None:
         self.recipe: Recipe = plan.recipe
         self.settled = plan.settled
+        self.algorithm = self.recipe.algorithm.filled
         self.path = path
         precision = self.recipe.precision
         source = model_path(self.recipe.model)
@@ -70,11 +80,20 @@ class GrpoLoop:
         if self.recipe.data.is_made:
             write_problems(run_dir.data_dir(path), self.problems)
         self.chat = Chat.load(source)
-        self.policy = Policy(source, precision, self.settled.learning_rate, device)
+        replays, most = self.recipe.replay.is_on, self.recipe.grpo.max_grad_norm
+        self.policy = Policy(
+            source,
+            precision,
+            self.settled.learning_rate,
+            device,
+            max_grad_norm=most or MAX_GRAD_NORM,
+            replays=replays,
+        )
         self.reference = (
             Policy(source, precision, 0.0, device) if self.settled.kl_penalty > 0 else None
         )
-        self.engine = Engine(self.policy.model.config, precision, device)
+        self.engine = Engine(self.policy.model.config, precision, device, records=replays)
+        self.routes = RouteCount(device) if replays else None
         self.num_layers = self.policy.model.config.num_hidden_layers
         self.fp8_kv = precision.cache.is_quantized
         observer = recalibrate.AmaxObserver(
@@ -97,6 +116,7 @@ class GrpoLoop:
         Raises:
             RefitError: a refit was not proven; nothing was sampled from it.
             UnstableError: a step was unstable, and the recipe stops at one.
+            DynamicSamplingError: a step found too few prompts to learn from.
             CheckpointError: the last checkpoint is damaged.
             RunDirError: rows that the run had are nowhere.
         """
@@ -133,31 +153,30 @@ class GrpoLoop:
         row: dict[str, Any] = {"step": step}
         with clock("step"):
             with clock("rollout"):
-                problems = self._problems_of(step)
-                batch = self._sample(problems, self.progress.sampler)
-            rewards_B = self._rewards(batch, problems)
+                rollout, sampled = self._rollout(step)
+            batch = without_cut(rollout) if self.algorithm.overlong_filtering else rollout.batch
             with clock("logprob"):
                 self.progress.observer.next_step()
                 observes = self.fp8_kv and self.recipe.glue.recalibrate.source == "logprob"
-                train_BR = self.policy.logprobs(batch, self.progress.observer if observes else None)
+                observer = self.progress.observer if observes else None
+                train_BR = self.policy.logprobs(batch, observer, self.routes)
                 reference_BR = self.reference.logprobs(batch) if self.reference else None
             pair = LogprobPair(train_BR, batch.rollout_BR, batch.response_mask_BR)
             multiplier = correct(pair, self.recipe.correction)
+            advantages = self._advantages(rollout, batch, train_BR, reference_BR)
+            if warmup := self.recipe.grpo.warmup_steps:
+                self.policy.warm_up(step - 1, warmup)
             with clock("train"):
-                advantages_B = group_advantages(
-                    rewards_B.view(-1, self.settled.generations_per_prompt)
-                )
-                row["train/grad_norm"] = self._update(
-                    batch, advantages_B, train_BR, reference_BR, multiplier
-                )
-            row |= rollout_metrics(batch, rewards_B, self.settled.response_tokens)
-            row |= (
-                entropy_metrics(pair)
-                | mismatch_metrics(pair)
-                | correction_metrics(multiplier, pair, self.recipe.correction)
+                row |= self._update(batch, advantages, train_BR, reference_BR, multiplier)
+            row |= sampled | rollout_metrics(rollout.batch, self.settled.response_tokens)
+            row |= mismatch_metrics(pair) | correction_metrics(
+                multiplier, pair, self.recipe.correction
             )
+            row |= advantage_metrics(multiplier, pair, advantages)
+            row |= self._replay_metrics(batch)
             if self._validates(step):
-                save_pair(self.path, step, pair)
+                with metrics.replaced(pair_file(self.path, step)) as file:
+                    file.write_bytes(packed(pair))
             if self.fp8_kv:
                 with clock("recalibrate"):
                     row |= self._recalibrate(batch)
@@ -172,60 +191,119 @@ class GrpoLoop:
         grpo = self.recipe.grpo
         return step % grpo.validate_every == 0 or step == grpo.steps
 
-    def _problems_of(self, step: int) -> list[Problem]:
-        """Return the step's problems, each `generations_per_prompt` times, group by group."""
-        prompts, train = self.settled.prompts_per_step, self.problems.train
-        first = (step - 1) * prompts
+    def _problems_of(self, first: int, prompts: int) -> list[Problem]:
+        """Return problems from `first` on, each `generations_per_prompt` times, group by group."""
+        train = self.problems.train
         chosen = [train[index % len(train)] for index in range(first, first + prompts)]
         generations = self.settled.generations_per_prompt
         return [each for each in chosen for _ in range(generations)]
 
     def _sample(self, problems: list[Problem], generator: torch.Generator) -> Batch:
         prompts = [self.chat.prompt(problem.input) for problem in problems]
-        limit = self.settled.response_tokens
-        return self.engine.generate(prompts, self.chat, limit, generator)
+        return self.engine.generate(prompts, self.chat, self.settled.response_tokens, generator)
 
-    def _rewards(self, batch: Batch, problems: list[Problem]) -> Tensor:
-        answers = self.chat.texts(batch.responses_BR, batch.response_mask_BR)
-        return torch.tensor(
-            [reward(answer, problem) for answer, problem in zip(answers, problems, strict=True)]
+    def _answered(self, problems: list[Problem], generator: torch.Generator) -> Rollout:
+        """Sample answers and reward them."""
+        batch, longest = self._sample(problems, generator), self.settled.response_tokens
+        return rewarded(batch, problems, self.chat, self.algorithm, longest)
+
+    def _rollout(self, step: int) -> tuple[Rollout, dict[str, float]]:
+        """Sample a step's answers; return them, and what all that were sampled earned."""
+        prompts, sampler = self.settled.prompts_per_step, self.progress.sampler
+        if not self.algorithm.use_dynamic_sampling:
+            rollout = self._answered(self._problems_of((step - 1) * prompts, prompts), sampler)
+            return rollout, {"reward/mean": rollout.rewards_B.mean().item()}
+
+        def draw() -> Rollout:
+            """Sample answers to the next prompts."""
+            first, many = self.progress.prompts, self.settled.prompts_per_batch
+            self.progress.prompts += many
+            return self._answered(self._problems_of(first, many), sampler)
+
+        generations = self.settled.generations_per_prompt
+        rollout, rewards_N, batches = sample_dynamically(
+            draw, self.algorithm, prompts, generations, self.chat.pad
         )
+        found = {"reward/mean": rewards_N.mean().item(), "rollout/batches": batches}
+        return rollout, found
+
+    def _advantages(
+        self, rollout: Rollout, batch: Batch, train_BR: Tensor, reference_BR: Tensor | None
+    ) -> Tensor:
+        """Return advantages `[B, 1]`, or of each token."""
+        rewards_PG = rollout.rewards_B.view(-1, self.settled.generations_per_prompt)
+        if self.algorithm.estimator == "grpo":
+            return group_advantages(rewards_PG, self.algorithm).to(self.policy.device)[:, None]
+        cost_BR = None
+        if self.algorithm.use_kl_in_reward and reference_BR is not None:
+            cost_BR = self.settled.kl_penalty * k3(train_BR, reference_BR)
+        return reinforce_plus_plus(rewards_PG, batch.response_mask_BR, self.algorithm, cost_BR)
+
+    def _replay_metrics(self, batch: Batch) -> dict[str, float]:
+        """Say how many routes of the step's tokens were exchanged, and how many were not known."""
+        if self.routes is None or batch.routes_BTLA is None:
+            return {}
+        routed_BT = batch.mask_BT.clone()
+        routed_BT[:, -1] = False
+        return replay_shares(self.routes.take(), is_missing(batch.routes_BTLA), routed_BT)
 
     def _update(
         self,
         batch: Batch,
-        advantages_B: Tensor,
+        advantages: Tensor,
         train_BR: Tensor,
         reference_BR: Tensor | None,
         multiplier: Multiplier,
-    ) -> float:
-        """Do `updates_per_step` optimizer steps on the batch; return the largest gradient norm."""
-        size = len(batch.tokens_BT) // self.settled.updates_per_step
-        advantages_B1 = advantages_B.to(self.policy.device)[:, None]
-        counted_BR = batch.response_mask_BR
+    ) -> dict[str, float]:
+        """Do `updates_per_step` optimizer steps on the batch; return the `train/` metrics."""
+        algorithm, updates = self.algorithm, self.settled.updates_per_step
+        size = len(batch.tokens_BT) // updates
+        mask_BR = counted_BR = batch.response_mask_BR
         if self.recipe.correction.renormalize_denominator:
             counted_BR = multiplier.kept_BT
-        norms = []
+        in_loss = None if algorithm.use_kl_in_reward else reference_BR
+        moved, norms = UpdateMetrics(algorithm, updates), []
         for start in range(0, len(batch.tokens_BT), size):
+            whole = slice(start, start + size)
 
-            def loss_of(current_BR: Tensor, part: slice, start: int = start) -> Tensor:
-                """Return the loss of some rows of this update, divided by all of its tokens."""
-                rows = slice(start + part.start, start + part.stop)
-                loss_BR = multiplier.value_BT[rows] * clipped_loss(
-                    current_BR, train_BR[rows], advantages_B1[rows]
+            def loss_of(current_BR: Tensor, part: slice, whole: slice = whole) -> Tensor:
+                """Return some rows' share of this update's loss."""
+                rows = slice(whole.start + part.start, whole.start + part.stop)
+                ratio_BR = policy_ratio(
+                    current_BR,
+                    train_BR[rows],
+                    mask_BR[rows],
+                    by_sequence=bool(algorithm.sequence_level_importance_ratios),
                 )
-                if reference_BR is not None:
+                loss_BR = multiplier.value_BT[rows] * clipped_loss(
+                    ratio_BR, current_BR, advantages[rows], algorithm
+                )
+                if in_loss is not None:
                     penalty = self.settled.kl_penalty
-                    loss_BR = loss_BR + penalty * k3(current_BR, reference_BR[rows])
-                tokens = counted_BR[start : start + size].sum().clamp(min=1)
-                return (loss_BR * counted_BR[rows]).sum() / tokens
+                    loss_BR = loss_BR + penalty * k3(current_BR, in_loss[rows])
+                moved.add(
+                    current_BR,
+                    train_BR[rows],
+                    batch.rollout_BR[rows],
+                    ratio_BR,
+                    mask_BR[rows],
+                    float(mask_BR[whole].sum()),
+                )
+                return reduced(
+                    loss_BR,
+                    counted_BR[rows],
+                    counted_BR[whole],
+                    int(mask_BR[whole].any(1).sum()),
+                    bool(algorithm.token_level_loss),
+                )
 
-            norms.append(self.policy.update(batch.rows(start, start + size), loss_of))
-        return max(norms)
+            norms.append(self.policy.update(batch.rows(whole.start, whole.stop), loss_of))
+        return {"train/grad_norm": max(norms)} | moved.row()
 
     def _scales_of_prompts(self) -> dict[str, float]:
         """Set the first scales, before any response: ranges of prompts, with more room."""
-        prompts = [self.chat.prompt(each.input) for each in self._problems_of(1)]
+        prompts = self.settled.prompts_per_step
+        prompts = [self.chat.prompt(each.input) for each in self._problems_of(0, prompts)]
         self._observe_prompts(prompts)
         settings = self.recipe.glue.recalibrate
         return recalibrate.kv_scales(self.progress.observer.read(), settings.first_margin)
@@ -266,47 +344,12 @@ class GrpoLoop:
         """Return the share of right answers on held-out problems; the sampling repeats itself."""
         problems = self.problems.validation[:VALIDATION_PROBLEMS]
         generator = torch.Generator(self.policy.device).manual_seed(self.recipe.seed)
-        return self._rewards(self._sample(problems, generator), problems).mean().item()
+        return self._answered(problems, generator).right_B.mean().item()
 
 
-def group_advantages(rewards_PG: Tensor) -> Tensor:
-    """Return leave-one-out advantages `[P G]`, normalized where the others differ.
-
-    NeMo RL's `calculate_baseline_and_std_per_prompt` and `GRPOAdvantageEstimator` (main 7ea279a).
-    """
-    G = rewards_PG.shape[1]
-    others_PG = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / (G - 1)
-    squares_PG = (rewards_PG.square().sum(1, keepdim=True) - rewards_PG.square()) / (G - 1)
-    variance_PG = (squares_PG - others_PG.square()).clamp(min=0) * ((G - 1) / max(G - 2, 1))
-    deviation_PG = variance_PG.sqrt()
-    scale_PG = torch.where(deviation_PG > 0, deviation_PG + STD_EPSILON, 1.0)
-    return ((rewards_PG - others_PG) / scale_PG).flatten()
-
-
-def clipped_loss(current_BR: Tensor, train_BR: Tensor, advantages_B1: Tensor) -> Tensor:
-    """Return PPO's clipped surrogate per token, `max(-A r, -A clip(r, 0.8, 1.2))`."""
-    ratio_BR = (current_BR - train_BR).exp()
-    clipped_BR = ratio_BR.clamp(1 - CLIP, 1 + CLIP)
-    return torch.maximum(-advantages_B1 * ratio_BR, -advantages_B1 * clipped_BR)
-
-
-def k3(current_BR: Tensor, reference_BR: Tensor) -> Tensor:
-    """Return the k3 estimate per token of KL(current || reference), value and gradient NeMo RL's.
-
-    `exp(x - x.detach())` is 1 and carries the gradient of sampling from the policy; where the input
-    is clamped to +-20 neither gradient passes (`calculate_kl`, main 7ea279a).
-    """
-    log_ratio_BR = reference_BR - current_BR
-    x_BR = log_ratio_BR.clamp(-20, 20)
-    score_BR = (current_BR - current_BR.detach()).exp()
-    score_BR = torch.where(log_ratio_BR == x_BR, score_BR, score_BR.detach())
-    return (score_BR * (torch.expm1(x_BR) - x_BR)).clamp(max=10)
-
-
-def rollout_metrics(batch: Batch, rewards_B: Tensor, longest: int) -> dict[str, float]:
-    """Describe what was sampled: mean reward, lengths, answers that the longest length cut."""
-    lengths_B = batch.response_mask_BR.sum(1)
-    return {"reward/mean": rewards_B.mean().item()} | length_metrics(lengths_B, longest)
+def rollout_metrics(batch: Batch, longest: int) -> dict[str, float]:
+    """Describe what is learned from: lengths, answers that the longest length cut."""
+    return length_metrics(batch.response_mask_BR.sum(1), longest)
 
 
 class Clock:

@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens, R response tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fp8_nemo.correction.routing import RouteCount
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.local.engine import Batch, causal_mask, positions
 from fp8_nemo.local.modules import attention
 from fp8_nemo.local.modules.precision import set_train_precision
+from fp8_nemo.local.modules.routing import Routers
 from fp8_nemo.recipe.options import Precision
 
 MAX_GRAD_NORM = 1.0
+WARMUP_START = 0.1
+"""Share of the rate with which a warm-up begins; `overrides.py` writes the same to NeMo RL."""
 WEIGHT_DECAY = 0.01
 TOKENS_PER_MICRO_BATCH = 2**14
 
@@ -42,13 +46,21 @@ class Policy:
     Args:
         path: checkpoint to start from.
         precision: the recipe's.
-        learning_rate: of AdamW, the same from the first update on; NeMo RL's base files rise to it
-            in 2 to 50 updates (`lr_warmup_iters`).
+        learning_rate: of AdamW, from the first update on unless `warm_up` lowers it.
         device: where it lives.
+        max_grad_norm: that an update's gradient is scaled down to.
+        replays: whether tokens go to the experts that a batch names.
     """
 
     def __init__(
-        self, path: Path, precision: Precision, learning_rate: float, device: torch.device
+        self,
+        path: Path,
+        precision: Precision,
+        learning_rate: float,
+        device: torch.device,
+        *,
+        max_grad_norm: float = MAX_GRAD_NORM,
+        replays: bool = False,
     ) -> None:
         self.model = load_model(path, device)
         set_train_precision(self.model, precision)
@@ -63,6 +75,19 @@ class Policy:
             lr=learning_rate,
             weight_decay=WEIGHT_DECAY,
         )
+        self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
+        self.routers = Routers(self.model) if replays else None
+
+    def warm_up(self, steps_before: int, warmup_steps: int) -> None:
+        """Set the rate of a step: from a tenth up to the whole, as Megatron's schedule has it.
+
+        Args:
+            steps_before: steps that have been trained.
+            warmup_steps: after which the rate is whole.
+        """
+        share = min(1.0, steps_before / warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * (WARMUP_START + (1 - WARMUP_START) * share)
 
     @property
     def device(self) -> torch.device:
@@ -75,9 +100,20 @@ class Policy:
             yield name, weight.detach()
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, observer: AmaxObserver | None = None) -> Tensor:
-        """Return logprobs `[B, R]` of all response tokens; an observer is shown all Q, K and V."""
-        return torch.cat([self._score(part, observer) for part in micro_batches(batch)])
+    def logprobs(
+        self,
+        batch: Batch,
+        observer: AmaxObserver | None = None,
+        routes: RouteCount | None = None,
+    ) -> Tensor:
+        """Return logprobs `[B, R]` of all response tokens.
+
+        Args:
+            batch: whose routes are replayed, if this policy replays.
+            observer: is shown all Q, K and V.
+            routes: counts where this policy's routers would have chosen otherwise.
+        """
+        return torch.cat([self._score(part, observer, routes) for part in micro_batches(batch)])
 
     def update(self, batch: Batch, loss_of: Callable[[Tensor, slice], Tensor]) -> float:
         """Do one optimizer step; return the gradient's norm before clipping.
@@ -95,7 +131,7 @@ class Policy:
         for name, weight in self.parameters.items():
             self.masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), MAX_GRAD_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.max_grad_norm)
         self.optimizer.step()
         self.load_masters()
         return float(norm)
@@ -116,9 +152,17 @@ class Policy:
         for module in modules:
             module.watch = None
 
-    def _score(self, batch: Batch, observer: AmaxObserver | None = None) -> Tensor:
+    def _score(
+        self,
+        batch: Batch,
+        observer: AmaxObserver | None = None,
+        routes: RouteCount | None = None,
+    ) -> Tensor:
         R = batch.response_mask_BR.shape[1]
-        with self._observed(observer, batch.mask_BT):
+        replaying = nullcontext()
+        if self.routers:
+            replaying = self.routers.replaying(batch.routes_BTLA, batch.mask_BT, routes)
+        with self._observed(observer, batch.mask_BT), replaying:
             logits = self.model(
                 input_ids=batch.tokens_BT,
                 attention_mask=causal_mask(batch.mask_BT),

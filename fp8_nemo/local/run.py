@@ -28,6 +28,7 @@ from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import GrpoLoop, Report
 from fp8_nemo.local.modules.deterministic import repeat_exactly
+from fp8_nemo.local.rollout import DynamicSamplingError
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.runs import metrics, process, run_dir
@@ -39,7 +40,7 @@ class ModelError(ValueError):
     """Report a model that cannot be loaded; one line."""
 
 
-DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError)
+DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError, DynamicSamplingError)
 SHOWN = {
     "reward": "reward/mean",
     "val": "val/accuracy",
@@ -55,9 +56,9 @@ NOTHING_LEARNED = (
 
 
 def run(plan: Plan, path: Path) -> int:
-    """Train; 0 when the last step is done, 2 for an unusable directory, 1 if a proof failed.
+    """Train a plan; return 0 after the last step, 2 for an unusable directory, 1 if a proof fails.
 
-    SIGUSR1 (Slurm's, before the time limit), SIGTERM and Ctrl-C save after the present step and
+    SIGUSR1 (Slurm's, before the time limit), SIGTERM and Ctrl-C save after the current step and
     stop; Ctrl-C again stops at once.
     """
     transformers.logging.set_verbosity_error()
@@ -118,6 +119,7 @@ def _learned_nothing(rows: list[dict[str, Any]]) -> bool:
 
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
+    logging.raiseExceptions = False  # a full disk is told in one line, by what the run stops at
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
     with attempt(path, **starting_point(plan.recipe, path)), progress(plan) as report:
         logging.info("environment %s", environment())

@@ -48,17 +48,17 @@ class EngineMemory:
         return rank_of(self.model)
 
     def sent(self, precision: Precision) -> dict[str, WireSpec]:
-        """What the wire brings in this precision; 0.2 s for 37,000 tensors, so once."""
+        """Return what the wire brings in a precision; cached: 37,000 tensors take 0.2 s."""
         key = astuple(precision)
         if key not in self.specs:
             self.specs[key] = wire_specs(named_shapes(self.shape), precision, self.shape.layers)
         return self.specs[key]
 
     def destination(self) -> Destination:
-        """Everything that a refit fills in this worker, by wire name, as it lies now.
+        """Return where a refit fills this worker's memory, by wire name, as it is now.
 
         Raises:
-            RefitError: it is not what the recipe's engine holds.
+            RefitError: the worker's tensors are not those that the recipe's engine holds.
         """
         cache = self.look_again()
         at = [*cache.places(), *(place_of(scale) for _, scale in self._kv_scales())]
@@ -68,7 +68,7 @@ class EngineMemory:
         return self.known
 
     def lying(self, rank: Rank) -> Destination:
-        """Look the same up anew for a worker of this place; no memory is read."""
+        """Return the destination of a worker of a given rank, without reading its memory."""
         parameters = self.look_again().parameters()
         found = engine_parts(parameters, self.shape, self.precision, rank)
         found |= {name: Part(scale.view(1)) for name, scale in self._kv_scales()}
@@ -76,7 +76,7 @@ class EngineMemory:
         return Destination(found, {name: x for name, x in specs.items() if rank.holds(name)})
 
     def check_asleep(self) -> None:
-        """Look everything up, in an engine whose memory is given back.
+        """Check that every tensor is found in an engine that sleeps, its memory given back.
 
         Raises:
             RefitError: as `destination`.
@@ -88,12 +88,13 @@ class EngineMemory:
     def last_seen(self) -> Destination:
         """Return `destination` as the last refit left it, without the 2.4 ms that 8B takes to look.
 
-        What has moved since then ends the refit, when it is settled, as what moves in it does.
+        If a tensor has moved since then, closing the refit notices and fails it, as it does for a
+        tensor that moves during the refit.
         """
         return self.known or self.destination()
 
     def look_again(self) -> ParameterCache:
-        """Walk the model, at first and if it has changed since; what attends is known after it."""
+        """Return the cached parameters and attentions; walk the model anew if it has changed."""
         if self.cache is None or not self.cache.are_all():
             fp8_kv = self.precision.cache.is_quantized
             self.cache, self.known = ParameterCache(self.model), None
@@ -111,7 +112,7 @@ def _mapped(_: Any, numbers: Tensor) -> dict[int, int]:
 
 
 def _as_many(module: Any, _: Tensor) -> dict[int, int]:
-    """Name some experts, as many as are here: which they are lies in memory that may be asleep."""
+    """Map made-up expert numbers, from 0: the true ones may lie in memory that sleeps."""
     return {number: number for number in range(len(module.w13_weight))}
 
 
@@ -134,10 +135,10 @@ def rank_of(model: Any, experts_of: Callable[[Any, Tensor], dict[int, int]] = _m
 
 
 def _expert_map(module: Any) -> Tensor | None:
-    """Return local numbers of all experts, vLLM 0.25's or 0.20's; None if all are here."""
+    """Return the local number of every expert, from vLLM 0.25 or 0.20; None if all are here."""
     return getattr(module, "_expert_map", getattr(module, "expert_map", None))
 
 
 def attentions(model: Any, layers: int) -> list[Any]:
-    """Attention modules of vLLM, which hold the scales of the cache, by layer."""
+    """Return vLLM's attention modules, which hold the cache's scales, in layer order."""
     return [model.get_submodule(f"model.layers.{layer}.self_attn.attn") for layer in range(layers)]

@@ -1,14 +1,14 @@
 """KV scales under NeMo RL: ranges seen in the workers' forward, scales kept on the driver.
 
-`watched` sees Q, K and V in Megatron's logprob forward, where attention receives them; `KvScales`
-makes scales of the ranges and remembers those in force. NeMo RL measures with a forward of its own
-after every update, hooks whatever has `core_attention` in its name, children included, counts
-padding, and reads three numbers a layer and micro-batch on the host (`calibrate_qkv_fp8_scales`).
-Here the forward that the step runs anyway is watched: the top attention module of a layer, real
-tokens only, nothing read until the step asks.
+`watched` sees Q, K and V in Megatron's logprob forward, where attention receives them. `KvScales`
+makes scales of the ranges and keeps the current ones. NeMo RL instead runs a forward of its own
+after every update (`calibrate_qkv_fp8_scales`). It hooks every module with `core_attention` in its
+name, children included, counts padding, and reads three numbers a layer and micro-batch on the
+host. We watch the forward that the step runs anyway: the top attention module of a layer, real
+tokens only, and the host reads only when the step asks.
 
-Sequences come packed, one after the other, in the order of the batch; how long each really is, is
-known from the batch alone: Megatron is told the padded lengths only.
+Sequences come packed, one after the other, in the order of the batch. Their real lengths come from
+the batch, because Megatron gets the padded lengths only.
 
 Shapes: S sequences of a micro-batch, R rows (tokens), H heads, D head dimension, L layers; the last
 axis of 3 is Q, K, V.
@@ -44,7 +44,7 @@ from fp8_nemo.recipe.plain import to_json
 
 
 class KvScales:
-    """The scales of a run: which are in force, and what was seen since they were made.
+    """The KV scales of a run: the current ones, and what was seen since they were made.
 
     A step goes `saw_ranges` (its logprob forward), `trained`, then `take_ranges` or, with
     `source: forward`, `take_scales`; `done` opens the next one.
@@ -62,11 +62,11 @@ class KvScales:
         self.is_observed = self.has_trained = False
 
     def saw_ranges(self) -> None:
-        """Note that the workers hold ranges of a forward."""
+        """Record that the workers hold the ranges of a forward."""
         self.is_observed = True
 
     def trained(self) -> None:
-        """Note an update: the scales in force are old, and the next come of a whole rollout."""
+        """Record an update: the current scales are old, the next are of a whole rollout."""
         self.has_trained = True
 
     @property
@@ -75,9 +75,9 @@ class KvScales:
         return not self.is_observed and (self.has_trained or not self.in_force)
 
     def take_ranges(self, amax_L3: Tensor) -> dict[str, float]:
-        """Make scales of the ranges that the workers saw, and return metrics of the change.
+        """Make scales of the ranges that the workers saw; return metrics of the change.
 
-        Before the first update the ranges are of prompts alone, which `first_margin` allows for.
+        Before the first update the ranges come from prompts alone; `first_margin` allows for it.
 
         Raises:
             RecalibrateError: a scale is zero or not finite.
@@ -88,7 +88,7 @@ class KvScales:
         return self._put_in_force(kv_scales(self.history.read(), margin), amax_L3)
 
     def take_scales(self, scales: dict[str, float]) -> dict[str, float]:
-        """Take scales that NeMo RL's own forward gave, and return metrics of the change.
+        """Use the scales of NeMo RL's own forward; return metrics of the change.
 
         Raises:
             RecalibrateError: a scale is missing, zero or not finite.
@@ -97,19 +97,19 @@ class KvScales:
         return self._put_in_force(scales, ranges_of(scales, self.settings.margin))
 
     def done(self) -> None:
-        """Open the next step."""
+        """Start the next step."""
         self.is_observed = self.has_trained = False
 
     def save(self, file: Path) -> None:
-        """Write history and scales, so that a resumed run starts with them."""
+        """Write history and scales to a file, so that a resumed run starts with them."""
         content = {"amax_SL3": self.history.read().tolist(), "kv_scales": self.in_force}
         file.write_text(to_json(content) + "\n")
 
     def restore(self, file: Path) -> None:
-        """Read what `save` wrote; a checkpoint that NeMo RL saved alone has none.
+        """Read what `save` wrote; do nothing for a checkpoint that stock NeMo RL saved.
 
         Raises:
-            ValueError: it is of another model or another history.
+            ValueError: the file is of another model, or of another history length.
         """
         if file.is_file():
             content = json.loads(file.read_text())
@@ -127,7 +127,7 @@ class KvScales:
 
 
 def ranges_of(scales: dict[str, float], margin: float) -> Tensor:
-    """Return the ranges `[L, 3]` behind NeMo RL's scales."""
+    """Return the ranges `[L, 3]` that NeMo RL's scales were computed from."""
     layers = len(scales) // 3
     held = [[scales[name] for name in kv_scale_names(layer)] for layer in range(layers)]
     return torch.tensor(held) * (FP8_MAX / margin)
@@ -181,7 +181,7 @@ class _Watch:
     def before_attention(
         self, layer: int, _: nn.Module, arguments: tuple, options: dict[str, Any]
     ) -> None:
-        """The hook: Q, K and V of one layer's micro-batch, `[R, H, D]`, or `[T, S, H, D]`."""
+        """Observe one layer's micro-batch, Q, K and V `[R, H, D]` or `[T, S, H, D]`; a hook."""
         query, packed = arguments[0], options.get("packed_seq_params")
         first, count = self.seen[layer], query.shape[1] if packed is None else _sequences(packed)
         self.seen[layer] += count
@@ -198,7 +198,7 @@ class _Watch:
         self.observer.observe_rows(layer, qkv, self.masks[key])
 
     def close(self) -> None:
-        """See that every layer took the whole batch."""
+        """Check that every layer took the whole batch."""
         for layer, count in self.seen.items():
             if count != len(self.lengths):
                 raise RecalibrateError(
@@ -214,7 +214,7 @@ class _Watch:
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """Global layer index and top attention module of each of this rank's layers."""
+    """Yield the global layer index and the top attention module of this rank's layers."""
     for name, module in model.named_modules():
         if name.endswith("self_attention") and hasattr(module, "core_attention"):
             yield int(module.layer_number) - 1, module.core_attention  # type: ignore[arg-type]

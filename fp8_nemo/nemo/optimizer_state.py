@@ -59,9 +59,9 @@ class HostState:
                     state[name] = value.to(device, non_blocking=True)
 
     def _grow(self, size: int) -> None:
-        """Allocate the buffer anew where it is too small.
+        """Allocate a larger buffer if this one is too small.
 
-        Registered, not allocated page-locked by torch, whose allocator rounds up to a power of two.
+        It registers the memory itself: torch's page-locking allocator rounds up to a power of two.
         """
         if self._buffer.numel() >= size:
             return
@@ -79,7 +79,7 @@ class HostState:
 
 
 def places(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Lay tensors out one after another: the offset of each, and the length of all, in bytes."""
+    """Return each tensor's offset in a buffer and the buffer's length, in bytes."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

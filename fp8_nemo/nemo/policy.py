@@ -1,14 +1,15 @@
-"""The policy that NeMo RL's driver trains: stock workers or ours, watched where the batch is whole.
+"""The policy that NeMo RL's driver trains, with our correction and the metrics of each step.
 
-`Policy.train` is the one place that sees a step's rollout batch unpacked and before it is spread
-over ranks: the metrics of the mismatch are taken here, and every correction that NeMo RL's loss
-does not know multiplies the advantages here. The clipped losses are linear in the advantage,
-`max(-wA r, -wA clip(r)) = w max(-A r, -A clip(r))` for `w >= 0`, so this is the corrected loss
-exactly, whatever packing, dynamic batching or context parallelism do to it afterwards.
+`Policy.train` is the one place that sees a step's rollout batch unpacked, before it is spread over
+ranks. We therefore measure the mismatch here, and multiply the advantages here for every correction
+that NeMo RL's loss does not have. The clipped losses are linear in the advantage,
+`max(-wA r, -wA clip(r)) = w max(-A r, -A clip(r))` for `w >= 0`. So this is exactly the corrected
+loss, whatever packing, dynamic batching or context parallelism do to it afterwards. It holds for
+dual clip, CISPO, and losses without a ratio or with one of the whole sequence, too.
 
-KV scales are made here from what the workers saw (`glue.recalibrate.source: logprob`): the history
-of their ranges is on the driver, is saved with every checkpoint, and the scales in force go into
-every refit, also into those for which NeMo RL passes none.
+KV scales are made here from the ranges that the workers saw (`glue.recalibrate.source: logprob`).
+The driver holds their history and saves it with every checkpoint. The current scales go into every
+refit, also into those for which NeMo RL passes none.
 
 Shapes: B sequences, T tokens, the first of which nothing predicts.
 """
@@ -28,12 +29,21 @@ import torch
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn
 from nemo_rl.models.policy.lm_policy import Policy
 
-from fp8_nemo.correction.correct import Multiplier, correct, correction_metrics
-from fp8_nemo.correction.mismatch import (
-    LogprobPair,
-    entropy_metrics,
-    length_metrics,
-    mismatch_metrics,
+from fp8_nemo.correction.correct import (
+    Multiplier,
+    advantage_metrics,
+    correct,
+    correction_metrics,
+)
+from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
+from fp8_nemo.correction.routing import replay_metrics
+from fp8_nemo.correction.update import (
+    CLIPPED,
+    MOVED,
+    clipped_tokens,
+    kl_sum,
+    policy_ratio,
+    update_metrics,
 )
 from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
 from fp8_nemo.glue.wire import RefitError
@@ -42,7 +52,12 @@ from fp8_nemo.nemo.step_metrics import OPENED
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 WORKER = "fp8_nemo.nemo.policy_worker.Fp8PolicyWorker"
-STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+OUR_WORKERS = {
+    "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker": WORKER,
+    "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker":
+        "fp8_nemo.nemo.generation_worker.Fp8GenerationWorker",
+}  # fmt: skip
+"""Ray actors of ours by NeMo RL's, in whose Python environment each runs."""
 RANGES = "fp8_nemo_ranges.json"
 """Beside a checkpoint's weights: ranges and scales, so that a resumed run starts with them."""
 
@@ -69,7 +84,7 @@ class WatchedPolicy(Policy):
             self.kv_scales.restore(ranges_file(arguments["weights_path"]))
 
     def train(self, data: Any, loss_fn: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """`Policy.train` on the corrected batch; the caller's batch stays as it is.
+        """Run `Policy.train` on a corrected copy of the batch, and record the step's metrics.
 
         Raises:
             LogprobError: a logprob of a real token is not finite.
@@ -78,36 +93,45 @@ class WatchedPolicy(Policy):
         pair = logprob_pair(data)
         multiplier = correct(pair, self.correction)
         self.row |= mismatch_metrics(pair) | correction_metrics(multiplier, pair, self.correction)
-        self.row |= entropy_metrics(pair)
+        self.row |= advantage_metrics(multiplier, pair, data["advantages"][:, 1:])
         longest = self.cfg["generation"]["max_new_tokens"]
         full_B = data["input_lengths"] >= self.cfg["max_total_sequence_length"]
-        self.row |= length_metrics(pair.mask_BT.sum(1), longest, full_B)
+        # Answers that were filtered were sampled too.
+        self.row |= length_metrics(data["token_mask"][:, 1:].sum(1), longest, full_B)
         self.row |= refit_metrics(self.proofs(), self.refit_info)
+        if self.settings.replays and self.settings.needs_plugin:
+            counted_2 = torch.tensor(self.run_all_workers_single_data("fp8_nemo_take_routes")[0])
+            self.row |= replay_metrics(counted_2, data["routed_experts"], data["input_lengths"])
         if not self.settings.loss_corrects:
             data = corrected(data, multiplier, self.correction.renormalize_denominator)
+        if self.settings.needs_plugin:
+            loss_fn = watched_loss(loss_fn)
         results = super().train(data, loss_fn, *arguments, **options)
+        self.row |= update_metrics(
+            results.get("all_mb_metrics", {}), has_ratio=not loss_fn.disable_ppo_ratio
+        )
         self.kv_scales.trained()
         self.row["train/grad_norm"] = float(torch.as_tensor(results["grad_norm"]).max())
         return results
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """`Policy.prepare_refit_info`, noted: what each refit will send."""
+        """Run `Policy.prepare_refit_info` and keep what it returns: what each refit sends."""
         info = super().prepare_refit_info()
         self.refit_info = info or {}
         return info
 
     def get_logprobs(self, *arguments: Any, **options: Any) -> Any:
-        """`Policy.get_logprobs`; the workers observe Q, K and V where the recipe says so."""
+        """Run `Policy.get_logprobs`; the workers observe Q, K and V if the recipe says so."""
         found = super().get_logprobs(*arguments, **options)
         if self.settings.observes:
             self.kv_scales.saw_ranges()
         return found
 
     def calibrate_qkv_fp8_scales(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """KV scales for the next rollout, held against those in force.
+        """Return KV scales for the next rollout, and record their change.
 
-        From what the step's logprob forward showed; by NeMo RL's own forward over the given batch
-        where there was none, and with `source: forward` always.
+        They come from the ranges of the step's logprob forward. Without such a forward, and always
+        with `source: forward`, NeMo RL runs its own forward over the given batch.
 
         Raises:
             RecalibrateError: a scale is zero or not finite.
@@ -130,7 +154,7 @@ class WatchedPolicy(Policy):
     def stream_weights_via_ipc_zmq(
         self, buffer_size_bytes: int, kv_scales: dict[str, float] | None = None
     ) -> Any:
-        """`Policy.stream_weights_via_ipc_zmq`, never without the scales in force."""
+        """Run `Policy.stream_weights_via_ipc_zmq`, by default with the current KV scales."""
         self._note_refit()
         return super().stream_weights_via_ipc_zmq(
             buffer_size_bytes, kv_scales=kv_scales or self.kv_scales.in_force or None
@@ -139,32 +163,35 @@ class WatchedPolicy(Policy):
     def broadcast_weights_for_collective(
         self, kv_scales: dict[str, float] | None = None, **options: Any
     ) -> Any:
-        """`Policy.broadcast_weights_for_collective`, never without the scales in force."""
+        """Run `Policy.broadcast_weights_for_collective`, by default with the current scales."""
         self._note_refit()
         return super().broadcast_weights_for_collective(
             kv_scales=kv_scales or self.kv_scales.in_force or None, **options
         )
 
     def save_checkpoint(self, weights_path: str, *arguments: Any, **options: Any) -> None:
-        """`Policy.save_checkpoint`, ranges beside the weights, and the rows of metrics.jsonl."""
+        """Run `Policy.save_checkpoint`; keep ranges beside the weights, and the run's rows."""
         super().save_checkpoint(weights_path, *arguments, **options)
         self.keep_rows(Path(weights_path).parents[1])
         if self.settings.observes:
             self.kv_scales.save(ranges_file(weights_path))
 
     def _note_refit(self) -> None:
-        """Before the step's training it opens the step; after it, it is a validation's."""
+        """Record that a refit came before this step's `train`, so that it belongs to this step.
+
+        A refit after `train` belongs to the validation that follows.
+        """
         if "train/grad_norm" not in self.row:
             self.row[OPENED] = True
 
     def take_row(self) -> dict[str, float]:
-        """The metrics since the last call."""
+        """Return the metrics recorded since the last call."""
         row, self.row = self.row, {}
         return row
 
 
 def logprob_pair(data: Any) -> LogprobPair:
-    """A rollout batch as NeMo RL holds it, `[B, T]`, as our pair `[B, T - 1]` on the host.
+    """Convert NeMo RL's rollout batch `[B, T]` to our pair `[B, T - 1]` on the host.
 
     Raises:
         LogprobError: a logprob of a real token is not finite.
@@ -174,12 +201,14 @@ def logprob_pair(data: Any) -> LogprobPair:
 
 
 def corrected(data: Any, multiplier: Multiplier, renormalize: bool) -> Any:
-    """A shallow copy of the batch whose advantages are multiplied.
+    """Return a shallow copy of the batch with multiplied advantages.
+
+    Everything else is the batch's own, `routed_experts` of rejected tokens too: they are context.
 
     Args:
         data: NeMo RL's batch, `[B, T]`.
         multiplier: `[B, T - 1]`.
-        renormalize: rejected tokens leave the mask too, and with it every denominator.
+        renormalize: also drop rejected tokens from the mask, and so from every denominator.
     """
     data = copy.copy(data)
     advantages_BT = data["advantages"].clone()
@@ -193,10 +222,10 @@ def corrected(data: Any, multiplier: Multiplier, renormalize: bool) -> Any:
 
 
 def without_correction(loss_fn: ClippedPGLossFn) -> ClippedPGLossFn:
-    """NeMo RL's own loss with a multiplier of exactly 1.
+    """Return a copy of NeMo RL's own loss with a multiplier of exactly 1.
 
-    Its configuration must ask for the correction under FP8 (seam needs-correction); the loss object
-    that trains need not.
+    Under FP8 NeMo RL's configuration must ask for its correction (seam needs-correction); the loss
+    object that trains need not.
     """
     plain = copy.copy(loss_fn)
     plain.use_importance_sampling_correction = False
@@ -206,26 +235,60 @@ def without_correction(loss_fn: ClippedPGLossFn) -> ClippedPGLossFn:
     return plain
 
 
+class WatchedLoss(ClippedPGLossFn):
+    """NeMo RL's loss, which also says how far an update has moved the policy."""
+
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: Any,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """NeMo RL's value and metrics, and our two, as shares of the update's tokens."""
+        loss, metrics = super().__call__(
+            next_token_logprobs, data, global_valid_seqs, global_valid_toks
+        )
+        current_BT, train_BT = next_token_logprobs.detach(), data["prev_logprobs"][:, 1:]
+        mask_BT = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        ratio_BT = policy_ratio(
+            current_BT, train_BT, mask_BT, by_sequence=self.sequence_level_importance_ratios
+        )
+        clip = (1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
+        return loss, metrics | {
+            CLIPPED: (clipped_tokens(ratio_BT, mask_BT, clip) / global_valid_toks).item(),
+            MOVED: (kl_sum(current_BT, train_BT, mask_BT) / global_valid_toks).item(),
+        }
+
+
+def watched_loss(loss_fn: ClippedPGLossFn) -> WatchedLoss:
+    """Return a copy of NeMo RL's loss that measures, too."""
+    watched = copy.copy(loss_fn)
+    watched.__class__ = WatchedLoss
+    assert isinstance(watched, WatchedLoss)
+    return watched
+
+
 def refit_bytes(info: dict[str, Any]) -> int:
-    """Bytes of a refit from NeMo RL's metadata, `{name: (shape, dtype)}`."""
+    """Return the bytes of a refit from NeMo RL's metadata, `{name: (shape, dtype)}`."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in info.values())
 
 
 def ranges_file(weights_path: str | os.PathLike[str]) -> Path:
-    """Where a checkpoint's ranges stand: beside the folder of its weights."""
+    """Return the path of a checkpoint's ranges, beside the folder of its weights."""
     return Path(weights_path).parent / RANGES
 
 
 def refit_metrics(proofs: list[dict[str, Any]], info: dict[str, Any]) -> dict[str, float]:
-    """Bytes and proven weights of the last refit, of the worker that proved least.
+    """Return bytes and proven weights of the last refit, from the worker that proved least.
 
     Args:
         proofs: what each of vLLM's workers reports; none with `verify: off`.
         info: NeMo RL's handshake, `{name: (shape, dtype)}` in the order of the stream.
 
     Raises:
-        RefitError: with `verify: bytes`, what two ranks of the trainer sent is not the same; each
-            engine holds what it was sent, so no engine can know.
+        RefitError: with `verify: bytes`, two ranks of the trainer sent different bytes. No engine
+            can notice, as each holds what it was sent.
     """
     proven = [proof for proof in proofs if proof]
     if not proven:

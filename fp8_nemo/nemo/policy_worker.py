@@ -1,4 +1,4 @@
-"""NeMo RL's Megatron policy worker with our refit stream and our eyes on Q, K and V.
+"""NeMo RL's Megatron policy worker with our refit stream and our eyes on Q, K, V and routers.
 
 Registered through `Policy(worker_extension_cls_fqn=...)`. One iterator feeds every transport of
 NeMo RL's, and its handshake; it is all that is replaced.
@@ -19,6 +19,7 @@ from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 from torch import Tensor
 
+from fp8_nemo.correction.routing import RouteCount
 from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream
@@ -37,16 +38,17 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     fp8_nemo_refits = 0
     """Since the handshake; the engine's receiver counts them too."""
     fp8_nemo_observer: AmaxObserver | None = None
+    fp8_nemo_routes: RouteCount | None = None
     fp8_nemo_is_reference = False
     fp8_nemo_host_state: HostState | None = None
 
     def prepare_refit_info(self) -> dict[str, Any]:
-        """The handshake: the stream as it will be, before any KV scale exists.
+        """Return the handshake: names, shapes and types of the stream, before KV scales exist.
 
-        It ends the set-up, whose objects live as long as the worker. NeMo RL asks Python for a full
-        collection before and after each refit and before each logprob pass, which walked all of
-        them: 1.45 s of 2.4 in stock's refit of 8B's shape (benchmarks/results/glue-8b-h200.json).
-        None looks at them from here on, as in vLLM's own workers.
+        It ends the set-up, whose objects live as long as the worker, so it freezes them, as vLLM's
+        own workers do. NeMo RL asks Python for a full collection before and after each refit and
+        before each logprob pass. Walking these objects took 1.45 s of 2.4 in stock's refit of 8B's
+        shape (benchmarks/results/glue-8b-h200.json).
         """
         self.fp8_nemo_wire, self.fp8_nemo_refits = None, 0
         wire: dict[str, Any] = super().prepare_refit_info()
@@ -55,6 +57,16 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             gc.collect()
             gc.freeze()
         return wire
+
+    def prepare_for_training(self, *arguments: Any, **options: Any) -> None:
+        """Bring gradients and optimizer back, into memory of their own.
+
+        NeMo RL empties the allocator's cache after that. Gradients that had been given a part of
+        the logprob pass's memory would leave the rest to Adam's moments, which stay: then neither
+        part could go back to the device for the rollout.
+        """
+        torch.cuda.empty_cache()
+        super().prepare_for_training(*arguments, **options)
 
     def move_optimizer(self, device: str) -> None:
         """Move Adam's state as NeMo RL does, through page-locked memory (`optimizer_state.py`)."""
@@ -66,16 +78,20 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             self.fp8_nemo_host_state.to_device(states, device)
 
     def stream_weights_via_ipc_zmq(self, *arguments: Any, **options: Any) -> None:
-        """Send to the engine on this GPU.
+        """Send the weights to the engine on this GPU.
 
         Raises:
-            RefitError: a weight or a KV scale was refused; the engine has refused the refit too.
+            RefitError: a weight or a KV scale was refused; so the engine refused the refit too.
         """
         super().stream_weights_via_ipc_zmq(*arguments, **options)
         self.fp8_nemo_raise_refused()
 
     def broadcast_weights_for_collective(self, *arguments: Any, **options: Any) -> None:
-        """Send to engines on other GPUs; raises as `stream_weights_via_ipc_zmq`."""
+        """Send the weights to engines on other GPUs.
+
+        Raises:
+            RefitError: as `stream_weights_via_ipc_zmq`.
+        """
         super().broadcast_weights_for_collective(*arguments, **options)
         self.fp8_nemo_raise_refused()
 
@@ -106,10 +122,11 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     def fp8_nemo_to_the_end(
         self, stream: Iterator[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """A stream that is refused half-way goes on with ones, and no manifest can be read.
+        """Yield the stream; if it is refused half-way, yield ones for the rest.
 
         A sender that stopped would leave the receiver waiting: 120 seconds for an answer, or for
-        ever in a broadcast of which it knows the sizes. Ones: vLLM stops at a KV scale of 0.
+        ever in a broadcast whose sizes it knows. Ones are no readable manifest, so the receiver
+        refuses the refit. Zeros would not do: vLLM stops at a KV scale of 0.
         """
         sent: set[str] = set()
         try:
@@ -123,14 +140,14 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
                     yield name, torch.ones(shape, device="cuda").to(dtype)
 
     def fp8_nemo_raise_refused(self) -> None:
-        """Once the stream has ended on both sides; a refit after it starts anew."""
+        """Raise the error that stopped the stream, once both sides have reached its end."""
         refused, self.fp8_nemo_refused = self.fp8_nemo_refused, None
         if refused is not None:
             raise refused
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """While other weights are in, nothing is observed."""
+        """Use the reference weights as NeMo RL does, without observing Q, K and V."""
         with super().use_reference_model():
             self.fp8_nemo_is_reference = True
             try:
@@ -139,7 +156,16 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
                 self.fp8_nemo_is_reference = False
 
     def get_logprobs(self, *, data: Any, **options: Any) -> Any:
-        """NeMo RL's, observed."""
+        """Run NeMo RL's `get_logprobs`, and observe Q, K and V if the recipe says so."""
+        settings = _settings()
+        if self.fp8_nemo_is_reference or not settings.replays:
+            return self.fp8_nemo_watched_logprobs(data, **options)
+        self.fp8_nemo_routes = self.fp8_nemo_routes or RouteCount("cuda")
+        with counted_routes(self.fp8_nemo_routes):
+            return self.fp8_nemo_watched_logprobs(data, **options)
+
+    def fp8_nemo_watched_logprobs(self, data: Any, **options: Any) -> Any:
+        """NeMo RL's `get_logprobs`, with eyes on Q, K and V where the recipe asks for them."""
         settings = _settings()
         if self.fp8_nemo_is_reference or not settings.observes:
             return super().get_logprobs(data=data, **options)
@@ -156,10 +182,17 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         ):
             return super().get_logprobs(data=data, **options)
 
-    def fp8_nemo_take_ranges(self) -> list[list[float]]:
-        """Largest absolute values `[L, 3]` of all ranks since the last call; zeros if none.
+    def fp8_nemo_take_routes(self) -> list[int]:
+        """Routes exchanged, and routes compared, on all ranks since the last call."""
+        assert self.fp8_nemo_routes, "asked after a logprob pass of replay=r3 alone"
+        counted_2 = self.fp8_nemo_routes.take()
+        torch.distributed.all_reduce(counted_2)
+        return counted_2.tolist()
 
-        The step's one read on the host.
+    def fp8_nemo_take_ranges(self) -> list[list[float]]:
+        """Return the largest absolute values `[L, 3]` of all ranks since the last call.
+
+        They are zeros if nothing was observed. It is the only read of a step on the host.
         """
         assert self.fp8_nemo_observer, "asked only with glue.recalibrate.source=logprob"
         # As integers, which order as the numbers do and put NaN above all; NCCL may drop a NaN.
@@ -173,6 +206,35 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class Fp8PolicyWorker(Fp8PolicyWorkerImpl):
     """The Ray actor."""
+
+
+@contextmanager
+def counted_routes(count: RouteCount) -> Iterator[None]:
+    """Show `count` what each router of Megatron's would have chosen, while routes are replayed.
+
+    NeMo RL's padding is the route `0, 1, 2, ...`, which leaves out real tokens that go there too.
+    """
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    replayed = RouterReplay.get_replay_topk
+
+    def counting(
+        replay: Any, scores: Tensor, topk: int,
+        num_groups: Any = None, group_topk: Any = None, default_compute_topk: Any = None,
+    ) -> Any:  # fmt: skip
+        found = replayed(replay, scores, topk, num_groups, group_topk, default_compute_topk)
+        if replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
+            own_NA = default_compute_topk(scores, topk, num_groups, group_topk)[1]
+            given_NA = replay.target_topk_idx.to(scores.device)
+            padding_A = torch.arange(topk, device=scores.device)
+            count.add(own_NA, given_NA, (given_NA != padding_A).any(-1))
+        return found
+
+    RouterReplay.get_replay_topk = counting
+    try:
+        yield
+    finally:
+        RouterReplay.get_replay_topk = replayed
 
 
 def _settings() -> WorkerSettings:

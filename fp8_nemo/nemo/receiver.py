@@ -1,14 +1,14 @@
-"""Our receiver inside vLLM's workers: it loads FP8 weights as they come, by a ledger.
+"""Our receiver inside vLLM's workers: it loads FP8 weights as they come, and a ledger checks them.
 
 vLLM calls `register` through the entry point `vllm.general_plugins` in every process it starts,
 before it looks up the worker extension that NeMo RL named; the name then means our subclass of it.
 No line of NeMo RL or vLLM changes, whichever executor runs the workers.
 
-That it happened is proven, not assumed: the stream opens with a sentinel that only this receiver
-takes out, and vLLM's own loader stops at a name that it does not know.
+The stream proves that our receiver is in place: it opens with a sentinel that only our receiver
+removes, and vLLM's own loader stops at a name that it does not know.
 
-A receiver that gave up in the middle would leave the sender waiting, 120 seconds for an answer or
-for ever in a broadcast; what fails is kept, the stream is taken to its end, and then it is raised.
+A receiver that stopped half-way would leave the sender waiting, 120 seconds for an answer or for
+ever in a broadcast. So the receiver keeps an error, takes the stream to its end, and then raises.
 """
 
 # pyright: reportMissingImports=false, reportPrivateImportUsage=false
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def receiver(stock: type, settings: WorkerSettings) -> type:
-    """A subclass of NeMo RL's worker extension that receives what our policy workers send.
+    """Make a subclass of NeMo RL's worker extension that receives what our policy workers send.
 
     Args:
         stock: `VllmInternalWorkerExtension` of main 7ea279a or v0.7.0.
@@ -89,7 +89,7 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
             return self.fp8_nemo_settings.glue.has_receiver
 
         def fp8_nemo_proven(self, update: Callable[[], bool]) -> bool:
-            """NeMo RL's update, as one refit of ours; what failed in it is kept to be asked for."""
+            """Run NeMo RL's update as one proven refit, and keep what failed for the driver."""
             self.fp8_nemo_refit, self.fp8_nemo_proof, self.fp8_nemo_problems = None, None, ()
             model, settings = self.model_runner.model, self.fp8_nemo_settings
             if not settings.glue.has_receiver:  # recalibration alone is ours
@@ -110,12 +110,12 @@ def receiver(stock: type, settings: WorkerSettings) -> type:
             return landed
 
         def fp8_nemo_report(self) -> dict[str, Any]:
-            """Of the last refit; empty before one, and with `verify: off`."""
+            """Return the last refit's proof; empty before a refit, and with `verify: off`."""
             proof = self.fp8_nemo_proof
             return asdict(proof) if proof is not None else {}
 
         def fp8_nemo_layout_problems(self) -> list[str]:
-            """List what lies otherwise than a refit will look for it; before the first, asleep."""
+            """List the tensors that a refit would not find in the memory of a sleeping engine."""
             settings = self.fp8_nemo_settings
             if not settings.glue.has_receiver or settings.glue.verify == "off":
                 return []
@@ -157,7 +157,7 @@ class Refit:
     def take(
         self, tensors: list[tuple[str, Tensor]], load_as_stock: Callable[[list], None]
     ) -> None:
-        """Book what arrived, and load it: as it is, quantized here, or by NeMo RL's own loader."""
+        """Record and load what arrived: as it is, quantized here, or by NeMo RL's own loader."""
         try:
             ours = [pair for pair in tensors if self._is_ours(*pair)]
             if not self.failed:
@@ -172,13 +172,13 @@ class Refit:
             self.failed = error
 
     def close(self, update: Callable[[], bool]) -> RefitProof | None:
-        """Let the stream come, to its end; the proof, None with `verify: off`.
+        """Take the stream to its end and return the proof; None with `verify: off`.
 
         Args:
             update: NeMo RL's, which calls `take` with every batch; false if it failed.
 
         Raises:
-            RefitError: naming everything that failed.
+            RefitError: it names everything that failed.
         """
         try:
             landed = update()
@@ -231,7 +231,7 @@ class Refit:
 
 
 def _reason(error: Exception) -> str:
-    """What failed, where, and with which tensors: vLLM's loaders assert without a message."""
+    """Return what failed, where, and with which tensors: vLLM's loaders assert without a text."""
     text = f"{type(error).__name__} {error}".strip()
     [*_, at] = traceback.extract_tb(error.__traceback__)
     notes = getattr(error, "__notes__", [])
@@ -248,10 +248,10 @@ def _open(engine: EngineMemory, settings: WorkerSettings, number: int) -> Ledger
 
 
 def _clear_kv_scales(of: Sequence[Any]) -> None:
-    """Put vLLM's "none was loaded" into what its loader fills, in FP32.
+    """Set the scales that vLLM's loader fills to -1, its value for "not loaded", in FP32.
 
-    vLLM makes these parameters in the model's BF16, in which a scale loses 17 of its bits; and a
-    scale that is lost on the way would leave that of the refit before.
+    vLLM makes these parameters in the model's BF16, in which a scale loses 17 of its bits. Without
+    clearing, a scale that is lost on the way would leave the previous refit's in place.
     """
     scales = [getattr(each, name) for each in of for name in ("q_scale", "k_scale", "v_scale")]
     for scale in scales:
@@ -262,10 +262,10 @@ def _clear_kv_scales(of: Sequence[Any]) -> None:
 
 
 def _keep_kv_scales(runner: Any, of: Sequence[Any]) -> None:
-    """Put the scales of K and V back when the cache wakes up.
+    """Restore the scales of K and V when the cache wakes up.
 
-    vLLM's model runner V1, which Qwen3-MoE gets and every engine over several GPUs, fills them with
-    1.0 then (seam wakes-with-ones), after the refit. Runner V2 leaves them alone.
+    On waking, after the refit, vLLM's model runner V1 fills them with 1.0 (seam wakes-with-ones).
+    Qwen3-MoE and every engine over several GPUs get V1. Runner V2 leaves the scales alone.
     """
     reset = getattr(type(runner), "init_fp8_kv_scales", None)
     if reset is None:
@@ -276,7 +276,7 @@ def _keep_kv_scales(runner: Any, of: Sequence[Any]) -> None:
         held |= {getattr(attention, n): getattr(attention, n).clone() for n in names}
 
     def reset_and_keep() -> None:
-        """vLLM's, then the scales of the last refit."""
+        """Run vLLM's reset, then put back the scales of the last refit."""
         reset(runner)
         for scale, value in held.items():
             scale.data.copy_(value)
@@ -285,7 +285,10 @@ def _keep_kv_scales(runner: Any, of: Sequence[Any]) -> None:
 
 
 def _stale_host_copies(of: Sequence[Any], sent: dict[str, float]) -> Iterable[str]:
-    """KV scales whose copy on the host, which some attention kernels take, is not what was sent."""
+    """Yield a line for each KV scale whose copy on the host is not what was sent.
+
+    Some attention kernels take the copy.
+    """
     for layer, attention in enumerate(of):
         copies = (attention._q_scale_float, attention._k_scale_float, attention._v_scale_float)
         for name, copy in zip(weights.kv_scale_names(layer), copies, strict=True):

@@ -1,9 +1,10 @@
-"""NeMo RL's logger, overheard: what it logs of a step and what our policy saw become one row.
+"""Join what NeMo RL's logger gets of a step and what our policy saw into one row of metrics.
 
 NeMo RL's own log stays as it is. It logs validation before a step's metrics, and a step's times
 last, so the times close the row; the first validation, before any step, is row 0.
 
-Its whole step has the validation and the saving after it in it; ours, on both backends, has not.
+NeMo RL's time of a whole step includes the validation and the saving after it. Ours includes
+neither, on both backends.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ TIMES = {
     "total_step_time": "time/step",
 }
 """NeMo RL's timers by our names. Its refit opens the step that uses it."""
+BATCHES = "dynamic_sampling_num_gen_batches"
 OPENED = "refit opened the step"
-"""In what our policy saw: the engine was stale. After a validation, which refits, it is not."""
+"""Set in our policy's row when the step began with a refit.
+
+NeMo RL also refits before validating. The step after that starts with a fresh engine, so its
+`time/refit` is dropped.
+"""
 
 
 class OverheardLogger:
@@ -44,7 +50,7 @@ class OverheardLogger:
         self._validation = 0.0
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the logger's own."""
+        """Return everything else from NeMo RL's logger."""
         return getattr(self._logger, name)
 
     def log_metrics(
@@ -55,7 +61,7 @@ class OverheardLogger:
         *arguments: Any,
         **options: Any,
     ) -> None:
-        """Log as NeMo RL does, and listen."""
+        """Log as NeMo RL does, and collect the metrics of our row."""
         self._logger.log_metrics(metrics, step, prefix, *arguments, **options)
         if prefix == "validation" and "accuracy" in metrics:
             self._row["val/accuracy"] = float(metrics["accuracy"])
@@ -65,6 +71,8 @@ class OverheardLogger:
             self._validation = metrics.get("total_validation_time", 0.0)
         elif prefix == "train" and "reward" in metrics:  # the rollout's own come under it too
             self._row["reward/mean"] = float(metrics["reward"])
+            if BATCHES in metrics:
+                self._row["rollout/batches"] = metrics[BATCHES]
         elif prefix == "timing/train":
             self._row |= {
                 ours: metrics[theirs] for theirs, ours in TIMES.items() if theirs in metrics

@@ -1,9 +1,9 @@
-"""Where in vLLM's memory each tensor of the wire lies, and which part of it one worker holds.
+"""Find where each tensor of the wire lies in vLLM's memory, and which part one worker holds.
 
 vLLM fuses projections (`qkv_proj`, `gate_up_proj`), stacks experts (`w13_weight`, `w2_weight`) and
-cuts both over tensor- and expert-parallel ranks. Written from its own layout (0.25: linear.py,
-routed_experts.py, vocab_parallel_embedding.py); a worker whose parameters lie otherwise is refused
-by the ledger, by name.
+cuts both over tensor- and expert-parallel ranks. This follows vLLM 0.25's own layout (linear.py,
+routed_experts.py, vocab_parallel_embedding.py). If a worker's parameters lie otherwise, the ledger
+refuses the refit and names them.
 
 Shapes: O out features, I in features, E experts; scales are of blocks of 128.
 """
@@ -43,7 +43,7 @@ class Rank(NamedTuple):
     """Layer to the experts that are here, global number to local; None if all are, in parts."""
 
     def holds(self, name: str) -> bool:
-        """Whether any part of a wire tensor is here: an expert may be elsewhere."""
+        """Return whether this worker holds a part of a wire tensor; an expert may be elsewhere."""
         found = _expert(name)
         return found is None or self.experts is None or found[1] in self.experts[found[0]]
 
@@ -57,9 +57,9 @@ class _Place(NamedTuple):
 class ParameterCache:
     """The dictionaries in which a model's modules keep their parameters, found by one walk.
 
-    A walk of a large model takes milliseconds, and a refit asks twice. Looking into the cached
-    dictionaries finds a parameter with other memory, and another in its place. What it would miss,
-    another module or a parameter of another name, `are_all` sees: then the model is walked again.
+    A walk of a large model takes milliseconds, and a refit asks twice. The cached dictionaries show
+    a parameter whose storage or object changed. They would miss a changed module or parameter name:
+    then `are_all` is false, and the model must be walked again.
     """
 
     def __init__(self, model: Any) -> None:
@@ -76,18 +76,18 @@ class ParameterCache:
         self.names = [(table, tuple(table)) for table in tables]
 
     def are_all(self) -> bool:
-        """Whether the model still has these modules, and parameters of these names."""
+        """Return whether the model still has these modules, and parameters of these names."""
         alike = all(of.get(key) is each for of, key, each in self.modules)
         return alike and all(tuple(table) == names for table, names in self.names)
 
     def places(self) -> list[tuple | None]:
-        """Where each parameter lies, by `place_of`; None where a module has none of that name."""
+        """Return each parameter's `place_of`; None where a module lost the parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's own kinds of parameter are slow
             found = [of.get(key) for _, of, key in self.held]
             return [each if each is None else place_of(each) for each in found]
 
     def parameters(self) -> dict[str, Tensor]:
-        """Each by its name, a tied one by its first, as `named_parameters` has them."""
+        """Return the parameters by name, a tied one by its first, as `named_parameters` does."""
         found: dict[int, tuple[str, Tensor]] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for name, of, key in self.held:
@@ -98,17 +98,17 @@ class ParameterCache:
 
 
 def place_of(tensor: Tensor) -> tuple:
-    """Address, type, shape and strides: alike for two tensors of the same memory, read alike."""
+    """Return address, type, shape and strides: equal if two tensors read the same memory alike."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def engine_parts(
     parameters: Mapping[str, Tensor], shape: Shape, precision: Precision, rank: Rank
 ) -> dict[str, Part]:
-    """A worker's weights and block scales by wire name; without a KV scale.
+    """Return a worker's weights and block scales by wire name, without KV scales.
 
-    What the engine lacks is left out, and what no wire tensor fills comes under its own name: the
-    ledger names both.
+    A tensor that the engine lacks is left out. A parameter that no wire tensor fills is returned
+    under its own name. The ledger reports both.
 
     Args:
         parameters: of vLLM's model.
@@ -141,13 +141,13 @@ def engine_parts(
 
 
 def _is_alias(name: str, parameters: Mapping[str, Tensor]) -> bool:
-    """Whether a `weight_scale` is a second name for the `weight_scale_inv` (seam scale-alias)."""
+    """Return whether `weight_scale` is the `weight_scale_inv` again (seam scale-alias)."""
     other = parameters.get(f"{name}_inv")
     return other is not None and other.data_ptr() == parameters[name].data_ptr()
 
 
 def layers_with_experts(names: Mapping[str, object]) -> Iterator[tuple[int, str]]:
-    """Layer and full name of each of the model's modules that hold experts."""
+    """Yield the layer and full name of each module that holds experts."""
     for name in names:
         for suffix in EXPERTS:
             if name.endswith(suffix) and f"{name}.routed_experts" not in names:
@@ -161,7 +161,7 @@ def _place(
     shape: Shape,
     rank: Rank,
 ) -> _Place | None:
-    """Where one of the `named_shapes` lies; vLLM keeps whole what no line here cuts."""
+    """Return where one of the `named_shapes` lies; whole unless a rule here cuts it."""
     size = named[name]
     module, _, kind = name.rpartition(".")
     stem, _, projection = module.rpartition(".")
@@ -185,7 +185,7 @@ def _place(
 
 
 def _rows(projection: str, side: int, shape: Shape, rank: Rank) -> slice:
-    """Out-features that are here; of more ranks than K/V heads, several hold the same head."""
+    """Return the out-features of this rank; with more ranks than K/V heads, ranks share a head."""
     copies = 1
     if projection in ("k_proj", "v_proj"):
         copies = max(1, rank.tensor_size // shape.kv_heads)
@@ -195,7 +195,7 @@ def _rows(projection: str, side: int, shape: Shape, rank: Rank) -> slice:
 def _vocabulary_place(
     name: str, size: tuple[int, ...], parameters: Mapping[str, Tensor], rank: Rank
 ) -> _Place | None:
-    """Rows are padded, then cut: the last rank may hold rows of padding."""
+    """Return where a vocabulary's rows lie: padded, then cut, so the last rank may hold padding."""
     if name not in parameters:
         return None
     rows = parameters[name].shape[0]
@@ -228,7 +228,7 @@ def _expert_place(
 
 
 def _expert(name: str) -> tuple[int, int, str] | None:
-    """Layer, expert and projection of an expert's weight or scale; None for any other."""
+    """Return layer, expert and projection of an expert's weight or scale; None for any other."""
     stem, found, rest = name.partition(".mlp.experts.")
     if not found:
         return None
@@ -250,7 +250,7 @@ def _share(side: int, rank: Rank) -> slice:
 
 
 def _blocks(part: slice) -> slice:
-    """The blocks that a range of rows or columns covers; it begins with one."""
+    """Return the blocks that a range of rows or columns covers; the range begins with a block."""
     if part.stop is None:
         return part
     return slice(part.start // BLOCK, -(-part.stop // BLOCK))

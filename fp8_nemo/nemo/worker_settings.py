@@ -32,12 +32,19 @@ class WorkerSettings:
     correction: Correction
     loss_corrects: bool
     """Whether NeMo RL's own loss applies the correction; else ours multiplies the advantages."""
+    replays: bool = False
+    """Whether the policy's workers count the routes that they would have chosen otherwise."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, loss_corrects: bool) -> WorkerSettings:
         """Take the settings out of a recipe."""
         return cls(
-            recipe.precision, recipe.model.shape, recipe.glue, recipe.correction, loss_corrects
+            recipe.precision,
+            recipe.model.shape,
+            recipe.glue,
+            recipe.correction,
+            loss_corrects,
+            recipe.replay.is_on,
         )
 
     @classmethod
@@ -51,7 +58,7 @@ class WorkerSettings:
         return None if text is None else _read(text)
 
     def to_environment(self) -> dict[str, str]:
-        """Return the variable for the workers of a run; nothing where nothing in them is ours."""
+        """Return the workers' environment variable; empty if no worker runs code of ours."""
         return {VARIABLE: to_json(asdict(self))} if self.needs_plugin else {}
 
     @property
@@ -66,7 +73,7 @@ class WorkerSettings:
 
     @property
     def wire_precision(self) -> Precision:
-        """What travels: FP8 of our own quantizing; else BF16, and the receiver quantizes."""
+        """The precision that is sent: FP8 that we quantized, or BF16 for the receiver's rule."""
         if self.glue.sends_fp8:
             return self.precision
         return replace(self.precision, rollout_linear="bf16")
@@ -78,9 +85,9 @@ def _read(text: str) -> WorkerSettings:
 
 
 def own_folder() -> Path | None:
-    """Return what a worker's path needs to find this package; None where it lies among others.
+    """Return the folder that a worker's path needs for this package; None in `site-packages`.
 
-    A clone, or a job's frozen copy; a driver's whole `site-packages` would bring packages of
+    It is a clone, or a job's frozen copy. A driver's whole `site-packages` would bring packages of
     another Python into the workers.
     """
     folder = Path(fp8_nemo.__file__).parents[1]

@@ -24,7 +24,7 @@ REMEDY = f"set {ROOT_VARIABLE}, or cluster.nemo_root=FOLDER, to a clone of NVIDI
 
 
 def host_of(recipe: Recipe) -> Host:
-    """The NeMo RL that a recipe would run in; `MAIN` without a checkout, or with no need of one.
+    """Return the NeMo RL that a recipe would run in; `MAIN` if it has or needs no checkout.
 
     Raises:
         HostError: the folder is no checkout, or one that the driver cannot drive.
@@ -35,7 +35,7 @@ def host_of(recipe: Recipe) -> Host:
 
 @lru_cache
 def read_host(root: Path) -> Host:
-    """A checkout's keys, version and defects.
+    """Read a checkout's keys, version and defects.
 
     Raises:
         HostError: the folder is no checkout, or lacks a seam that the driver needs.
@@ -52,9 +52,9 @@ def read_host(root: Path) -> Host:
 
 
 class Bases(dict[str, Mapping[str, Any]]):
-    """Base YAML files of a checkout as `{dotted key: value}`, read when asked for.
+    """Base YAML files of a checkout as `{dotted key: value}`, each read when first asked for.
 
-    Interpolations are resolved, inheritance as NeMo RL's own loader does it.
+    NeMo RL's own loader resolves inheritance and interpolations.
     """
 
     def __init__(self, root: Path) -> None:
@@ -62,7 +62,7 @@ class Bases(dict[str, Mapping[str, Any]]):
         self.root = root
 
     def __missing__(self, path: str) -> Mapping[str, Any]:
-        """A file that was not asked for before.
+        """Load a base file when it is first asked for.
 
         Raises:
             HostError: as `load_base`.
@@ -72,7 +72,7 @@ class Bases(dict[str, Mapping[str, Any]]):
 
 
 def load_base(root: Path, path: str) -> dict[str, Any]:
-    """One base YAML as nested plain data, by the checkout's own loader.
+    """Load one base YAML as nested plain data, with the checkout's own loader.
 
     Raises:
         HostError: there is no such file, or it cannot be read.
@@ -92,7 +92,7 @@ def load_base(root: Path, path: str) -> dict[str, Any]:
 
 
 def config_of(root: Path, base_config: str, written: Mapping[str, Any]) -> dict[str, Any]:
-    """A base YAML with a plan's overrides, as NeMo RL's `MasterConfig` takes it.
+    """Return a base YAML with a plan's overrides, as NeMo RL's `MasterConfig` takes it.
 
     Struct mode is on: a key that neither the base nor NeMo RL's classes have is an error.
 
@@ -121,7 +121,7 @@ def _declared(root: Path) -> Mapping[str, str]:
 
 @lru_cache
 def _config_module(root: Path) -> ModuleType:
-    """`nemo_rl.utils.config` by itself: it needs Hydra alone, its package needs much more."""
+    """Import `nemo_rl.utils.config` by its path: it needs only Hydra, its package much more."""
     spec = importlib.util.spec_from_file_location("nemo_rl_config_of_checkout", root / CONFIG)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -43,7 +43,7 @@ class HostError(ValueError):
 
 
 def base_of(keys: Mapping[str, Any]) -> Base:
-    """Take a `Base` from NeMo RL's keys: a base file's leaves, or all that a plan wrote.
+    """Read a `Base` from NeMo RL's keys: a base file's leaves, or all that a plan wrote.
 
     Raises:
         KeyError: a key of `BASE_KEYS` is missing.
@@ -68,7 +68,7 @@ class Host:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Say of a checkout that it is neither of those that were run."""
+        """A line if the checkout is of a revision that was never run; else empty."""
         if self.root is None or any(word in TESTED for word in self.name.split()):
             return ()
         text = f"untested: what our code calls is there; tested are {' and '.join(SUPPORTED)}"
@@ -101,7 +101,7 @@ class Host:
         return {} if self.bases is None else self.bases[path]
 
     def has(self, path: str, key: str) -> bool:
-        """Say whether a base YAML has a leaf; without a checkout, yes."""
+        """Return whether a base YAML has a leaf; true without a checkout."""
         return self.bases is None or key in self.bases[path]
 
 

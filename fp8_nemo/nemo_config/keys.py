@@ -28,6 +28,7 @@ ADDED = {
     "grpo.skip_reference_policy_logprobs_calculation": "bool",
     "policy.logprob_chunk_size": "int | None",
     "policy.offload_optimizer_for_refit": "bool",
+    "policy.router_replay.enabled": "bool",
     "policy.sequence_packing.fuse_loss": "bool",
     f"{MEGATRON}.defer_fp32_logits": "bool",
     f"{MEGATRON}.scheduler.override_opt_param_scheduler": "bool",
@@ -92,8 +93,45 @@ OURS = {
     "logger.tensorboard_enabled": "logging.tensorboard",
     "data.train.data_path": "data.path",
     "data.validation.data_path": "data.path",
+    "policy.router_replay.enabled": "replay",
 }
 """NeMo RL's keys that have a word of ours: said twice, they could disagree."""
+WARMUP, CLIP_GRAD = f"{MEGATRON}.scheduler.lr_warmup_iters", f"{MEGATRON}.optimizer.clip_grad"
+_ESTIMATOR, _SHAPING = "grpo.adv_estimator", "grpo.reward_shaping"
+SHAPES, SCALES = f"{_SHAPING}.enabled", "grpo.reward_scaling.enabled"
+BUFFER, LONGEST = f"{_SHAPING}.overlong_buffer_length", f"{_SHAPING}.max_response_length"
+PENALTY = f"{_SHAPING}.overlong_buffer_penalty"
+STOP_COEFFICIENT = f"{_SHAPING}.stop_properly_penalty_coef"
+OPTIONAL = {
+    "grpo.warmup_steps": (WARMUP,),
+    "grpo.max_grad_norm": (CLIP_GRAD,),
+    "algorithm.estimator": (f"{_ESTIMATOR}.name",),
+    "algorithm.minus_baseline": (f"{_ESTIMATOR}.minus_baseline",),
+    **{
+        f"algorithm.{name}": (f"grpo.{name}", f"{_ESTIMATOR}.{name}")  # the loop reads the first
+        for name in ("use_leave_one_out_baseline", "normalize_rewards")
+    },
+    **{
+        f"algorithm.{name}": (f"loss_fn.{name}",)
+        for name in (
+            *("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "disable_ppo_ratio"),
+            *("use_cispo", "sequence_level_importance_ratios", "token_level_loss"),
+            "use_kl_in_reward",
+        )
+    },
+    **{
+        f"algorithm.{name}": (f"grpo.{name}",)
+        for name in (
+            *("overlong_filtering", "use_dynamic_sampling", "dynamic_sampling_max_gen_batches"),
+            "batch_multiplier",
+        )
+    },
+    "algorithm.overlong_buffer_penalty": (PENALTY,),
+    "algorithm.stop_properly_penalty_coef": (STOP_COEFFICIENT,),
+    "algorithm.reward_target_min": ("grpo.reward_scaling.target_min",),
+}
+"""Options that write a key of NeMo RL's only where they are given; else the base, or the user's own
+key under `nemo`, stands."""
 
 _SYNC = "metrics and correction are taken from the synchronous loop"
 _TEXT = "NeMo RL hands over a text, and TransformerEngine's FusedAdam wants a torch.dtype"
@@ -125,12 +163,15 @@ PINNED: dict[str, tuple[Any, str]] = {
     f"{MEGATRON}.enabled": (True, "the plan is written for Megatron"),
     "policy.draft.enabled": (False, "not supported yet"),
     "loss_fn.force_on_policy_ratio": (False, "it drops the logprob pass that mismatch is seen in"),
-    "loss_fn.sequence_level_importance_ratios": (False, "use correction=seq-tis"),
+    "loss_fn.sequence_level_importance_ratios": (
+        False,
+        "set algorithm=gspo, or correction=seq-tis for its correction alone",
+    ),
     "checkpointing.enabled": (True, "a run that stops must be able to go on"),
 }
 """Keys written by every plan whose other values are not driven, measured or corrected here."""
 ABSENT = {
-    "policy.router_replay.enabled": (False, "not supported yet"),
+    "policy.router_replay.enabled": (False, "set replay=r3"),
     "policy.quant_cfg": (None, "precision says what is quantized"),
     f"{GENERATION}.quant_cfg": (None, "precision says what is quantized"),
     f"{GENERATION}.refit_transport": (None, "not supported yet"),
@@ -170,13 +211,13 @@ PASSED = {
         "",
     ),
 }
-"""Arguments of vLLM that NeMo RL writes, to the word that sets them: twice is a `TypeError`, or one
-of the two is lost."""
+"""Arguments of vLLM that NeMo RL writes, to the word that sets them. If the user set one too, it
+would be a `TypeError`, or one of the two would be lost."""
 DRAFTED = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 
 
 def may_be_added(key: str, declared: Mapping[str, str] = ADDED) -> bool:
-    """Whether a key may be new to a base file: NeMo RL declares it, or it is in an open map."""
+    """Return whether a base file may lack a key: NeMo RL declares it, or its map is open."""
     above = [key[: dot.start()] for dot in re.finditer(r"\.", key)]
     return key in declared or any(
         each in OPEN_MAPS or "dict" in declared.get(each, "").split(" | ") for each in above
@@ -186,7 +227,7 @@ def may_be_added(key: str, declared: Mapping[str, str] = ADDED) -> bool:
 def command_line(
     base_config: str, written: Mapping[str, Any], declared: Mapping[str, str] = ADDED
 ) -> list[str]:
-    """The stock command that sets the same configuration, as an argument list.
+    """Return the stock command that sets the same configuration, as an argument list.
 
     Args:
         base_config: relative to NeMo RL's checkout.
@@ -201,7 +242,7 @@ def command_line(
 
 
 def hydra_value(value: Any) -> str:
-    """A value as Hydra's command line reads it: texts quoted, the rest as JSON writes it."""
+    """Write a value for Hydra's command line: texts quoted, the rest as in JSON."""
     if isinstance(value, str):
         # Hydra takes a backslash for one, but before a quote.
         doubled = re.sub(r"\\+(?='|$)", lambda run: run[0] * 2, value)

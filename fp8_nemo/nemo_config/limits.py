@@ -29,18 +29,18 @@ NAMES_ENVIRONMENT = re.compile(r"data\.(default|train|validation)\.env_name")
 
 
 def host_mistakes(settled: Settled, host: Host) -> Iterator[Mistake]:
-    """Every limit of the host that a recipe, with its numbers filled in, does not keep to."""
+    """Yield every limit of the host that a settled recipe breaks."""
     for key, value, broken, allowed, mirrors, remedy in host_limits(settled, host):
         if broken:
             yield Mistake(key, value, f"{allowed} ({mirrors})", remedy)
 
 
 def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
-    """Every limit there is, kept or broken, in the order in which a user is told.
+    """Yield every limit, kept or broken, in the order in which users see them.
 
     Args:
-        settled: of a recipe that is valid by itself.
-        host: a limit that only a defect brings counts as kept where the host has no such defect.
+        settled: a recipe that is valid by itself.
+        host: the NeMo RL. A limit of a defect counts as kept if the host lacks the defect.
     """
     yield from _of_gpus(settled)
     yield from _of_shape(settled)
@@ -55,7 +55,7 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
 
 
 def _of_gpus(settled: Settled) -> Iterator[Limit]:
-    """How the GPUs are shared out."""
+    """Yield the limits of how the GPUs are shared out."""
     recipe, all_gpus = settled.recipe, settled.gpus
     at, shape = settled.layout, recipe.model.shape
     copy, stage = at.copy, all_gpus // at.pipeline  # in GPUs
@@ -96,7 +96,7 @@ def _of_gpus(settled: Settled) -> Iterator[Limit]:
 
 
 def _of_shape(settled: Settled) -> Iterator[Limit]:
-    """How the model and an update's sequences are cut."""
+    """Yield the limits of how the model and an update's sequences are cut."""
     recipe, uneven = settled.recipe, _uneven_shard(settled)
     at, shape, block = settled.layout, recipe.model.shape, recipe.precision.rollout.block
     update, ranks = settled.sequences_per_update, settled.data_parallel
@@ -133,7 +133,7 @@ def _of_shape(settled: Settled) -> Iterator[Limit]:
 
 
 def _of_precision(recipe: Recipe) -> Iterator[Limit]:
-    """What a GPU, or the way upstream names its weights, rules out."""
+    """Yield the limits of the GPU, and of how upstream names its weights."""
     precision, on_b200 = recipe.precision, recipe.cluster.gpu == "b200"
     yield Limit(
         "precision.scales",
@@ -164,7 +164,7 @@ def _of_precision(recipe: Recipe) -> Iterator[Limit]:
 
 
 def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
-    """How sequences become batches, by every key that NeMo RL is given."""
+    """Yield the limits of how sequences become batches, from every key that NeMo RL gets."""
     tensor, stages = written[TENSOR], written[f"{MEGATRON}.pipeline_model_parallel_size"]
     context = written[f"{MEGATRON}.context_parallel_size"]
     packed, dynamic = written[PACKED], written[DYNAMIC]
@@ -231,7 +231,7 @@ def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
 
 
 def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
-    """What Megatron and TransformerEngine stop at, by every key that they are given."""
+    """Yield the limits of Megatron and TransformerEngine, from every key that they get."""
     at, tensor, in_fp8 = f"nemo.{MEGATRON}", written[TENSOR], recipe.precision.train.is_quantized
     graphs = written.get(f"{MEGATRON}.cuda_graph_impl", "none")
     whole = written.get(f"{MEGATRON}.recompute_granularity", "full") == "full"
@@ -272,6 +272,26 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
         "transformer_engine, check_mxfp8_support",
         "leave it out",
     )
+    decay = written.get(f"{MEGATRON}.scheduler.lr_decay_iters")
+    longest = recipe.grpo.steps if decay is None else decay
+    warmup = recipe.grpo.warmup_steps
+    yield Limit(
+        "grpo.warmup_steps",
+        warmup,
+        warmup is not None and warmup >= _number(longest),
+        f"must be below the schedule's {longest} steps, or Megatron shortens it",
+        SEAMS["short-schedule"].path,
+        "lower it",
+    )
+    fusion = f"{MEGATRON}.model_overrides.moe_router_fusion"
+    yield Limit(
+        f"nemo.{fusion}",
+        written.get(fusion),
+        recipe.replay.is_on and bool(written.get(fusion)),
+        f"must be false with replay={recipe.replay.name}: the fused top-k asks no replay",
+        SEAMS["fused-router"].path,
+        "leave it out, or set replay=none",
+    )
     multiple = written["policy.make_sequence_length_divisible_by"]
     tokens = 8 * (tensor if by_sequence else 1)
     yield Limit(
@@ -285,7 +305,7 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
 
 
 def _of_environments(written: Mapping[str, Any]) -> Iterator[Limit]:
-    """What a data set names must be there."""
+    """Yield the limits of what a data set names, which must exist."""
     there = sorted({key.split(".")[1] for key in written if key.startswith("env.")})
     named = {key: name for key, name in written.items() if NAMES_ENVIRONMENT.fullmatch(key)}
     key, name = next(
@@ -303,11 +323,11 @@ def _of_environments(written: Mapping[str, Any]) -> Iterator[Limit]:
 
 
 def _of_engine(settled: Settled, version: str | None) -> Iterator[Limit]:
-    """What vLLM is given beside NeMo RL's own arguments.
+    """Yield the limits of vLLM's arguments beside those that NeMo RL writes.
 
     Args:
-        settled: with the user's own keys.
-        version: vLLM's, whose names are known for some; else any name is taken.
+        settled: the run, with the user's own keys.
+        version: vLLM's version. Names are checked if its argument names are known.
     """
     given = {
         key.removeprefix(f"{VLLM_KWARGS}.").partition(".")[0]: value
@@ -353,18 +373,18 @@ def _of_engine(settled: Settled, version: str | None) -> Iterator[Limit]:
 
 
 def _number(value: Any) -> float:
-    """A user's own number, 0 for none; what is no number is refused by its type."""
+    """Return a user's own number; 0 for none, or for another type, which is refused elsewhere."""
     return value if type(value) in (int, float) else 0
 
 
 def _divides(parallel: Layout, key: str, whole: int, what: str, mirrors: str) -> Limit:
-    """`model.parallel.KEY` must divide a number of the recipe."""
+    """Return the limit that `model.parallel.KEY` must divide a number of the recipe."""
     size, allowed = getattr(parallel, key), f"must divide {what}, {whole}"
     return Limit(f"model.parallel.{key}", size, whole % size != 0, allowed, mirrors)
 
 
 def _uneven_shard(settled: Settled) -> str | None:
-    """The first weight that vLLM would hold in FP8 and cannot cut on block borders."""
+    """Return the first FP8 weight that vLLM cannot cut on block borders; None if there is none."""
     recipe, parallel, shape = settled.recipe, settled.layout, settled.recipe.model.shape
     for name, sizes in named_shapes(shape).items():
         if not is_fp8_weight(name, sizes, recipe.precision, shape.layers):

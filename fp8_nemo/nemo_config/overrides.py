@@ -9,23 +9,31 @@ Folders are added last, when it is known where a run stands (`path_overrides`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import (
     ABSENT,
+    BUFFER,
     GENERATION,
+    LONGEST,
     MEGATRON,
     ONLY_IF_KNOWN,
+    OPTIONAL,
+    PENALTY,
     PINNED,
+    SCALES,
+    SHAPES,
+    STOP_COEFFICIENT,
     VLLM,
+    VLLM_KWARGS,
 )
 from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Correction, Model, Recipe
+from fp8_nemo.recipe.options import Model, Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.settled import (
     KEEPS_OPTIMIZER,
@@ -44,6 +52,7 @@ ARCHITECTURES = {"h100": "9.0", "h200": "9.0", "b200": "10.0"}
 GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_FILE = "data.default.prompt_file"
 VALIDATION_BATCH = "grpo.val_batch_size"
+WANDB_NAME = "logger.wandb.name"
 VLLM_PRECISION = {"bf16": "bfloat16", "fp8": "fp8"}
 """`vllm_cfg.precision` by the format of the engine's linear weights."""
 VLLM_CACHE = {"bf16": "auto", "fp8": "fp8"}
@@ -65,7 +74,7 @@ class Configuration:
 
 
 def configure(settled: Settled, host: Host) -> Configuration:
-    """Write the configuration of a run, and say what is wrong with the user's part of it.
+    """Write the configuration of a run, and list the mistakes in the user's part of it.
 
     Args:
         settled: the run's recipe, with the user's own keys.
@@ -75,18 +84,23 @@ def configure(settled: Settled, host: Host) -> Configuration:
     return Configuration(
         ours | dict(settled.own),
         _environment_variables(settled),
-        native_correction(settled.recipe.correction) is not None,
+        native_correction(settled.recipe) is not None,
         tuple(own_key_mistakes(settled, ours, host)),
     )
 
 
-def native_correction(correction: Correction) -> dict[str, Any] | None:
-    """The keys of `loss_fn` that make NeMo RL's own loss apply a correction; None if none does.
+def native_correction(recipe: Recipe) -> dict[str, Any] | None:
+    """Return the keys of `loss_fn` with which NeMo RL's own loss applies a correction, or None.
 
-    `tis` is its `tis`, `mis` its `icepop`, a bare token ratio its correction without a type. Every
-    other one multiplies the advantages before the loss sees them (`nemo/policy.py`). Its
-    `seq-mask-tis` leaves the token ratio without a bound and is therefore not `geo-mis`.
+    Our `tis` is its `tis`, our `mis` its `icepop`, and a bare token ratio its correction without a
+    type. Every other correction multiplies the advantages before the loss sees them
+    (`nemo/policy.py`). Its `seq-mask-tis` does not bound the token ratio, so it is not `geo-mis`.
+    With one ratio a sequence (GSPO) NeMo RL corrects by the sequence's product whatever the type
+    says, so every correction is ours.
     """
+    correction = recipe.correction
+    if recipe.algorithm.filled.sequence_level_importance_ratios:
+        return None
     plain = (
         correction.level == "token"
         and correction.veto is None
@@ -106,7 +120,7 @@ def native_correction(correction: Correction) -> dict[str, Any] | None:
 
 
 def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
-    """Write every key that this cell sets, but folders; without the user's own."""
+    """Return every key that this cell sets, without folders and the user's own keys."""
     recipe = settled.recipe
     base, there = _base(recipe), host.leaves(_base(recipe))
     written = {
@@ -121,6 +135,8 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
         **_records(recipe),
         **{key: value for key, (value, _) in PINNED.items()},
         **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
+        **_algorithm(settled),
+        **_replay(recipe),
         VALIDATION_BATCH: settled.validation_problems,  # one batch of all
     }
     lacking = [key for key in ONLY_IF_KNOWN if not host.has(base, key)]
@@ -151,7 +167,7 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
 
 
 def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str, Any]:
-    """The keys that hold folders, absolute: NeMo RL takes its own relative to where it is started.
+    """Return the keys that name the run's folders, absolute: NeMo RL's are relative to its start.
 
     Args:
         recipe: of the plan.
@@ -164,6 +180,8 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
         "logger.log_dir": str(here / "log" / "nemo"),
         "checkpointing.checkpoint_dir": str(here / "checkpoints"),
     }
+    if WANDB_NAME not in leaves(recipe.nemo):
+        found[WANDB_NAME] = "-".join(here.parts[-3:])  # model, cell, seed and hash
     if recipe.data.name == "openmath-2" and PROMPT_FILE not in leaves(recipe.nemo):
         prompt = (root or Path()) / "examples" / "prompts" / "cot.txt"
         found[PROMPT_FILE] = str(prompt)
@@ -193,12 +211,12 @@ def _grpo(settled: Settled) -> dict[str, Any]:
 
 
 def _has_first_scales(recipe: Recipe) -> bool:
-    """NeMo RL refits for its first validation without KV scales; our own measuring comes before."""
+    """Return whether a first validation has the KV scales it needs: only ours come before it."""
     return not recipe.precision.cache.is_quantized or recipe.glue.recalibrate.source == "logprob"
 
 
 def _loss(settled: Settled) -> dict[str, Any]:
-    recipe, native = settled.recipe, native_correction(settled.recipe.correction)
+    recipe, native = settled.recipe, native_correction(settled.recipe)
     found = native or {"type": None, "ratio": None, "ratio_min": None}
     at = "loss_fn.truncated_importance_sampling"
     return {
@@ -211,6 +229,39 @@ def _loss(settled: Settled) -> dict[str, Any]:
         f"{at}_ratio_min": found["ratio_min"],
         "loss_fn.token_level_loss": True,
         "loss_fn.reference_policy_kl_penalty": settled.kl_penalty,
+    }
+
+
+def _algorithm(settled: Settled) -> dict[str, Any]:
+    """Write the options of the algorithm, of warm-up and gradient clip, that are given."""
+    given, algorithm = leaves(asdict(settled.recipe)), settled.recipe.algorithm
+    found = {
+        key: given[option]
+        for option, keys in OPTIONAL.items()
+        if given[option] is not None
+        for key in keys
+    }
+    if algorithm.overlong_buffer is not None:
+        found |= {
+            SHAPES: True,
+            BUFFER: max(1, round(algorithm.overlong_buffer * settled.response_tokens)),
+            PENALTY: algorithm.filled.overlong_buffer_penalty,
+            LONGEST: settled.response_tokens,
+            STOP_COEFFICIENT: None,
+        }
+    if algorithm.stop_properly_penalty_coef is not None:
+        found |= {SHAPES: True}
+    return found | ({SCALES: True} if algorithm.reward_target_min is not None else {})
+
+
+def _replay(recipe: Recipe) -> dict[str, Any]:
+    """Replay routes; with prefix cache and chunked prefill vLLM loses some (NeMo RL's recipe)."""
+    if not recipe.replay.is_on:
+        return {}
+    return {
+        "policy.router_replay.enabled": True,
+        f"{VLLM}.enable_prefix_caching": False,
+        f"{VLLM_KWARGS}.enable_chunked_prefill": False,
     }
 
 
@@ -247,10 +298,10 @@ def _rollout(settled: Settled) -> dict[str, Any]:
 
 
 def graph_sizes(settled: Settled) -> list[int]:
-    """Give the batches that vLLM captures as CUDA graphs: those that an engine's sequences pass.
+    """Return the batch sizes that vLLM captures as CUDA graphs, enough for an engine's sequences.
 
-    vLLM's own are 51, each of which DeepGEMM compiles kernels for: three minutes of a first start.
-    A batch between two of them runs as the larger one, and reads no more weights and cache for it.
+    vLLM's own list has 51 sizes, and DeepGEMM compiles kernels for each: three minutes of a first
+    start. A batch between two sizes runs as the larger one, and reads no more weights or cache.
     """
     sequences = settled.sequences_per_engine
     return [size for before, size in zip((0, *GRAPHS), GRAPHS, strict=False) if before < sequences]
@@ -360,7 +411,7 @@ def _records(recipe: Recipe) -> dict[str, Any]:
         "logger.tensorboard_enabled": recipe.logging.tensorboard,
         "logger.wandb_enabled": recipe.logging.wandb,
         "logger.wandb.project": "fp8-nemo",
-        "logger.wandb.name": "-".join(
+        WANDB_NAME: "-".join(
             (recipe.model.name, recipe.precision.name, recipe.correction.name, f"s{recipe.seed}")
         ),
         "logger.mlflow_enabled": False,
@@ -374,7 +425,7 @@ def _records(recipe: Recipe) -> dict[str, Any]:
 
 
 def _model_name(model: Model) -> str:
-    """The folder if there is one, else the hub's name, else the model that ships here."""
+    """Return the model's folder, else its name on the hub, else the model that ships here."""
     return model.hub_id or str(model_path(model).absolute())
 
 

@@ -33,7 +33,7 @@ class Seam(NamedTuple):
         return f"{self.file}:{','.join(map(str, self.lines))}"
 
     def __str__(self) -> str:
-        """The same without folders: `grpo.py:1338`."""
+        """Return `path` without its folders: `grpo.py:1338`."""
         return self.path.rpartition("/")[2]
 
 
@@ -181,6 +181,14 @@ SEAMS = {
         MAIN, f"{ENGINE}/vllm_worker.py", (596,), "**vllm_kwargs,",
         "what vLLM is given, once: a second value is a TypeError",
     ),
+    "engine-worker": Seam(
+        MAIN, f"{ENGINE}/vllm_generation.py", (205,), "resolve_generation_worker_cls(",
+        "the name of the actor that holds an engine",
+    ),
+    "logprobs-one-by-one": Seam(
+        MAIN, f"{ENGINE}/vllm_worker.py", (983,), "full_logprobs[sequence_length + idx]",
+        "a rollout's logprobs are written one by one, after its last token",
+    ),
     "engine-names": Seam(
         VLLM, "vllm/engine/arg_utils.py", (414,), "class EngineArgs",
         "what vLLM takes",
@@ -199,6 +207,20 @@ SEAMS = {
         MEGATRON, "megatron/core/transformer/transformer_config.py", (1649,),
         "only supported with flex token dispatcher",
         "DeepEP is the flex dispatcher's",
+    ),
+    "short-schedule": Seam(
+        MEGATRON, "megatron/core/optimizer_param_scheduler.py", (160,),
+        "assert self.lr_warmup_steps < self.lr_decay_steps",
+        "a warm-up as long as its schedule is cut short",
+    ),
+    "no-replay": Seam(
+        V0_7_0, GRPO, (2556,), '"sample_mask": repeated_batch["loss_multiplier"]',
+        "the loop's batch for training carries no routed experts",
+    ),
+    "fused-router": Seam(
+        MEGATRON, "megatron/core/transformer/moe/moe_utils.py", (838,),
+        "return fused_topk_with_score_function(",
+        "the fused top-k returns before a router could replay",
     ),
     "experts-by-sequence": Seam(
         MEGATRON, "megatron/core/transformer/moe/moe_layer.py", (636,),

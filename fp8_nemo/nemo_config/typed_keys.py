@@ -11,14 +11,15 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.keys import ABSENT, OURS, PINNED, may_be_added
+from fp8_nemo.nemo_config.keys import ABSENT, OPTIONAL, OURS, PINNED, may_be_added
 from fp8_nemo.nemo_config.seams import ENGINE, GRPO
 from fp8_nemo.nemo_config.versions import Source
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.plain import to_json
+from fp8_nemo.recipe.plain import leaves, to_json
 from fp8_nemo.recipe.settled import Settled
 
 ROOTS = {"": (GRPO, "MasterConfig"), "policy.generation.": (f"{ENGINE}/config.py", "VllmConfig")}
@@ -50,10 +51,11 @@ def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> I
     base, refused = settled.recipe.model.base_config or "", PINNED | ABSENT
     there = {**ours, **host.leaves(base)}
     known = {*host.declared, *OURS, *refused, *there}
+    options = _options_given(settled)
     for key, value in settled.own.items():
         named, kinds = f"nemo.{key}", host.declared.get(key)
-        if key in OURS:
-            yield Mistake(named, value, f"is written by {OURS[key]}", "set that instead")
+        if option := OURS.get(key) or options.get(key):
+            yield Mistake(named, value, f"is written by {option}", "set that instead")
         elif key in refused and value != refused[key][0]:
             allowed, reason = refused[key]
             yield Mistake(named, value, f"must be {to_json(allowed)}: {reason}")
@@ -73,8 +75,14 @@ def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> I
             yield Mistake(named, value, f"must be of type {kind}, as {there[key]!r} is")
 
 
+def _options_given(settled: Settled) -> dict[str, str]:
+    """Name, by NeMo RL's key, the options that are not null and write it."""
+    given = leaves(asdict(settled.recipe))
+    return {key: name for name, keys in OPTIONAL.items() if given[name] is not None for key in keys}
+
+
 def fits(value: Any, kinds: str) -> bool:
-    """Say whether NeMo RL's models take a value: `fits(0.5, "int | None")` is false."""
+    """Return whether NeMo RL's models take a value: `fits(0.5, "int | None")` is false."""
     return any(_is_of(value, kind) for kind in kinds.split(" | "))
 
 
@@ -94,7 +102,7 @@ def _is_of(value: Any, kind: str) -> bool:
 
 
 def _is_like(value: Any, usual: Any) -> bool:
-    """Say whether a value is of the type that a YAML has there; a number is a number."""
+    """Return whether a value has the type of the YAML's own value; any two numbers match."""
     if usual is None or (isinstance(usual, str) and isinstance(value, str | None)):
         return True
     if isinstance(usual, bool) or isinstance(value, bool):

@@ -60,6 +60,9 @@ NEEDED = (
         "VllmGeneration",
         ("finish_generation", "prepare_for_generation"),
     ),
+    Needed(f"{ENGINE}/utils.py", "", ("resolve_generation_worker_cls",)),
+    Needed(WORKER, "VllmGenerationWorkerImpl", ("generate",)),
+    Needed(WORKER, "BaseVllmGenerationWorker", ("_build_sampling_params",)),
     Needed(LOSS, "ClippedPGLossFn", ("use_importance_sampling_correction",)),
     Needed("nemo_rl/utils/venvs.py", "", ("create_local_venv_on_each_node",)),
 )
@@ -116,7 +119,7 @@ class Source:
             yield from (f"{file}: {of or 'it'} has no {name}" for name in names if name not in held)
 
     def defects(self) -> frozenset[str]:
-        """Name the known defects that this checkout has."""
+        """Return the names of the known defects that this checkout has."""
         return frozenset(each.name for each in DEFECTS if each.is_in(self))
 
     def text(self, name: str) -> str:
@@ -266,6 +269,22 @@ def _without_hf_overrides(settled: Settled, has: bool) -> Limit:
     )
 
 
+def _drops_routed_experts(source: Source) -> bool:
+    """Find a synchronous loop whose batch for training does not carry the engine's routes."""
+    return "routed_experts" not in source.text(GRPO)
+
+
+def _without_replay(settled: Settled, has: bool) -> Limit:
+    return Limit(
+        "replay",
+        settled.recipe.replay.name,
+        has and settled.recipe.replay.is_on,
+        "this NeMo RL's synchronous loop drops the routed experts before training",
+        f"v0.7.0: {SEAMS['no-replay'].path}",
+        f"{LATER}replay=none",
+    )
+
+
 OPTIMIZER_ALWAYS_MOVED, POW2_BROKEN = "optimizer-always-moved", "pow2-broken"
 DEFECTS = (
     Defect("kv-scales-dropped", _drops_kv_scales, _without_fp8_kv),
@@ -273,14 +292,15 @@ DEFECTS = (
     Defect(POW2_BROKEN, _breaks_pow2, _without_pow2),
     Defect(OPTIMIZER_ALWAYS_MOVED, _always_moves_optimizer, _without_kept_optimizer),
     Defect("hf-overrides-lost", _loses_hf_overrides, _without_hf_overrides),
+    Defect("routed-experts-dropped", _drops_routed_experts, _without_replay),
 )
-"""In the order in which a user is told."""
+"""In the order in which users see them."""
 V0_7_0_DEFECTS = frozenset(each.name for each in DEFECTS)
 MAIN_DEFECTS = frozenset({POW2_BROKEN})
 
 
 def defect_limits(settled: Settled, defects: frozenset[str]) -> Iterator[Limit]:
-    """State what the known defects forbid; one that the host has not counts as kept."""
+    """Yield the limit of each known defect; it counts as kept if the host lacks the defect."""
     for each in DEFECTS:
         yield each.limit(settled, each.name in defects)
 
@@ -291,7 +311,7 @@ def _functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def _held(node: ast.AST) -> set[str]:
-    """Names of the functions in a class or file, and of what its functions give `self`."""
+    """Return the names of a class's or file's functions, and of the attributes that they set."""
     given = {
         each.attr
         for each in ast.walk(node)

@@ -42,7 +42,7 @@ def _plan(
     host_of: Callable[[Recipe], Host],
     layout_of: Callable[[Plan], Layout | None],
 ) -> tuple[Plan | None, list[str]]:
-    """Plan one cell, or say why it cannot be; a measurement's notes come last."""
+    """Return one cell's plan, or None and why it cannot run; a measurement's notes come last."""
     recipe = cell.recipe
     measured = verdict_of(recipe.correction)
     lines = [str(each) for each in measured.mistakes]

@@ -47,7 +47,7 @@ class Difference(NamedTuple):
 
 
 def plan_table(plan: Plan, host: Host, run_dir: Path) -> Table:
-    """Lay one plan out for people: the decision first, then what follows from it."""
+    """Return one plan as a table: the decision first, then what follows from it."""
     columns = Column(no_wrap=True), Column(overflow="fold")
     rows = Table(*columns, title=plan.cell, title_justify="left", show_header=False, box=None)
     for row in [*decision(plan, host), ("run directory", str(run_dir)), *describe(plan, host)]:
@@ -56,14 +56,14 @@ def plan_table(plan: Plan, host: Host, run_dir: Path) -> Table:
 
 
 def change_lines(found: list[Difference]) -> list[str]:
-    """Say which keys of NeMo RL's a plan changes: `grpo.seed=7 (base: 42)`, as one would type."""
+    """Return the keys of NeMo RL that a plan changes, as typed: `grpo.seed=7 (base: 42)`."""
     return [
         f"{key}={value}" + ("" if base is ... else f" (base: {base})") for key, base, value in found
     ]
 
 
 def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
-    """Say whether a run fits its GPUs, and how fast it is against BF16, as far as is known."""
+    """Return whether a run fits its GPUs, and its speed against BF16 as far as it is known."""
     if not plan.nemo:
         return [("fits", "yes, on one device or a CPU: the local backend emulates FP8, slowly")]
     settled, gpu = plan.settled, plan.recipe.cluster.gpu
@@ -96,7 +96,7 @@ def _against_bf16(settled: Settled, host: Host) -> str:
 
 
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
-    """Say what a plan does, line by line; notes last."""
+    """Return what a plan does, line by line, with the notes last."""
     recipe = plan.recipe
     counts = count(recipe.model.shape, recipe.precision)
     precision = recipe.precision
@@ -115,12 +115,16 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         "grpo": _as_typed(recipe.grpo),
         "data": _as_typed(recipe.data),
     }
+    if recipe.algorithm.changes:
+        rows["algorithm"] = _as_typed(recipe.algorithm, given=True)
+    if recipe.replay.is_on:
+        rows["replay"] = f"{recipe.replay.name}: the trainer's tokens go where the engine's went"
     rows |= _nemo_rows(plan, host) if plan.nemo else {}
     return [*rows.items(), *(("note", note) for note in plan.notes)]
 
 
 def differences(plan: Plan, host: Host, run_dir: Path) -> list[Difference]:
-    """The keys that a plan changes in its base YAML, folders included; all if it is not known."""
+    """Return the keys that a plan changes in its base YAML, folders too; all without a base."""
     if not plan.nemo:
         return []
     base = host.bases[plan.nemo.base_config] if host.bases is not None else None
@@ -132,9 +136,9 @@ def differences(plan: Plan, host: Host, run_dir: Path) -> list[Difference]:
 
 
 def stock_command(plan: Plan, host: Host, run_dir: Path) -> list[str]:
-    """The stock NeMo RL command with the same configuration, as an argument list.
+    """Return the stock NeMo RL command with the same configuration, as an argument list.
 
-    It differs from our run in what no key can say: a correction that NeMo RL has not, our metrics.
+    It lacks what no key can set: a correction that NeMo RL does not have, and our metrics.
     """
     assert plan.nemo
     return command_line(plan.nemo.base_config, _written(plan, host, run_dir), host.declared)
@@ -163,7 +167,7 @@ def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
 
 
 def _layout_text(settled: Settled, layout: Layout) -> str:
-    """Say how the GPUs are used, training first."""
+    """Return how the GPUs are used, training first, as one text."""
     data = max(1, settled.gpus // layout.copy)
     kept = "optimizer kept" if layout.keeps_optimizer else "optimizer moved"
     again = "recompute" if layout.recompute else "no recompute"
@@ -179,7 +183,7 @@ def _layout_text(settled: Settled, layout: Layout) -> str:
 
 
 def _others(settled: Settled, host: Host) -> dict[str, str]:
-    """Say which layouts come next where the plan chooses."""
+    """Return the next best layouts if the plan chooses the layout; else nothing."""
     if settled.recipe.model.layout != "auto":
         return {}
     others = [each for each in choose(settled, host) if each.layout != settled.layout]
@@ -190,7 +194,7 @@ def _others(settled: Settled, host: Host) -> dict[str, str]:
 
 
 def _unlike(choices: list[Choice]) -> list[Choice]:
-    """Keep the best of those that spread the model alike: batches alone make no other layout."""
+    """Keep the best choice of each way to spread the model; batches alone make no new layout."""
     found: dict[tuple[int, int, int, bool], Choice] = {}
     for each in choices:
         at = each.layout
@@ -206,7 +210,7 @@ def _with(settled: Settled, gpu: str, precision: Precision) -> Settled:
 
 
 def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
-    """Say the headroom on the GPUs that people have, and the parts of the worst phase here."""
+    """Yield the headroom on the usual GPUs, and the parts of the worst phase on this run's GPU."""
     recipe = settled.recipe
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
         memory = memory_per_gpu(_with(settled, gpu, recipe.precision))
@@ -230,7 +234,7 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
 
 
 def _speed_texts(settled: Settled) -> Iterator[str]:
-    """Say how fast decode and refit are, beside BF16."""
+    """Yield decode's speed on the usual GPUs, and its ratio to BF16's."""
     recipe = settled.recipe
     lengths = usual_lengths(settled)
     context = lengths.prompt + lengths.answer / 2
@@ -261,14 +265,17 @@ def _checked(plan: Plan, host: Host) -> str:
     return f"options, the host's limits, every key against the YAML in {host.root}"
 
 
-def _as_typed(group: Any) -> str:
-    """The fields of a group as one would type them; null inherits the base configuration."""
-    pairs = [f"{key}={as_typed(value)}" for key, value in vars(group).items() if key != "name"]
+def _as_typed(group: Any, *, given: bool = False) -> str:
+    """Return the fields of a group as a user types them; null inherits the base configuration."""
+    fields = {key: value for key, value in vars(group).items() if key != "name"}
+    pairs = [
+        f"{k}={as_typed(value)}" for k, value in fields.items() if not given or value is not None
+    ]
     return f"{group.name}: " + " ".join(pairs)
 
 
 def _size(count: float) -> str:
-    """Bytes in a unit that people read: `9.1 GB`."""
+    """Write a number of bytes with its unit: `9.1 GB`."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

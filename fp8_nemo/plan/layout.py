@@ -63,7 +63,7 @@ def _choice(settled: Settled) -> Choice:
 
 
 def _candidates(settled: Settled, host: Host) -> Iterator[Layout]:
-    """Give every way to spread the model that NeMo RL takes, with its best batches and cache."""
+    """Yield every way to spread the model that NeMo RL takes, with its best batches and cache."""
     recipe, given = settled.recipe, settled.layout
     open_keys = {key for key, value in _given(settled) if value is None}
     ranks = [each if key in open_keys else (getattr(given, key),) for key, each in RANKS.items()]
@@ -83,7 +83,7 @@ def _candidates(settled: Settled, host: Host) -> Iterator[Layout]:
 
 
 def _with_batches(settled: Settled) -> Iterator[Layout]:
-    """Give a layout its micro-batches: of training each that fits, of logprobs the largest."""
+    """Yield a layout with each training micro-batch that fits, and the largest logprob batch."""
     given, own, memory = settled.layout, settled.own, settled.recipe.model.memory
     sizes = [n for n in (4, 2, 1) if n == 1 or n * settled.sequence_tokens <= MOST_TOKENS]
     trains = [given.micro_batch] if MICRO_BATCH in own or memory.micro_batch else sizes
@@ -102,7 +102,7 @@ def _with_batches(settled: Settled) -> Iterator[Layout]:
 
 
 def _with_cache(settled: Settled) -> Layout:
-    """Give a layout the largest KV cache that fits, or all that its sequences can fill."""
+    """Return a layout with the largest KV cache that fits, or that its sequences can fill."""
     layout, memory = settled.layout, settled.recipe.model.memory
     if memory.kv_cache_gib is not None:
         return layout
@@ -120,7 +120,7 @@ def _free(settled: Settled, phase: str) -> float:
 
 
 def _given(settled: Settled) -> Iterator[tuple[str, object]]:
-    """Give the recipe's own layout numbers by their names in `Layout`."""
+    """Yield the recipe's own layout numbers by their names in `Layout`."""
     model = settled.recipe.model
     for group in (model.parallel, model.memory):
         yield from vars(group).items()

@@ -123,11 +123,11 @@ class MemoryByPhase:
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     def headroom(self, phase: str) -> float:
-        """Share of the GPU that a phase leaves free; negative if it does not fit."""
+        """Return the share of the GPU that a phase leaves free; negative if it does not fit."""
         return 1 - sum(self.phases[phase].values()) / (self.gpu_gib * GIB)
 
     def text(self, phase: str) -> str:
-        """A phase's parts: `train in GiB: weights 7.5, gradients 7.5, ...`."""
+        """Write a phase's parts: `train in GiB: weights 7.5, gradients 7.5, ...`."""
         parts = [f"{name} {size / GIB:.1f}" for name, size in self.phases[phase].items() if size]
         return f"{phase} in GiB: " + ", ".join(parts)
 
@@ -143,7 +143,11 @@ def memory_per_gpu(settled: Settled) -> MemoryByPhase:
     the trainer's and the engine's weights. Rollout: the engine's weights and KV cache. Of the
     trainer only what NeMo RL moves waits in host memory: weights and moments. In FP8 the masters,
     their last gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5
-    (docs/research/speed.md); and the moments, if the optimizer is kept.
+    (docs/research/speed.md); and the moments, if the optimizer is kept. What stays lies in segments
+    that PyTorch's allocator then cannot give back: on an H100 it held 5.3 GiB more than was
+    allocated in BF16 and 11.0 in FP8, where weights and gradients are 5.2 each
+    (device-8b8-h100.json). The weights' size is counted as such holes; before gradients return,
+    our worker empties the allocator's cache, so that they need leave none.
     """
     recipe, layout = settled.recipe, settled.layout
     held, spread, fraction = _held(settled)
@@ -176,16 +180,19 @@ def memory_per_gpu(settled: Settled) -> MemoryByPhase:
     cache = GPU_GIB[recipe.cluster.gpu] * GIB * recipe.model.memory.rollout_share - engine
     if layout.kv_cache_gib is not None:
         cache = layout.kv_cache_gib * GIB
-    refit = {"trainer": 2 * held, "engine": engine, **kept, "allowance": allowance}
-    rollout = {"engine": engine, "KV cache": max(0.0, cache), **kept, "allowance": allowance}
+    stays = any(kept.values())
+    kept |= {"holes": 2 * held if stays else 0.0, "allowance": allowance}
+    refit = {"trainer": 2 * held, "engine": engine, **kept}
+    rollout = {"engine": engine, "KV cache": max(0.0, cache), **kept}
     phases = {"train": train, "logprob": logprob, "refit": refit, "rollout": rollout}
     return MemoryByPhase(phases, GPU_GIB[recipe.cluster.gpu])
 
 
 def host_gib(settled: Settled) -> float:
-    """Host memory of one node that a step page-locks: weights and moments of every GPU's trainer.
+    """Estimate the host memory in GiB that a step page-locks on one node.
 
-    And the engine's weights, which vLLM keeps there while it sleeps.
+    It holds the weights and moments of every GPU's trainer, and the engine's weights, which vLLM
+    keeps there while it sleeps.
     """
     held, _, _ = _held(settled)
     each = 2 * held + moved_bytes(settled) + _engine_weights(settled)
@@ -193,13 +200,13 @@ def host_gib(settled: Settled) -> float:
 
 
 def moved_bytes(settled: Settled) -> float:
-    """Bytes of optimizer state that one GPU moves to the host before a refit, and back."""
+    """Count the bytes of optimizer state that one GPU moves to the host and back for a refit."""
     _, spread, _ = _held(settled)
     return 0.0 if settled.layout.keeps_optimizer else _moments(settled) * spread
 
 
 def checkpoint_gib(settled: Settled) -> float:
-    """One checkpoint of the whole run: BF16 weights, FP32 masters and two moments."""
+    """Estimate one checkpoint's GiB: BF16 weights, FP32 masters and two moments."""
     dense, expert, _ = _parameters(settled.recipe.model.shape)
     return (2 + 12) * (dense + expert) / GIB
 
@@ -213,7 +220,7 @@ def kv_cache_tokens(settled: Settled, memory: MemoryByPhase) -> int:
 
 
 def _held(settled: Settled) -> tuple[float, float, float]:
-    """Parameters that a GPU trains, that its optimizer updates, and the share that FP8 multiplies.
+    """Count the parameters that a GPU trains and its optimizer updates, and FP8's share of all.
 
     The distributed optimizer spreads a weight's state over the GPUs that hold the weight.
     """
@@ -227,12 +234,12 @@ def _held(settled: Settled) -> tuple[float, float, float]:
 
 
 def _moments(settled: Settled) -> int:
-    """Bytes of a parameter that NeMo RL moves; the precision-aware optimizer's with its master."""
+    """Return the bytes per parameter that NeMo RL moves; precision-aware Adam includes a master."""
     return 8 if settled.recipe.precision.train.is_quantized else 10
 
 
 def _parameters(shape: Shape) -> tuple[int, int, int]:
-    """Parameters outside experts, in experts, and how many of them are linear weights of blocks."""
+    """Count parameters outside experts, in experts, and those in linear weights of blocks."""
     groups = census(shape, Precision(rollout_linear="fp8"))  # the same linears in every format
     expert = sum(each.elements for each in groups if each.part == "experts")
     dense = sum(each.elements for each in groups) - expert
@@ -249,12 +256,12 @@ def _engine_weights(settled: Settled) -> float:
 
 
 def _logits(settled: Settled, sequences: int, kept: int) -> float:
-    """Bytes of one micro-batch's logits on one GPU.
+    """Estimate the bytes of one micro-batch's logits on one GPU.
 
     Args:
-        settled: of the run.
-        sequences: of full length, of the micro-batch.
-        kept: bytes of one logit that lie there while a chunk is under way.
+        settled: the run.
+        sequences: sequences of full length in the micro-batch.
+        kept: bytes of one logit that stay allocated while a chunk is computed.
     """
     layout, tokens = settled.layout, settled.sequence_tokens * sequences
     words = settled.recipe.model.shape.vocab / (layout.tensor * layout.context)
@@ -264,10 +271,10 @@ def _logits(settled: Settled, sequences: int, kept: int) -> float:
 
 
 def _activations(settled: Settled) -> float:
-    """Bytes that the backward pass of one micro-batch keeps: inputs of every product, in BF16.
+    """Estimate the bytes that one micro-batch's backward pass keeps: product inputs, in BF16.
 
-    With `recompute` a layer keeps its input alone, and one layer at a time keeps the rest. Of an
-    expert's inputs there are two copies, sent and received.
+    With `recompute` every layer keeps only its input, and one layer at a time keeps the rest. An
+    expert's inputs exist twice, sent and received.
     """
     shape, layout, tokens = settled.recipe.model.shape, settled.layout, settled.micro_batch_tokens
     heads = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / layout.tensor

@@ -16,6 +16,8 @@ from fp8_nemo.recipe.options import Recalibrate, Recipe
 from fp8_nemo.recipe.problems import longest_answer, shared_problems
 from fp8_nemo.recipe.settled import PROMPT, SHARE, Settled
 
+WITHOUT_KL = ("dapo", "cispo", "gspo")
+"""Algorithms whose recipes in NeMo RL set the KL penalty to 0."""
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 """NeMo RL's own (conf/glue/stock.yaml)."""
 
@@ -38,10 +40,13 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
         )
     if SHARE in settled.own and settled.layout.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
+    one_ratio = recipe.algorithm.filled.sequence_level_importance_ratios
     if recipe.correction.name != "none" and not loss_corrects:
-        yield f"correction: NeMo RL has no {recipe.correction.name}, it multiplies the advantages"
+        name = recipe.correction.name + (" with one ratio a sequence" if one_ratio else "")
+        yield f"correction: NeMo RL has no {name}, it multiplies the advantages"
     if recipe.glue.transfer == "fp8" and not recipe.glue.sends_fp8:
         yield "glue.transfer: no effect, with glue.quantize=stock NeMo RL's receiver quantizes"
+    yield from _algorithm_notes(settled)
     yield from _slow_experts(recipe)
     yield from _without_effect(recipe)
     yield from _tight_memory(settled, memory)
@@ -97,6 +102,24 @@ def _recalibrate_notes(settled: Settled) -> Iterator[str]:
         )
 
 
+def _algorithm_notes(settled: Settled) -> Iterator[str]:
+    """Note what an algorithm, or the replay of routes, brings along inside NeMo RL."""
+    recipe = settled.recipe
+    if recipe.algorithm.name in WITHOUT_KL and settled.kl_penalty:
+        yield (
+            f"grpo.kl_penalty: {settled.kl_penalty:g} from the base, and NeMo RL's recipe of "
+            f"{recipe.algorithm.name} has 0; grpo.kl_penalty=0 also saves the reference's forward"
+        )
+    if recipe.algorithm.filled.use_dynamic_sampling:
+        yield (
+            f"algorithm.use_dynamic_sampling: a batch has {settled.prompts_per_batch} prompts, and "
+            "the step's estimate is of one batch; a step may take more"
+        )
+    unreplayed = recipe.glue.recalibrate.source == "forward"
+    if recipe.replay.is_on and recipe.precision.cache.is_quantized and unreplayed:
+        yield "glue.recalibrate.source: NeMo RL's extra pass measures Q, K and V unreplayed"
+
+
 def _slow_experts(recipe: Recipe) -> Iterator[str]:
     """Note where FP8 makes experts slower than BF16."""
     if not recipe.model.shape.experts:
@@ -119,6 +142,10 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
     precision, correction, data = recipe.precision, recipe.correction, recipe.data
     bf16 = not precision.rollout.is_quantized
     recalibrates = recipe.glue.recalibrate not in (Recalibrate(), STOCK_RECALIBRATE)
+    algorithm = recipe.algorithm
+    by_group = algorithm.filled.estimator == "grpo"
+    baseline = algorithm.use_leave_one_out_baseline, algorithm.normalize_rewards
+    clips = algorithm.ratio_clip_min, algorithm.ratio_clip_max
     rejects = correction.mask != "none" or correction.veto is not None
     yield from _notes({
         "glue.recalibrate": (
@@ -127,6 +154,19 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         "precision.scales": (bf16 and precision.scales != "fp32", "nothing is quantized"),
         "precision.first_layers_bf16": (bf16 and precision.first_layers_bf16, "all are BF16"),
         "precision.last_layers_bf16": (bf16 and precision.last_layers_bf16, "all are BF16"),
+        "algorithm.use_leave_one_out_baseline, normalize_rewards": (
+            not by_group and baseline != (None, None), "Reinforce++ normalizes over all tokens"
+        ),
+        "algorithm.minus_baseline": (
+            by_group and algorithm.minus_baseline is not None, "estimator=grpo has a baseline"
+        ),
+        "algorithm.ratio_clip_min, ratio_clip_max": (
+            algorithm.filled.disable_ppo_ratio and clips != (None, None), "there is no ratio"
+        ),
+        "algorithm.overlong_buffer_penalty": (
+            algorithm.overlong_buffer is None and algorithm.overlong_buffer_penalty is not None,
+            "without overlong_buffer no answer is too long",
+        ),
         "correction.renormalize_denominator": (
             correction.renormalize_denominator and not rejects, "nothing is rejected"
         ),
@@ -163,7 +203,7 @@ def _tight_memory(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
 
 
 def _room(settled: Settled, phase: str) -> str:
-    """Say what would make room in a phase: shorter sequences only where they do."""
+    """Return what would make room in a phase; shorter sequences only where they help."""
     if phase == "rollout":
         bounded = settled.layout.kv_cache_gib is not None
         lower = f"model.memory.{'kv_cache_gib' if bounded else 'rollout_share'}"

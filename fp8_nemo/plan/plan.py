@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import TASKS, Cluster, Recipe
+from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Recipe, Replay
 from fp8_nemo.recipe.plain import from_plain, leaves
 from fp8_nemo.recipe.settled import LOCAL_BASE, PROMPT, VALIDATED, Layout, Settled, settle
 
@@ -35,9 +35,11 @@ NOT_IN_HASH = ("cluster", "logging", "outputs")
 ONLY_CHECKED = ("measurement", "max_reject")
 """Correction keys that only a plan checks: they change no step, so the hash leaves them out."""
 RETIRED = {"cluster": ("launcher",)}
-"""Keys that earlier versions froze into plan.json, which say nothing now."""
+"""Keys that earlier versions wrote into plan.json, which have no meaning now."""
 RENAMED = {("glue", "verify"): {"ledger": "bytes", "full": "bytes"}}
-"""Values that earlier versions froze, and what such a run goes on with: the present default."""
+"""Values that earlier versions wrote into plan.json, to the values that such a run resumes with."""
+LATER_GROUPS = {"algorithm": asdict(Algorithm()), "replay": asdict(Replay())}
+"""Groups that earlier versions lacked, at the values that such a run had."""
 HASHED_AS = {("glue", "verify"): {"bytes": "ledger"}}
 """Values that enter the hash by an older name, so that a run keeps its own."""
 
@@ -95,12 +97,15 @@ class Plan:
         """Six hex digits over the backend and most of the recipe.
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
-        null, cluster, logging, outputs, `grpo.steps`,
+        null, `algorithm=grpo`, `replay=none`, cluster, logging, outputs, `grpo.steps`,
         `grpo.stop_when_unstable`, `correction.measurement` and `correction.max_reject`.
         """
         content = self.to_json()["recipe"]
         for group in NOT_IN_HASH:
             del content[group]
+        for group, before in LATER_GROUPS.items():
+            if content[group] == before:
+                del content[group]
         for key in ("steps", "stop_when_unstable"):
             del content["grpo"][key]
         for key in ONLY_CHECKED:
@@ -122,7 +127,7 @@ class Plan:
 def _with_values(
     recipe: Mapping[str, Any], table: Mapping[tuple[str, str], Mapping[str, str]]
 ) -> dict[str, Any]:
-    """A recipe as plain data whose values are exchanged by a table."""
+    """Return a recipe's plain data with values replaced by a table."""
     changed = dict(recipe)
     for (group, key), names in table.items():
         if (held := changed.get(group, {}).get(key)) in names:
@@ -131,7 +136,7 @@ def _with_values(
 
 
 def _given(content: dict[str, Any]) -> dict[str, Any]:
-    """Keep the keys that are not null: a key that a later version adds changes no run's name."""
+    """Return the keys that are not null: a key that a later version adds changes no run's hash."""
     return {
         key: _given(value) if isinstance(value, dict) else value
         for key, value in content.items()
@@ -140,7 +145,7 @@ def _given(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_from_json(content: dict[str, Any]) -> Plan:
-    """Read back what `Plan.to_json` wrote, in this version or an earlier one.
+    """Read what `Plan.to_json` wrote, in this version or an earlier one.
 
     Raises:
         KeyError, TypeError: the content is not a plan.

@@ -1,13 +1,12 @@
 """Estimate how long a decode step and a refit take, before a GPU is asked for.
 
-Bytes over bandwidth and operations over arithmetic rate, plus one fixed cost per model, which
-benchmarks/speed/fit_estimate.py fits on half of what was measured and tests on the other half:
-`FITTED`.
+Bytes over bandwidth and operations over arithmetic rate, plus what neither explains, which
+benchmarks/speed/fit_estimate.py fits on half of what an H200 measured, and tests on the other half
+and on an H100: `FITTED`. The host has a pace of its own, which few layers cannot beat: `HOST`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,56 +17,89 @@ from fp8_nemo.recipe.settled import Settled
 
 @dataclass(frozen=True)
 class Speed:
-    """Rates of one GPU: `Speed(4.8e12, 989e12, 1979e12)`."""
+    """Rates of one GPU: `Speed(4.8e12, 989e12, 1979e12, 4.8e12, 4.8e12)`."""
 
-    bandwidth: float
-    """Bytes a second, of its own memory."""
+    weights: float
+    """Bytes a second of its own memory, at which weights are read."""
     bf16: float
     """FLOP/s of dense products on the tensor cores."""
     fp8: float
-    fp8_cache: float = math.inf
-    """Bytes a second of an FP8 cache that attention reads, where that is less than `bandwidth`."""
+    cache: float
+    """Bytes a second at which attention reads a BF16 cache."""
+    fp8_cache: float
+
+    @staticmethod
+    def of(bandwidth: float, bf16: float, fp8: float) -> Speed:
+        """Return the rates of a datasheet: its memory is read at one rate, whatever is in it."""
+        return Speed(bandwidth, bf16, fp8, bandwidth, bandwidth)
 
     def reached(self) -> Speed:
-        """What real kernels get of it."""
+        """Return the rates that real kernels reach."""
         products = self.bf16 * PRODUCTS_REACHED, self.fp8 * PRODUCTS_REACHED
-        memory, cache = self.bandwidth * MEMORY_REACHED, self.bandwidth * FP8_CACHE_REACHED
-        return Speed(memory, *products, cache)
+        fp8_cache = min(self.fp8_cache * FP8_CACHE_REACHED, FP8_CACHE_MOST)
+        return Speed(
+            self.weights * WEIGHTS_REACHED, *products, self.cache * CACHE_REACHED, fp8_cache
+        )
 
 
 GPU_SPEED = {
-    "h100": Speed(3.35e12, 989e12, 1979e12),
-    "h200": Speed(4.8e12, 989e12, 1979e12),
-    "b200": Speed(8.0e12, 2250e12, 4500e12),
+    "h100": Speed.of(3.35e12, 989e12, 1979e12),
+    "h200": Speed.of(4.8e12, 989e12, 1979e12),
+    "b200": Speed.of(8.0e12, 2250e12, 4500e12),
 }
 """NVIDIA's datasheets of the SXM parts (H100, H200; HGX B200 by eight): the rates printed there are
 with sparsity, these are half of them."""
-MEMORY_REACHED = 0.88
+WEIGHTS_REACHED = 0.88
 """A large copy on an H200: 4.20 of 4.8 TB/s (benchmarks/results/quantize-h200.json)."""
-FP8_CACHE_REACHED = 0.62
-"""vLLM's attention on an H200: what 64 sequences of 4k tokens take more than of 1k, 4.3 ms for 12.9
-GB (benchmarks/results/rollout-8b-h200.json). A BF16 cache is read as fast as a copy."""
+CACHE_REACHED, FP8_CACHE_REACHED, FP8_CACHE_MOST = 0.94, 0.82, 3.0e12
+"""vLLM's FlashAttention 3, by what 64 sequences of 4k tokens take more than of 1k: BF16 reads 3.15
+of 3.35 TB/s on an H100 and 4.51 of 4.8 on an H200; FP8 2.74 and 3.0, where the kernel and no longer
+the memory is the limit (decode-*-h100.json, rollout-8b-h200.json)."""
 PRODUCTS_REACHED = 0.8
 """Assumed. Products of training reached 0.76 in BF16 and 0.54 in FP8, at 8,192 tokens on an H200
 (benchmarks/results/bench-train-8b-h200.json); those of a rollout were not measured."""
 
 
 class Fitted(NamedTuple):
-    """What neither bytes nor operations explain: `Fitted(2e-3, 0.32)`."""
+    """What neither bytes nor operations explain: `Fitted(1.27e-3, 13.2e-6, 0.54e-3, 0.32)`."""
 
     decode: float
     """Seconds of a decode step."""
+    sequence: float
+    """Seconds of a decode step for each of its sequences."""
+    quantize: float
+    """Seconds of a decode step with FP8 linears, whose inputs are quantized."""
     refit: float | None = None
     """Seconds of a refit's transfer; None where none was measured."""
 
+    def of_step(self, precision: Precision, batch: int) -> float:
+        """Seconds of one decode step of so many sequences."""
+        quantize = self.quantize if precision.rollout.is_quantized else 0.0
+        return self.decode + self.sequence * batch + quantize
+
 
 FITTED = {
-    ("llama31-8b", 32): Fitted(decode=1.97e-3, refit=0.324),
-    ("qwen3-30b-a3b", 48): Fitted(decode=3.92e-3),
+    ("llama31-8b", 32): Fitted(1.267e-3, 13.16e-6, 0.544e-3, refit=0.324),
+    ("qwen3-30b-a3b", 48): Fitted(2.493e-3, 18.56e-6, 0.407e-3),
 }
-"""By model and layers, on one H200 (benchmarks/results/estimate-h200.json): decode steps of up to
-64 sequences come out within 10%, of 256 they take 7 to 33% longer, since each costs the host
-something; a refit's transfer within 13%. No other model was measured."""
+"""By model and layers, of one H200 (benchmarks/results/estimate-h200.json): decode steps of 8B come
+out within 5%, of an H100 too, and of 30B-A3B within 5%; a refit's transfer within 13%. No other
+model was measured."""
+
+
+class Host(NamedTuple):
+    """What the host does for one decode step: `Host(1.55e-3, 41e-6)`."""
+
+    step: float
+    """Seconds."""
+    sequence: float
+    """Seconds for each sequence: it is scheduled, and its token is taken."""
+
+
+HOST = Host(1.55e-3, 41e-6)
+"""One thread of a 16-core Xeon, engine and worker in one process as in NeMo RL: 4.2 ms for 64
+sequences, 12.0 for 256, beside the device's work (decode-kv-h100.json). 8 layers of 8B took 6.5 ms
+in FP8 for 128 sequences inside NeMo RL, all of it Python, and 8.8 in BF16."""
 
 
 MOST_ALIKE = {False: ("llama31-8b", 32), True: ("qwen3-30b-a3b", 48)}
@@ -89,20 +121,21 @@ class DecodeWork:
     attention_flops: float
 
     def seconds(self, speed: Speed, fp8_attention: bool) -> float:
-        """The larger of reading and multiplying, for weights and for the cache, one after other."""
+        """Return the time of weights plus cache, for each the larger of reading and multiplying."""
         linear = self.fp8_flops / speed.fp8 + self.bf16_flops / speed.bf16
         attention = self.attention_flops / (speed.fp8 if fp8_attention else speed.bf16)
-        cache = min(speed.bandwidth, speed.fp8_cache) if fp8_attention else speed.bandwidth
-        return max(self.weight_bytes / speed.bandwidth, linear) + max(
+        cache = speed.fp8_cache if fp8_attention else speed.cache
+        return max(self.weight_bytes / speed.weights, linear) + max(
             self.kv_bytes / cache, attention
         )
 
 
 def decode_work(shape: Shape, precision: Precision, batch: int, context: float) -> DecodeWork:
-    """Bytes and operations of one step that decodes one token of every sequence.
+    """Count the bytes and operations of one step, which decodes one token of every sequence.
 
-    Every weight is read once, but the embedding (a row per token), and of the experts those that
-    the batch is expected to touch: `E * (1 - (1 - k/E)^batch)` if routes are even.
+    It reads every weight once, except for the embedding (a row per token) and the experts. Of
+    these it reads the ones that the batch is expected to use: `E * (1 - (1 - k/E)^batch)` if routes
+    are even.
 
     Args:
         shape: of the model.
@@ -132,9 +165,9 @@ def decode_work(shape: Shape, precision: Precision, batch: int, context: float) 
 
 
 def decode_seconds(
-    shape: Shape, precision: Precision, batch: int, context: float, gpu: str, fixed: float
+    shape: Shape, precision: Precision, batch: int, context: float, gpu: str, fitted: Fitted
 ) -> float:
-    """Seconds of one decode step on one GPU, at the rates that kernels reach.
+    """Estimate the device's seconds of one decode step on one GPU, at rates that kernels reach.
 
     Args:
         shape: of the model.
@@ -142,10 +175,11 @@ def decode_seconds(
         batch: sequences.
         context: tokens of each in the cache, on average.
         gpu: a key of `GPU_SPEED`.
-        fixed: seconds of a step that neither bytes nor operations explain; fitted per model.
+        fitted: what neither bytes nor operations explain, of the model or one like it.
     """
     work = decode_work(shape, precision, batch, context)
-    return work.seconds(GPU_SPEED[gpu].reached(), precision.cache.is_quantized) + fixed
+    read = work.seconds(GPU_SPEED[gpu].reached(), precision.cache.is_quantized)
+    return read + fitted.of_step(precision, batch)
 
 
 class Decode(NamedTuple):
@@ -167,36 +201,32 @@ def decode_of_engine(settled: Settled, context: float) -> Decode:
     shape, layout = settled.recipe.model.shape, settled.layout
     cached = kv_cache_tokens(settled, memory_per_gpu(settled))
     running = int(max(1, min(settled.sequences_per_engine, cached // context)))
-    fixed = fitted_for(settled.recipe.model).decode
-    step = decode_seconds(
-        shape, settled.recipe.precision, running, context, settled.recipe.cluster.gpu, fixed=0.0
-    )
+    precision, fitted = settled.recipe.precision, fitted_for(settled.recipe.model)
+    own = fitted.of_step(precision, running)
+    step = decode_seconds(shape, precision, running, context, settled.recipe.cluster.gpu, fitted)
     exchange = 2 * shape.layers * EXCHANGE if layout.rollout_tensor > 1 else 0.0
-    return Decode(running, running / (step / layout.rollout_tensor + fixed + exchange))
+    device = (step - own) / layout.rollout_tensor + own + exchange
+    return Decode(running, running / max(device, HOST.step + HOST.sequence * running))
 
 
 def fitted_for(model: Model) -> Fitted:
-    """Return what was fitted for a model, else for one of its kind.
-
-    Not by layers: 8 layers of 8B took 8.8 ms a step inside NeMo RL on an H100, 128 sequences, which
-    is 3 by bytes alone (docs/research/speed.md). Host and sampler take what they take.
-    """
+    """Return the fitted constants of a model, else those of the most similar model."""
     return (
         FITTED.get((model.name, model.shape.layers)) or FITTED[MOST_ALIKE[model.shape.experts > 0]]
     )
 
 
 def is_fitted(settled: Settled) -> bool:
-    """Say whether an engine like this was measured."""
+    """Return whether an engine like this was measured."""
     model = settled.recipe.model
     return (model.name, model.shape.layers) in FITTED and settled.layout.rollout_tensor == 1
 
 
 def refit_seconds(shape: Shape, precision: Precision, gpu: str, fixed: float) -> float:
-    """Seconds of a refit between two processes of one GPU.
+    """Estimate the seconds of a refit between two processes of one GPU.
 
-    The trainer reads its BF16 weights and writes the wire's tensors, the engine reads those and
-    writes its own: all of it memory traffic of the one GPU.
+    The trainer reads its BF16 weights and writes the wire's tensors. The engine reads those and
+    writes its own. All of this is memory traffic of the one GPU.
 
     Args:
         shape: of the model.
@@ -206,4 +236,4 @@ def refit_seconds(shape: Shape, precision: Precision, gpu: str, fixed: float) ->
     """
     counts = count(shape, precision)
     moved = counts.refit_bytes_bf16 + 3 * counts.refit_bytes
-    return moved / GPU_SPEED[gpu].reached().bandwidth + fixed
+    return moved / GPU_SPEED[gpu].reached().weights + fixed

@@ -101,7 +101,7 @@ class LayerWork(NamedTuple):
 
 
 def usual_lengths(settled: Settled) -> Lengths:
-    """Assume answers of half of the longest, on average."""
+    """Return the lengths that a plan assumes: answers half as long as the longest, on average."""
     longest = min(settled.response_tokens, settled.sequence_tokens - PROMPT)
     return Lengths(PROMPT, max(1.0, longest / 2))
 
@@ -134,17 +134,17 @@ def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
     decode = decode_of_engine(settled, lengths.prompt + tokens / 2)
     engines = settled.gpus // settled.layout.rollout_tensor
     slower = DOUBLED ** math.log2(settled.layout.rollout_tensor)
-    return slower * settled.sequences_per_step / engines * tokens / decode.tokens_per_second
+    return slower * settled.sequences_per_batch / engines * tokens / decode.tokens_per_second
 
 
 def mfu(settled: Settled, lengths: Lengths, seconds: float, *, trains: bool = True) -> float:
-    """Model FLOP utilization of a pass over a step's sequences, of BF16's peak.
+    """Return the model FLOP utilization of a pass over a step's sequences, of BF16's peak.
 
     Args:
-        settled: of the run.
-        lengths: of its prompts and answers.
-        seconds: that the pass took.
-        trains: forward and backward, or forward alone. What is recomputed does not count.
+        settled: the run.
+        lengths: lengths of its prompts and answers.
+        seconds: time that the pass took.
+        trains: forward and backward, or forward alone. Recomputation does not count.
     """
     shape = settled.recipe.model.shape
     work, ways = layer_work(shape), (3.0, 3.5) if trains else (1.0, 1.0)
@@ -156,7 +156,7 @@ def mfu(settled: Settled, lengths: Lengths, seconds: float, *, trains: bool = Tr
 
 
 def layer_work(shape: Shape) -> LayerWork:
-    """Count a token's forward products, of the experts those that it goes through."""
+    """Count a token's forward FLOP; of the experts only those that it is routed to count."""
     share = shape.experts_per_token / shape.experts if shape.experts else 1.0
     blocks = {True: 0.0, False: 0.0}
     for part, quantized, matrix, elements in census(shape, Precision(rollout_linear="fp8")):
@@ -167,12 +167,12 @@ def layer_work(shape: Shape) -> LayerWork:
 
 
 def _attention(shape: Shape, lengths: Lengths) -> float:
-    """FLOP of one token's causal attention in one layer, forward."""
+    """Count the FLOP of one token's causal attention in one layer, forward."""
     return 2 * shape.heads * shape.head_dim * lengths.sequence
 
 
 def _passes(settled: Settled, lengths: Lengths, sequences: int, *, trains: bool) -> float:
-    """Seconds in which a GPU takes all of its sequences through the model, packed."""
+    """Estimate the seconds in which a GPU takes all its sequences, packed, through the model."""
     tokens = settled.sequences_per_step * lengths.sequence / settled.data_parallel
     room = settled.sequence_tokens * (sequences - UNFILLED)
     micro_batches = math.ceil(tokens / room)
@@ -186,19 +186,19 @@ def _passes(settled: Settled, lengths: Lengths, sequences: int, *, trains: bool)
 
 
 def _pass_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -> float:
-    """Seconds of one micro-batch, forward (0) or backward (1), with the model's end."""
+    """Estimate one micro-batch's seconds, forward (0) or backward (1), logits and loss included."""
     shape, layout = settled.recipe.model.shape, settled.layout
     speed = GPU_SPEED[settled.recipe.cluster.gpu]
     shared = layout.tensor * layout.context
     product = (1 + way) * layer_work(shape).end / (LINEARS["bf16"][way] * speed.bf16)
     traffic = LOGIT_BYTES[way] + (CHUNKED_BYTES if way and layout.logits_chunk else 0)
-    logits = traffic * shape.vocab / speed.reached().bandwidth
+    logits = traffic * shape.vocab / speed.reached().weights
     end = tokens / shared * (product + logits)
     return stack_seconds(settled, lengths, tokens, way) + end
 
 
 def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -> float:
-    """Estimate one micro-batch through all layers of a GPU, forward (0) or backward (1)."""
+    """Estimate one micro-batch's seconds in all layers of a GPU, forward (0) or backward (1)."""
     recipe, layout = settled.recipe, settled.layout
     shape, bf16 = recipe.model.shape, GPU_SPEED[recipe.cluster.gpu].bf16
     fp8 = GPU_SPEED[recipe.cluster.gpu].fp8
@@ -216,7 +216,7 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
 
 
 def _exchange(settled: Settled, tokens: float) -> float:
-    """Bytes that a GPU receives in one layer's pass: TP sums activations, CP passes K and V on."""
+    """Count the bytes that a GPU receives in one layer's pass: TP's sums, and CP's K and V."""
     shape, layout = settled.recipe.model.shape, settled.layout
     summed = 2 * 2 * (layout.tensor - 1) / layout.tensor * 2 * shape.hidden / layout.context
     kept = 2 * 2 * shape.kv_heads * shape.head_dim / layout.tensor
@@ -224,7 +224,7 @@ def _exchange(settled: Settled, tokens: float) -> float:
 
 
 def _optimizer_seconds(settled: Settled) -> float:
-    """Seconds of Adam's state to the host and back, once a step."""
+    """Estimate the seconds in which Adam's state goes to the host and back, once a step."""
     moved = moved_bytes(settled)
     if settled.recipe.glue.has_receiver:
         return 2 * moved / PINNED

@@ -19,6 +19,7 @@ from fp8_nemo.recipe.options import (
     OF_A_RATIO,
     RATIOS,
     TASKS,
+    Algorithm,
     Cluster,
     Correction,
     Data,
@@ -44,7 +45,7 @@ class Mistake(NamedTuple):
     def __str__(self) -> str:
         """Return one line: key, value, what is allowed, what to do."""
         text = f"{self.key}={as_typed(self.got)}: " + "; ".join(filter(None, self[2:]))
-        return one_line(text)
+        return printable(text)
 
 
 def as_typed(value: Any) -> str:
@@ -54,9 +55,9 @@ def as_typed(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def one_line(text: str) -> str:
-    """Write what breaks a line, or cannot be seen, as Python escapes it in a string."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+def printable(line: str) -> str:
+    """Escape what would break a line, or command the terminal, in a word that is repeated."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
 
 
 def verb_line(verb: str) -> str:
@@ -80,6 +81,8 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
         *_path_mistakes(recipe),
         *(_precision_mistakes(recipe) if has_formats else ()),
         *_correction_mistakes(recipe.correction),
+        *_algorithm_mistakes(recipe),
+        *_replay_mistakes(recipe),
         *_data_mistakes(recipe.data),
         *_cluster_mistakes(recipe.cluster),
         *_nemo_mistakes(recipe.nemo),
@@ -111,8 +114,8 @@ def _field_mistakes(group: Any, prefix: str = "") -> Iterator[Mistake]:
 def _limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
     if "one_of" in limits and value not in limits["one_of"]:
         yield Mistake(key, value, "must be one of " + ", ".join(limits["one_of"]))
-    if "short_name" in limits and not re.fullmatch(r"[\w-][\w.-]*", value):
-        yield Mistake(key, value, "must be letters, digits, dots, dashes and underscores")
+    if "short_name" in limits and not re.fullmatch(r"[\w-][\w.+-]*", value):
+        yield Mistake(key, value, "must be letters, digits, dots, dashes, pluses and underscores")
     if "least" in limits:
         limits = {**limits, "most": ABSURD if limits["most"] is None else limits["most"]}
         if not _in_range(value, **limits):
@@ -179,7 +182,7 @@ def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
                     "bounds a mask, and correction.mask=none",
                     "set correction.mask=token, sequence, geometric or a divergence, as token-k2",
                 )
-    elif low is None and high is None:
+    elif low is None and high is None and correction.mask in (*RATIOS, *DIVERGENCES):
         yield Mistake("correction.mask", correction.mask, "needs correction.low or correction.high")
     elif correction.mask in DIVERGENCES and (low is not None or high is None):
         yield Mistake(
@@ -203,6 +206,71 @@ def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
             )
     if least is not None and most is not None and least > most:
         yield Mistake("correction.truncate_low", least, f"is above correction.truncate={most}")
+
+
+EXCLUDED: tuple[tuple[str, Any, str, Any, str], ...] = (
+    ("use_cispo", True, "disable_ppo_ratio", True, "weighs by the ratio that this leaves out"),
+    ("use_cispo", True, "sequence_level_importance_ratios", True, "clips a token's ratio"),
+    ("use_cispo", True, "token_level_loss", False, "weighs tokens alike"),
+    ("sequence_level_importance_ratios", True, "token_level_loss", True, "weighs sequences alike"),
+    ("sequence_level_importance_ratios", True, "disable_ppo_ratio", True, "is a ratio"),
+    ("use_kl_in_reward", True, "estimator", "grpo", "is Reinforce++'s, GRPO would drop the KL"),
+)
+"""Values of `algorithm` that exclude each other, mostly by NeMo RL's asserts, and why."""
+DUAL_CLIP_EXCLUDED = ("use_cispo", "disable_ppo_ratio")
+"""What leaves no clipped loss that `ratio_clip_c` could bound."""
+
+
+def _algorithm_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    algorithm, filled = recipe.algorithm, recipe.algorithm.filled
+    for key, value, other, excluded, why in EXCLUDED:
+        if getattr(filled, key) == value and getattr(filled, other) == excluded:
+            yield Mistake(
+                f"algorithm.{key}",
+                value,
+                f"{why}, so algorithm.{other}={as_typed(excluded)} goes without it",
+                f"change one of the two, or choose algorithm=grpo, not {algorithm.name}",
+            )
+    for key in DUAL_CLIP_EXCLUDED:
+        if filled.ratio_clip_c is not None and getattr(filled, key):
+            text = f"bounds a clipped loss, and algorithm.{key}=true has none"
+            yield Mistake("algorithm.ratio_clip_c", filled.ratio_clip_c, text, "set it to null")
+    yield from _reward_mistakes(algorithm)
+    if recipe.correction.renormalize_denominator and filled.sequence_level_importance_ratios:
+        yield Mistake(
+            "correction.renormalize_denominator",
+            True,
+            "would take rejected tokens out of the sequence's ratio too, with "
+            "algorithm.sequence_level_importance_ratios=true",
+            "set correction.renormalize_denominator=false",
+        )
+
+
+def _reward_mistakes(algorithm: Algorithm) -> Iterator[Mistake]:
+    if algorithm.overlong_buffer is not None and algorithm.stop_properly_penalty_coef is not None:
+        yield Mistake(
+            "algorithm.overlong_buffer",
+            algorithm.overlong_buffer,
+            "NeMo RL ignores it beside algorithm.stop_properly_penalty_coef",
+            "set one of them to null",
+        )
+    if (algorithm.filled.batch_multiplier or 1) != 1 and not algorithm.filled.use_dynamic_sampling:
+        yield Mistake(
+            "algorithm.batch_multiplier",
+            algorithm.batch_multiplier,
+            "more prompts than a step's need dynamic sampling",
+            "set algorithm.use_dynamic_sampling=true, or leave it out",
+        )
+
+
+def _replay_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    if recipe.replay.is_on and not recipe.model.shape.experts:
+        yield Mistake(
+            "replay",
+            recipe.replay.name,
+            f"{recipe.model.name} is dense, and has no router whose choice could be replayed",
+            "choose replay=none, or a mixture of experts, as model=qwen3-30b-a3b",
+        )
 
 
 def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
@@ -290,6 +358,13 @@ def _env_mistakes(words: list[str]) -> Iterator[Mistake]:
 
 
 def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
+    if cluster.enter and "{image}" not in " ".join(cluster.enter):
+        yield Mistake(
+            "cluster.enter",
+            str(list(cluster.enter)),
+            "must name {image}, where cluster.container goes",
+            'as cluster.enter=[apptainer,exec,"--bind={mounts}","{image}"]',
+        )
     limit = seconds(cluster.time)
     if limit is None:
         yield Mistake(

@@ -35,7 +35,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes
+from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes, printable
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 from fp8_nemo.recipe.secrets import secrets_of, secrets_of_line
@@ -49,6 +49,8 @@ OPEN = "nemo"
 ADDED = "cluster.extra"
 """A list to which a line adds, where Hydra would replace the one of the site's file."""
 SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.qos")
+UNREADABLE = (ValueError, TypeError, AttributeError, AssertionError, RecursionError, YAMLError)
+"""What Hydra raises of a file whose `defaults` is no list, that is not UTF-8, or names itself."""
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -63,7 +65,7 @@ class ComposeError(ValueError):
     """Report a command line that no run may start from; one line per distinct mistake."""
 
     def __init__(self, lines: Iterable[str]) -> None:
-        self.lines = list(dict.fromkeys(lines))
+        self.lines = list(dict.fromkeys(map(printable, lines)))
         super().__init__("\n".join(self.lines))
 
 
@@ -123,6 +125,8 @@ def option_names(group: str) -> list[str]:
 def compose_cells(arguments: Iterable[str]) -> list[Cell]:
     """Compose every cell of a command line; raises as `compose`."""
     arguments = list(arguments)
+    if found := [*secrets_of_line(arguments)]:
+        raise ComposeError(found)
     flags = [each for each in arguments if each.startswith("-")]
     if unknown := [flag for flag in flags if flag not in MULTIRUN]:
         raise ComposeError(
@@ -205,7 +209,7 @@ def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mis
         yield Mistake(
             typed, override.get_value_string(), "Hydra only composes here", "set outputs=FOLDER"
         )
-    elif not _is_known(key):
+    elif key not in _all_keys() and not key.startswith(OPEN + "."):
         yield _unknown_key(typed, override.get_value_string(), [*_all_keys(), *groups])
     elif key.startswith(OPEN + ".") and not (override.is_add() or override.is_force_add()):
         yield Mistake(key, override.get_value_string(), "nemo starts empty", f"write +{key}=...")
@@ -240,7 +244,7 @@ def _sweep_of(overrides: list[Override], loader: ConfigLoader) -> list[Override]
         raise ComposeError([f"{', '.join(chosen)}: one sweep at a time"])
     try:
         found = hydra_compose(CONFIG, chosen, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, *UNREADABLE) as error:
         raise ComposeError([f"{chosen[0]}: {first_line(error)}"]) from error
     params = found.hydra.sweeper.params or {}
     typed = {each.key_or_group for each in overrides}
@@ -282,7 +286,7 @@ def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]
         return None, [first_line(error)]
     except YAMLError as error:  # in a site's own file, which it names with line and column
         return None, [" ".join(str(error).split())]
-    except ValueError as error:  # as one whose `defaults` is no list, or that is not UTF-8
+    except UNREADABLE as error:
         return None, [f"{' '.join(cell)}: cannot be composed, {first_line(error)}"]
     if beside in tree:
         group, _, key = ADDED.partition(".")
@@ -360,10 +364,6 @@ def _unknown_key(key: str, value: Any, known: Iterable[str]) -> Mistake:
         if near
         else "conf/grpo.yaml and its groups' files have all keys; NeMo RL's own go under nemo",
     )
-
-
-def _is_known(key: str) -> bool:
-    return key in _all_keys() or key.startswith(OPEN + ".")
 
 
 def _plain_keys() -> dict[str, bool]:

@@ -33,7 +33,7 @@ def model_path(model: Model) -> Path:
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest names and bytes of a model's weight files: runs that share it began alike."""
+    """Return the digest of a model's weight files' names and bytes: equal for equal starts."""
     digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     with ThreadPoolExecutor() as pool:  # one thread hashes 1.2 GB a second
         for path, found in zip(paths, pool.map(_file_digest, paths), strict=True):
@@ -64,9 +64,9 @@ def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
         yield Mistake("model.path", folder, text, remedy)
         return
     missing = [name for name in NEEDED if not (folder / name).is_file()]
-    for name in missing:
-        yield Mistake("model.path", folder, f"lacks {name}", "it must be in Hugging Face format")
     if missing:
+        lacks, remedy = f"lacks {', '.join(missing)}", "it must be in Hugging Face format"
+        yield Mistake("model.path", folder, lacks, remedy)
         return
     found = [*_config_mistakes(folder, model, pads)]
     yield from found
@@ -96,6 +96,10 @@ def _config_mistakes(folder: Path, model: Model, pads: bool) -> Iterator[Mistake
         config, tokens = (_read_object(folder / NEEDED[at]) for at in (0, 2))
     except ValueError as error:
         yield Mistake("model.path", folder, f"{error} is no JSON object", "copy it again")
+        return
+    if not (isinstance(config, dict) and isinstance(tokens, dict)):
+        text = "holds JSON that is no object, in config.json or tokenizer_config.json"
+        yield Mistake("model.path", folder, text, "copy it again")
         return
     if "quantization_config" in config:
         yield Mistake(
@@ -200,6 +204,6 @@ def missing_bytes(file: Path) -> int:
         ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
         if not ends or {*map(type, ends)} != {int}:
             raise TypeError
+        return max(0, 8 + header_size + max(ends) - size)
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError("it names no tensors and offsets") from error
-    return max(0, 8 + header_size + max(ends, default=0) - size)

@@ -314,6 +314,10 @@ class Grpo:
     """Longest answer; in NeMo RL with its prompt at most the sequence."""
     learning_rate: float | None = number(None, above=0, most=1)
     """Adam's rate."""
+    warmup_steps: int | None = number(None, least=0)
+    """Steps over which the rate rises from a tenth; null: the base's, and locally none."""
+    max_grad_norm: float | None = number(None, above=0)
+    """Norm that an update's gradient is scaled down to; null: the base's, and locally 1."""
     updates_per_step: int | None = number(None, least=1)
     """Optimizer updates from one step's answers."""
     kl_penalty: float | None = number(None, least=0)
@@ -326,6 +330,100 @@ class Grpo:
     """Steps from one checkpoint to the next; the last two stay."""
     stop_when_unstable: bool = False
     """End the run at a step that `health.py` calls unstable; its last checkpoint stays."""
+
+
+@dataclass
+class Algorithm:
+    """Choose the policy gradient: its keys are NeMo RL's. None inherits, as GRPO has it."""
+
+    name: str = short_name("grpo")
+    """Part of the run directory's name."""
+    estimator: str | None = optional_one_of("grpo", "reinforce_plus_plus")
+    """Advantages: within each prompt's group, or normalized over all tokens of the step."""
+    use_leave_one_out_baseline: bool | None = None
+    """An answer's baseline leaves its own reward out."""
+    normalize_rewards: bool | None = None
+    """Divide by the group's standard deviation."""
+    minus_baseline: bool | None = None
+    """Reinforce++ takes the group's mean off before it normalizes."""
+    use_kl_in_reward: bool | None = None
+    """Reinforce++ takes `grpo.kl_penalty` off the advantages and not off the loss."""
+    ratio_clip_min: float | None = number(None, least=0)
+    """The ratio of current to train is clipped below 1 minus this; 0.2 in GRPO."""
+    ratio_clip_max: float | None = number(None, least=0)
+    """And above 1 plus this; DAPO's clip-higher has 0.28."""
+    ratio_clip_c: float | None = number(None, above=1)
+    """Dual clip: where the advantage is negative, a ratio counts as this at most."""
+    disable_ppo_ratio: bool | None = None
+    """The loss is `-A log p`, without ratio and clip (REINFORCE, RLOO)."""
+    use_cispo: bool | None = None
+    """The clipped ratio weighs `-A log p`, and every token keeps its gradient (CISPO)."""
+    sequence_level_importance_ratios: bool | None = None
+    """One ratio a sequence, the geometric mean of its tokens' (GSPO)."""
+    token_level_loss: bool | None = None
+    """All tokens of an update weigh the same; false: all its sequences."""
+    overlong_filtering: bool | None = None
+    """Answers that were cut leave loss, mismatch and correction."""
+    overlong_buffer: float | None = number(None, above=0, most=1)
+    """DAPO's overlong shaping: the last share of the longest answer costs reward, in proportion."""
+    overlong_buffer_penalty: float | None = number(None, least=0)
+    """What the longest answer costs; null: 1."""
+    stop_properly_penalty_coef: float | None = number(None, least=0, most=1)
+    """Factor on the reward of an answer that was cut; excludes `overlong_buffer`."""
+    reward_target_min: float | None = number(None, most=1)
+    """What a reward of 0 counts; -1 in DAPO. A reward of 1 stays."""
+    use_dynamic_sampling: bool | None = None
+    """Leave out prompts whose answers all earn the same, and sample until a step is full."""
+    dynamic_sampling_max_gen_batches: int | None = number(None, least=1)
+    """Batches after which a step that is not full ends the run."""
+    batch_multiplier: float | None = number(None, least=1)
+    """Prompts that dynamic sampling takes at a time, over those of a step."""
+
+    @property
+    def filled(self) -> Algorithm:
+        """Return it with GRPO's value, as NeMo RL's classes have it, where one is null."""
+        given = {key: value for key, value in vars(self).items() if value is not None}
+        return Algorithm(**vars(GRPO) | given)
+
+    @property
+    def changes(self) -> bool:
+        """Return whether any key is given."""
+        return self != Algorithm(self.name)
+
+
+GRPO = Algorithm(
+    name="grpo",
+    estimator="grpo",
+    use_leave_one_out_baseline=True,
+    normalize_rewards=True,
+    minus_baseline=True,
+    use_kl_in_reward=False,
+    ratio_clip_min=0.2,
+    ratio_clip_max=0.2,
+    disable_ppo_ratio=False,
+    use_cispo=False,
+    sequence_level_importance_ratios=False,
+    token_level_loss=True,
+    overlong_filtering=False,
+    overlong_buffer_penalty=1.0,
+    reward_target_min=0.0,
+    use_dynamic_sampling=False,
+    dynamic_sampling_max_gen_batches=10,
+    batch_multiplier=1.0,
+)
+
+
+@dataclass
+class Replay:
+    """Let the trainer send tokens to the experts that the engine chose (mixtures of experts)."""
+
+    name: str = one_of("none", "r3")
+    """`r3`: rollout routing replay, in the logprob forward and in training."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether routes are replayed."""
+        return self.name != "none"
 
 
 @dataclass
@@ -424,7 +522,9 @@ class Cluster:
     extra: list[str] = field(default_factory=list)
     """More options of `sbatch`, one word each; those of a line come after the site's."""
     container: str | None = None
-    """Image for `srun --container-image` (pyxis); None runs on the bare node."""
+    """Image, or root folder, that a job's part on each node runs in; None runs on the bare node."""
+    enter: list[str] = field(default_factory=list)
+    """Command that enters it, of `{image}`, `{mounts}` and `{folder}`; empty: pyxis does."""
     mounts: list[str] = field(default_factory=list)
     """Folders that the container sees, `/from:/to` or `/both`, besides those of the run itself."""
     setup: str | None = None
@@ -460,6 +560,8 @@ class Recipe:
     correction: Correction = field(default_factory=Correction)
     data: Data = field(default_factory=Data)
     grpo: Grpo = field(default_factory=Grpo)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    replay: Replay = field(default_factory=Replay)
     glue: Glue = field(default_factory=Glue)
     logging: Logging = field(default_factory=Logging)
     cluster: Cluster = field(default_factory=Cluster)

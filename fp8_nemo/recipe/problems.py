@@ -74,7 +74,9 @@ def load_problems(data: Data, seed: int) -> Split:
 
 
 def problems_digest(data: Data, seed: int) -> str:
-    """Digest a recipe's problems in their order; a file's in its own, which NeMo RL shuffles.
+    """Return the digest of the problems in training order; a file's in file order.
+
+    NeMo RL shuffles a file's problems only later.
 
     Raises:
         DataError: as `load_problems`.

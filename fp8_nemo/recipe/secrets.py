@@ -7,7 +7,7 @@ lies in the environment of the node that runs it; there, `cluster.setup` may nam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 OF_ENVIRONMENT = "oc.env"
@@ -20,6 +20,8 @@ SECRET_VALUE = re.compile(
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16})"
 )
 """How Hugging Face, OpenAI, GitHub, GitLab, Slack and AWS begin theirs."""
+GIVEN = re.compile(rf"({NAME}(?:_id)?[\"']?\s*[=:\s]\s*)\S+", re.IGNORECASE)
+"""As ` --token abc`, `{api_key: abc`: a value that may go on after its first blank."""
 ASSIGNED = re.compile(r"\b(\w+)=(?![\"']?\$)(?=[\"']?\w)")
 KEPT = (
     "which a run's files would keep; leave it in the environment of the node that runs it, where "
@@ -27,11 +29,39 @@ KEPT = (
 )
 
 
-def secrets_of_line(words: list[str]) -> Iterator[str]:
-    """Name the keys of a command line that take their value from the environment."""
+def secrets_of_line(words: Iterable[str]) -> Iterator[str]:
+    """Name the keys of a command line that hold a secret, before a word is parsed or echoed.
+
+    A word that cannot be parsed is looked at too: `cluster.setup='export HF_TOKEN=...` without its
+    last quote. `token` is a piece of a text in NeMo RL's keys alone.
+    """
     for word in words:
-        if OF_ENVIRONMENT in word:
-            yield _frozen(word.partition("=")[0].lstrip("+~"))
+        name, equals, text = word.partition("=")
+        key = name.lstrip("+~-")
+        of_nemo = key.startswith("nemo.")
+        if SECRET_VALUE.search(key):
+            yield f"a word{' before =' * bool(equals)}: holds what looks like a secret, {KEPT}"
+        elif equals:
+            looks = _looks_in(key) if of_nemo else SECRET_VARIABLE
+            yield from _secrets_at(key, None if text == "null" else text, looks)
+
+
+def unparsed(word: str, reason: str) -> str:
+    """Say that a word cannot be parsed; not with Hydra's reason, which repeats parts of a secret.
+
+    Args:
+        word: as it was typed.
+        reason: Hydra's.
+    """
+    if GIVEN.search(word) or SECRET_VALUE.search(word):
+        key = word.partition("=")[0]
+        return f"{key}: cannot be read, and is not shown, as it may hold a secret"
+    return f"{word}: cannot be read, {reason}"
+
+
+def hidden(text: str) -> str:
+    """Return a message of somebody else's about a command line without the secrets typed there."""
+    return SECRET_VALUE.sub("***", GIVEN.sub(r"\1***", text))
 
 
 def secrets_of(values: Mapping[str, Any]) -> Iterator[str]:
@@ -41,20 +71,26 @@ def secrets_of(values: Mapping[str, Any]) -> Iterator[str]:
         values: dotted keys and leaves, before interpolation.
     """
     for key, value in values.items():
-        group, _, name = key.rpartition(".")
-        text = str(value)
-        looks = SECRET_VARIABLE if group.endswith("env_vars") else SECRET_KEY
-        assigned = [each for each in ASSIGNED.findall(text) if SECRET_VARIABLE.fullmatch(each)]
-        if OF_ENVIRONMENT in text:
-            yield _frozen(key)
-        elif value is not None and looks.fullmatch(name):
-            yield f"{key}: looks like a secret, {KEPT}"
-        elif assigned:
-            named = f"which a run's files would keep; export it, and name it: {key}=[{assigned[0]}]"
-            kept = named if key == "cluster.env" else KEPT
-            yield f"{key}: gives {assigned[0]} a value, {kept}"
-        elif SECRET_VALUE.search(text):
-            yield f"{key}: holds what looks like a secret, {KEPT}"
+        yield from _secrets_at(key, value, _looks_in(key))
+
+
+def _looks_in(key: str) -> re.Pattern[str]:
+    return SECRET_VARIABLE if key.rpartition(".")[0].endswith("env_vars") else SECRET_KEY
+
+
+def _secrets_at(key: str, value: Any, looks: re.Pattern[str]) -> Iterator[str]:
+    name, text = key.rpartition(".")[2].replace("-", "_"), str(value)
+    assigned = [each for each in ASSIGNED.findall(text) if SECRET_VARIABLE.fullmatch(each)]
+    if OF_ENVIRONMENT in text:
+        yield _frozen(key)
+    elif value is not None and looks.fullmatch(name):
+        yield f"{key}: looks like a secret, {KEPT}"
+    elif assigned:
+        named = f"which a run's files would keep; export it, and name it: {key}=[{assigned[0]}]"
+        kept = named if key == "cluster.env" else KEPT
+        yield f"{key}: gives {assigned[0]} a value, {kept}"
+    elif SECRET_VALUE.search(text):
+        yield f"{key}: holds what looks like a secret, {KEPT}"
 
 
 def _frozen(key: str) -> str:

@@ -124,9 +124,19 @@ class Settled:
         return self.prompts_per_step * self.generations_per_prompt
 
     @property
+    def prompts_per_batch(self) -> int:
+        """Return the prompts that are sampled at a time: dynamic sampling takes more at once."""
+        return int(self.prompts_per_step * (self.recipe.algorithm.filled.batch_multiplier or 1))
+
+    @property
+    def sequences_per_batch(self) -> int:
+        """Return the sequences that are sampled at a time."""
+        return self.prompts_per_batch * self.generations_per_prompt
+
+    @property
     def sequences_per_engine(self) -> int:
-        """Sequences of one step that one engine samples, at most."""
-        return math.ceil(self.sequences_per_step * self.layout.rollout_tensor / self.gpus)
+        """Sequences of one batch that one engine samples, at most."""
+        return math.ceil(self.sequences_per_batch * self.layout.rollout_tensor / self.gpus)
 
     @property
     def sequences_per_update(self) -> int:

@@ -21,9 +21,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from fp8_nemo.recipe.checks import as_typed, one_line
+from fp8_nemo.recipe.checks import as_typed, printable
 from fp8_nemo.recipe.plain import leaves
-from fp8_nemo.recipe.secrets import OF_ENVIRONMENT
+from fp8_nemo.recipe.secrets import OF_ENVIRONMENT, unparsed
 
 PLAIN = (str, int, float, bool, type(None))
 KEY = re.compile(r"[+~]{0,2}[\w$-]+([./@:][\w$-]+)*", re.ASCII)
@@ -52,7 +52,7 @@ def read_word(
     try:
         return parser.parse_override(text)
     except HydraException:
-        raise WordError(one_line(f"{text}: cannot be read, {_why(text, options())}")) from None
+        raise WordError(printable(unparsed(text, _why(text, options())))) from None
 
 
 def _why(text: str, options: Mapping[str, list[str]]) -> str:

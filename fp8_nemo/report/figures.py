@@ -18,6 +18,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocato
 
 from fp8_nemo.report.against_bf16 import against_baselines
 from fp8_nemo.report.compare import LAST_STEPS, Cell, Comparison
+from fp8_nemo.runs.metrics import replaced
 
 LEAST = 1e-7  # on a logarithmic axis; a KL below it is rounding: FP8 on both sides has 1e-16 here
 MOST_POINTS = 100  # a curve of 1000 noisy steps is legible as means of 10
@@ -51,7 +52,8 @@ def save_figures(comparison: Comparison, folder: Path) -> dict[str, list[Path]]:
     saved: dict[str, list[Path]] = {}
     for curve, figure in draw_figures(comparison):
         saved.setdefault(curve.section, []).append(folder / f"{curve.name}.png")
-        figure.savefig(saved[curve.section][-1])
+        with replaced(saved[curve.section][-1]) as file:
+            figure.savefig(file, format="png")
     return saved
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from fp8_nemo.correction.quantiles import MeasureError, Measurement
 from fp8_nemo.recipe.compose import ComposeError, compose, option_folder, option_names
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
+from fp8_nemo.runs.metrics import write_whole
 from fp8_nemo.runs.run_dir import report_dir
 
 if TYPE_CHECKING:  # the verb has looked for torch before anything here is called
@@ -99,7 +100,7 @@ def write_measurement(measurement: Measurement, measured: Path) -> Path:
         OSError: it cannot be written.
     """
     file = report_dir(measured if measured.is_dir() else measured.parent) / "mismatch.json"
-    measurement.write(file)
+    write_whole(file, measurement.to_json())
     return file
 
 
@@ -142,7 +143,7 @@ def write_option(
         f"name: {name}",
         *(f"{key}: {value}" for key, value in bounds.items() if value is not None),
     ]
-    path.write_text("\n".join(lines) + "\n")
+    write_whole(path, "\n".join(lines) + "\n")
     return [path]
 
 

@@ -20,7 +20,7 @@ from fp8_nemo.report.against_bf16 import EQUAL, KL_FORMAT, AgainstBaseline, agai
 from fp8_nemo.report.compare import COLUMNS, SECTIONS, Cell, Comparison, given, markdown_table
 from fp8_nemo.report.runs import FinishedRun
 from fp8_nemo.report.verdict import choices
-from fp8_nemo.runs.metrics import spans
+from fp8_nemo.runs.metrics import spans, write_whole
 from fp8_nemo.runs.run_dir import report_dir, short_path
 from fp8_nemo.runs.terminal import table
 
@@ -107,7 +107,7 @@ def write_markdown(comparison: Comparison, folder: Path, command: str) -> Path:
     from fp8_nemo.report.figures import save_figures
 
     page = folder / "report.md"
-    page.write_text(to_markdown(comparison, save_figures(comparison, folder), command))
+    write_whole(page, to_markdown(comparison, save_figures(comparison, folder), command))
     return page
 
 
@@ -120,7 +120,7 @@ def write_html(comparison: Comparison, folder: Path, command: str) -> Path:
     from fp8_nemo.report.html.render import to_html
 
     page = folder / "report.html"
-    page.write_text(to_html(comparison, command), encoding="utf-8")
+    write_whole(page, to_html(comparison, command))
     return page
 
 

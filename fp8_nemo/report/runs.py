@@ -122,7 +122,7 @@ def read_run(run_dir: Path) -> FinishedRun:
             environment = read_environment(run_dir)
     except RunDirError:
         raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunDirError(f"{run_dir}: cannot be read ({error})") from error
     environment = {key: value for key, value in environment.items() if key != ATTEMPTS}
     return FinishedRun(run_dir, plan, rows, _as_typed(environment))

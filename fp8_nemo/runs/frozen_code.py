@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.provenance import COMMIT, commit
-from fp8_nemo.runs.run_dir import code_parent
+from fp8_nemo.runs.run_dir import code_parent, new_staging
 
 ROOT = Path(__file__).resolve().parents[2]
 IGNORED = ("__pycache__", "*.pyc", ".*")
@@ -61,7 +60,7 @@ def freeze_code(outputs: Path) -> Path:
 
 def _copy_whole(target: Path, parent: Path) -> None:
     """Copy the code to a folder of its own and move it into place; leave nothing else behind."""
-    staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=parent))
+    staging = new_staging(parent)
     try:
         for package, folder in _packages().items():
             into = staging.joinpath(*package.split("."))
@@ -70,7 +69,7 @@ def _copy_whole(target: Path, parent: Path) -> None:
                 copy = into / file.relative_to(folder)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, copy)
-        _copy_metadata(staging)
+        write_metadata(staging)
         (staging / COMMIT).write_text(f"{commit() or ''}\n")
         staging.chmod(0o755)
         with suppress(FileExistsError):  # another submission was first
@@ -113,8 +112,13 @@ def _files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _copy_metadata(target: Path) -> None:
-    """Copy what `importlib.metadata` reads: version and entry points."""
+def is_clone() -> bool:
+    """Tell whether this package runs from its clone, beside which no metadata lies."""
+    return (ROOT / "pyproject.toml").is_file()
+
+
+def write_metadata(target: Path) -> None:
+    """Write to a folder what `importlib.metadata` reads of this package: version, entry points."""
     installed = metadata.distribution("fp8-nemo")
     folder = target / f"fp8_nemo-{installed.version}.dist-info"
     folder.mkdir()

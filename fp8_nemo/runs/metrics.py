@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +176,19 @@ def append_judged(run_dir: Path, row: dict[str, Any], stop: bool) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a file by one rename: a kill, or a loss of power, leaves the old or the new one."""
-    temporary = path.with_suffix(".tmp")
+    with replaced(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a file to write in the place of one that it replaces once it is whole and on disk.
+
+    Its name is always the same, so that what a kill leaves is gone with the next one.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text)
+        yield temporary
         sync(temporary)
         temporary.replace(path)
     finally:  # of a full disk
@@ -189,5 +199,7 @@ def write_whole(path: Path, text: str) -> None:
 def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

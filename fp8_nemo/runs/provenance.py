@@ -72,9 +72,10 @@ def _version(name: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Commit of the code that runs; `-dirty` if it is not exactly that.
+    """Return the commit of the code that runs; with `-dirty` if the code is not exactly that.
 
-    None outside a clone. A job's frozen copy has been told, and lies in a clone that goes on.
+    It is None outside a clone. A job's frozen copy carries its commit in a file: the clone around
+    it may have moved on.
     """
     here = Path(__file__)
     if (told := here.parents[2] / COMMIT).is_file():

@@ -207,9 +207,13 @@ def new_folder(path: Path) -> Path:
     """Make a folder for a result, if it is missing.
 
     Raises:
-        FileExistsError: something lies in it, or another folder cannot take its place.
+        OSError: it cannot be made, something lies in it, or another cannot take its place.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"{path}: cannot be made a folder ({error.strerror}); name another one"
+        raise OSError(text) from error
     if any(path.iterdir()) or path.is_mount() or path.resolve() == Path.cwd():
         raise FileExistsError(f"{path}: is not a folder that is new, or empty; name another one")
     return path
@@ -272,20 +276,28 @@ def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
     """
     folder = run_dir / "checkpoints"
     folder.mkdir(exist_ok=True)
-    for leftover in folder.glob("saving-*"):
-        shutil.rmtree(leftover)
+    tidy_checkpoints(run_dir)
     saving = folder / f"saving-{step:06d}"
     saving.mkdir()
-    yield saving
-    keep_rows(run_dir, saving)
-    for file in (*saving.iterdir(), saving):
-        sync(file)
-    target = folder / f"step-{step:06d}"
-    shutil.rmtree(target, ignore_errors=True)
-    saving.rename(target)
-    sync(folder)
-    for old in checkpoints(run_dir)[:-KEPT_CHECKPOINTS]:
-        shutil.rmtree(old)
+    try:
+        yield saving
+        keep_rows(run_dir, saving)
+        for file in (*saving.iterdir(), saving, run_dir):
+            sync(file)
+        target = folder / f"step-{step:06d}"
+        shutil.rmtree(target, ignore_errors=True)
+        saving.rename(target)
+        sync(folder)
+    finally:  # of a full disk
+        tidy_checkpoints(run_dir)
+
+
+def tidy_checkpoints(run_dir: Path) -> None:
+    """Remove what a kill left half saved, or not yet removed, and all but the last checkpoints."""
+    folder = run_dir / "checkpoints"
+    ours = [each for each in checkpoints(run_dir) if each.name.startswith("step-")]
+    for each in (*folder.glob("saving-*"), *ours[:-KEPT_CHECKPOINTS]):
+        shutil.rmtree(each)
 
 
 def _existing(plan: Plan) -> Frozen:
@@ -293,6 +305,7 @@ def _existing(plan: Plan) -> Frozen:
     if not _exists(path):
         return Frozen(path, "new", 0)
     with locked(path):
+        tidy_checkpoints(path)
         rows, saved = read_metrics(path), checkpoints(path)
     steps = steps_done(rows)
     if saved:
@@ -332,7 +345,7 @@ def _write_all(plans: list[Plan]) -> None:
     try:
         for outputs in {Path(plan.recipe.outputs) for plan in plans}:
             made += _make(outputs)
-        staging = Path(tempfile.mkdtemp(prefix=".staging-", dir=Path(plans[0].recipe.outputs)))
+        staging = new_staging(Path(plans[0].recipe.outputs))
         made.append(staging)
         for plan in plans:
             _write(plan, staging / plan.run_name)
@@ -341,6 +354,8 @@ def _write_all(plans: list[Plan]) -> None:
         for plan in sorted(plans, key=lambda plan: run_path(plan).exists()):  # the new ones first
             made += _move(staging / plan.run_name, run_path(plan))
         shutil.rmtree(staging)
+        for folder in {each.parent for each in made} | {run_path(plan) for plan in plans}:
+            sync(folder)
     except OSError as error:
         for path in reversed(made):
             _unmake(path)
@@ -348,6 +363,25 @@ def _write_all(plans: list[Plan]) -> None:
             f"outputs={plans[0].recipe.outputs}: cannot be written ({error.strerror}); "
             "set outputs=FOLDER to a folder of yours"
         ) from error
+
+
+def new_staging(parent: Path, name: str = ".staging") -> Path:
+    """Make a folder to be renamed once it is whole; throw away those that killed processes left."""
+    here = f"{name}-{platform.node()}-"
+    for left in parent.glob(f"{here}*"):
+        if not _is_alive(int(left.name.removeprefix(here).partition("-")[0])):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{here}{os.getpid()}-", dir=parent))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def _make(folder: Path) -> list[Path]:
@@ -372,8 +406,8 @@ def _write(plan: Plan, folder: Path) -> None:
     recipe = escape_interpolation(dataclasses.asdict(plan.recipe))
     (folder / PLAN).write_text(to_json(plan.to_json(), indent=1) + "\n")
     (folder / RECIPE).write_text(OmegaConf.to_yaml(OmegaConf.create(recipe)))
-    for file in folder.iterdir():
-        sync(file)
+    for each in (folder / PLAN, folder / RECIPE, folder):
+        sync(each)
 
 
 def _move(staged: Path, path: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Write the `sbatch` call of a run, or of the runs of a sweep, and the files that a job reads.
 
-    RUN_DIR/job/           settings, srun, setup.sh: what slurm/grpo.sbatch reads; id: its number
+    RUN_DIR/job/           settings, srun, enter, setup.sh: what slurm/grpo.sbatch reads; id: number
     outputs/.arrays/NAME/  cells/0, 1, ...: links to the run directories of an array's tasks
 
 Nothing that a user typed is ever parsed by a shell: it travels as one argument, or as an entry of a
@@ -170,7 +170,11 @@ def container_notes(plans: Iterable[Plan]) -> list[str]:
     clusters = [plan.recipe.cluster for plan in plans if plan.recipe.cluster.kind == "slurm"]
     named = [("cluster.container", each.container or "") for each in clusters]
     named += [("cluster.mounts", word.split(":")[0]) for each in clusters for word in each.mounts]
-    return [
+    by_pyxis = any(each.container and not each.enter for each in clusters) and not _has_pyxis()
+    pyxis = (
+        "srun has no --container-image (pyxis) here; the nodes must have it, or set cluster.enter"
+    )
+    return [f"cluster.container: {pyxis}"] * by_pyxis + [
         f"{key}: {path} is not on this machine; the nodes must have it"
         for key, path in dict.fromkeys(named)
         if path.startswith("/") and not Path(path).exists()
@@ -207,6 +211,7 @@ def write_job_files(plan: Plan, code: Path) -> None:
         entries = [*given, *(f"{name}={value}" for name, value in settings.items())]
         _write_entries(folder / "settings", entries)
         _write_entries(folder / "srun", container_options(plan))
+        _write_entries(folder / "enter", enter_command(plan))
         _write(folder / "setup.sh", f"{cluster.setup or ':'}\n")
     except OSError as error:
         raise RunDirError(
@@ -216,16 +221,29 @@ def write_job_files(plan: Plan, code: Path) -> None:
 
 
 def container_options(plan: Plan) -> list[str]:
-    """Return `srun`'s options for each node's part in a container (pyxis), if one is named."""
-    image = plan.recipe.cluster.container
-    if image is None:
+    """Return `srun`'s options for each node's part in a container, if pyxis is to enter one."""
+    cluster = plan.recipe.cluster
+    if cluster.container is None or cluster.enter:
         return []
     return [
-        f"--container-image={image}",
+        f"--container-image={cluster.container}",
         f"--container-mounts={','.join(mounts(plan))}",
         f"--container-workdir={Path.cwd()}",
         "--no-container-mount-home",  # a home's packages would shadow the image's
     ]
+
+
+def enter_command(plan: Plan) -> list[str]:
+    """Return the site's command in front of each node's part, if one is to enter a container."""
+    cluster = plan.recipe.cluster
+    if cluster.container is None:
+        return []
+    named = {
+        "{image}": cluster.container,
+        "{mounts}": ",".join(mounts(plan)),
+        "{folder}": str(Path.cwd()),
+    }
+    return [re.sub("|".join(named), lambda found: named[found[0]], word) for word in cluster.enter]
 
 
 def _python(recipe: Recipe) -> str:
@@ -236,6 +254,15 @@ def _asks_for_gpus(plan: Plan) -> bool:
     """Tell whether to name GPUs: for NeMo RL, where Slurm counts them; the node has all anyway."""
     cluster = plan.recipe.cluster
     return plan.backend == "nemo" and not cluster.gres and _counts_gpus(cluster.partition)
+
+
+def _has_pyxis() -> bool:
+    """Tell whether `srun` here takes an image; True where there is no `srun` to ask."""
+    try:
+        asked = subprocess.run(["srun", "--help"], capture_output=True, text=True)
+    except OSError:
+        return True
+    return "--container-image" in asked.stdout
 
 
 @cache

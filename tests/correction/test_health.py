@@ -23,7 +23,7 @@ FINE = {
     "correction/ess": 0.99,
     "correction/masked_fraction": 0.01,
     "recalibrate/saturated_fraction": 0.1,
-    "rollout/entropy": 0.3,
+    "train/entropy": 0.3,
     "reward/mean": 0.4,
     "train/grad_norm": 0.7,
 }
@@ -67,7 +67,7 @@ def test_growth_is_the_last_window_against_the_first(factor, state):
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("key", [KL, "reward/mean", "train/grad_norm", "rollout/entropy"])
+@pytest.mark.parametrize("key", [KL, "reward/mean", "train/grad_norm", "train/entropy"])
 def test_a_number_that_is_none_is_unstable_and_named(key, broken, tmp_path):
     verdict = judge([FINE] * 2 * WINDOW + [FINE | {key: broken}])
     assert verdict.state == "unstable"

@@ -12,8 +12,9 @@ from fp8_nemo.correction.measure import (
     by_position,
     effect,
     measure,
+    packed,
+    pair_file,
     read_pairs,
-    save_pair,
 )
 from fp8_nemo.correction.mismatch import LogprobPair
 from fp8_nemo.correction.quantiles import (
@@ -46,7 +47,7 @@ def measured():
 
 def test_what_a_run_keeps_reads_back_token_by_token(tmp_path):
     pair = batch()
-    save_pair(tmp_path, 12, pair)
+    pair_file(tmp_path, 12).write_bytes(packed(pair))
     [(at, found)] = read_pairs(tmp_path).items()
     assert at.endswith("mismatch/step-000012.safetensors")
     assert torch.equal(found.log_ratio_N, pair.log_ratio_N.float().double())
@@ -58,7 +59,7 @@ def test_no_more_than_whole_sequences_up_to_the_limit_are_kept(tmp_path, monkeyp
 
     pair = batch()
     monkeypatch.setattr(module, "KEPT_TOKENS", 100)
-    save_pair(tmp_path, 1, pair)
+    pair_file(tmp_path, 1).write_bytes(packed(pair))
     [found] = read_pairs(tmp_path).values()
     kept = int(found.mask_BT.sum())
     assert 40 < kept <= 100 and torch.equal(
@@ -207,7 +208,7 @@ def test_positions_and_lengths_divide_every_token_once():
 
 def test_a_measurement_reads_back_and_anything_else_is_one_line(tmp_path, measured):
     file = tmp_path / "mismatch.json"
-    measured.write(file)
+    file.write_text(measured.to_json())
     assert read_measurement(file) == measured
     for content in ("", "{}", '{"quantiles": {}}', json.dumps(dataclasses.asdict(measured))[:-9]):
         file.write_text(content)
@@ -226,7 +227,7 @@ def test_a_measurement_reads_back_and_anything_else_is_one_line(tmp_path, measur
 
 def test_a_plan_that_would_reject_more_than_allowed_is_refused_with_the_share(tmp_path, measured):
     file = tmp_path / "mismatch.json"
-    measured.write(file)
+    file.write_text(measured.to_json())
     named = f"correction.measurement={file}"
     assert compose_plans(["correction=tis", named])
     with pytest.raises(ComposeError, match=r"geo-rs: would reject \d+\.\d% of the tokens"):
@@ -253,7 +254,7 @@ def test_all_mistakes_of_a_line_are_named_at_once_that_of_its_measurement_among_
 
 def test_a_measurement_changes_no_run_directory(tmp_path, measured):
     file = tmp_path / "mismatch.json"
-    measured.write(file)
+    file.write_text(measured.to_json())
     [with_it] = compose_plans(["correction=tis", f"correction.measurement={file}"])
     [without] = compose_plans(["correction=tis"])
     assert with_it.run_name == without.run_name
@@ -272,7 +273,7 @@ def test_an_option_with_measured_bounds_composes_and_is_held_to_them(
 
     monkeypatch.setattr(bounds, "option_folder", lambda group: tmp_path)
     file = tmp_path / "mismatch.json"
-    measured.write(file)
+    file.write_text(measured.to_json())
     [path] = write_option("my-k3", "mean-k3", 0.02, measured, file)
     text = path.read_text()
     assert path.name == "my-k3.yaml" and "name: my-k3\nmask: mean-k3\nhigh: " in text

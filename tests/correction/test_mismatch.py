@@ -14,7 +14,6 @@ from fp8_nemo.correction import mismatch
 from fp8_nemo.correction.mismatch import (
     LogprobPair,
     effective_sample_share,
-    entropy_metrics,
     length_metrics,
     mismatch_metrics,
     ratio,
@@ -52,12 +51,6 @@ def test_metrics_agree_with_numpy_on_random_batches(seed):
     found = mismatch_metrics(LogprobPair(*map(torch.tensor, (train_BT, rollout_BT, mask_BT))))
     flat = (each.astype(np.float64).ravel() for each in (train_BT, rollout_BT, mask_BT))
     assert found == pytest.approx(restated(*flat), rel=1e-12, abs=0)
-
-
-def test_entropy_is_estimated_from_what_was_sampled():
-    pair = pair_of([[0.5, 0.0], [0.0, 0.0]], [[1, 1], [1, 0]], rollout=-0.25)
-    assert entropy_metrics(pair) == {"rollout/entropy": 0.25}
-    assert entropy_metrics(pair_of([[0.0]], [[0]])) == {}
 
 
 def test_equal_logprobs_are_a_perfect_match():

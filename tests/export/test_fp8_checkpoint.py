@@ -482,7 +482,7 @@ def test_texts_are_read_with_their_first_token_and_cut(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["precision=bf16"], "precision=bf16: its weights are BF16; choose fp8-linear"),
+        (["precision=bf16"], "precision=bf16: its weights are BF16; choose precision=fp8-linear"),
         (["precision=fp8-kv-attn"], "its FP8 cache needs scales; add --calibrate"),
         (["--calibrate", "TEXTS"], "precision=fp8-linear has a cache in BF16"),
         (["precision=fp8-kv-attn", "--calibrate", "EMPTY"], "holds no text"),

@@ -24,11 +24,13 @@ def noise(*shape, dtype=torch.uint8):
     return torch.randint(0, 256, (size,)).to(torch.uint8).view(dtype).view(shape)
 
 
-def by_kernel(parts, slots=None):
-    slots = range(len(parts)) if slots is None else slots
-    sums_N = torch.zeros(max(slots) + 1, dtype=torch.int64)
-    kernels.digests(parts, slots)(sums_N)
-    return sums_N
+def copied(tensor):
+    """Return the same values at another address, lying alike and as far from an aligned one."""
+    size = sum((side - 1) * step for side, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.zeros((max(size, 0) + 1) * tensor.itemsize + 64, dtype=torch.uint8)
+    start = (tensor.data_ptr() - memory.data_ptr()) % kernels.ALIGNED
+    values = memory[start : start + (max(size, 0) + 1) * tensor.itemsize].view(tensor.dtype)
+    return values.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 def digests_of_every_layout():
@@ -44,10 +46,21 @@ def digests_of_every_layout():
         parts.append(placed(across, across.shape))
     shifted = noise(1 + 64 * 32)[1:].view(64, 32)
     parts += [placed(shifted, shifted.shape), placed(noise(1 << 15), (1 << 15,))]
-    assert {run.is_even for part in parts for run in kernels._runs(part)} == {True, False}
-    assert torch.equal(by_kernel(parts), reference.Digests(parts)())
-    halves = by_kernel(parts[:2] * 2, [1, 0, 1, 0])
-    assert torch.equal(halves, 2 * reference.Digests(parts[:2])().flip(0))
+    runs = [
+        run
+        for x, first, pitch in parts
+        for run in reference._runs(x.shape, x.stride(), x.itemsize, x.data_ptr(), first, pitch)
+    ]
+    assert {run.is_even for run in runs} == {True, False}
+    digests = kernels.digests(parts)
+    for _ in range(2):  # each time from zero
+        assert torch.equal(digests(), reference.Digests(parts)())
+    elsewhere = [part._replace(tensor=copied(part.tensor)) for part in parts]
+    assert torch.equal(kernels.digests(elsewhere)(), digests())
+    assert reference.runs_of.cache_info().hits == 1, "the same layout was looked at twice"
+    assert kernels.digests(parts[:1] * 2)().tolist() == digests()[:1].tolist() * 2
+    nothing = [placed(noise(0, 8), (0, 8))]
+    assert kernels.digests(nothing)().tolist() == [0]
 
 
 if __name__ == "__main__":

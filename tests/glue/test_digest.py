@@ -5,12 +5,13 @@ exchanges and shifts of buffers must all show; the same runs on a GPU over 8B-si
 (tests/gpu/test_proof_on_a_gpu.py).
 """
 
+import ctypes
 import random
 
 import pytest
 import torch
 
-from fp8_nemo.glue.digest import Digests, digest, placed
+from fp8_nemo.glue.digest import ALIGNED, RUN, Digests, digest, placed, runs_of
 from fp8_nemo.glue.refit import encode
 from fp8_nemo.recipe.options import Precision
 
@@ -67,6 +68,49 @@ def test_parts_add_up_to_the_whole_however_they_are_cut(rows, columns, dtype):
             fused = torch.cat([noise(3, 32 // columns, dtype=dtype, seed=9), whole[part]])
             total += Digests([placed(fused[3:], whole.shape, part)])().item()
     assert total == digest(whole).item() == by_hand(whole)
+
+
+def as_the_kernel_reads(part):
+    """A part's digest by the table that the kernel is given, its bytes read by their addresses."""
+    x, first, pitch = part
+    beyond = x.data_ptr() % ALIGNED
+    known = runs_of(((x.shape, x.stride(), x.itemsize, beyond, first, pitch),))
+    total, tiles = 0, {}
+    for is_even, start, count, tiles_in_all in known.launches:
+        rows = known.numbers[start : start + count * RUN].view(count, RUN).tolist()
+        for at, tile, R, length, row_stride, value_stride, size, words, index, slot in rows:
+            assert tile == tiles.get(is_even, 0) and slot == 0
+            tiles[is_even] = tile + -(-R // 32) * -(-length // 512)
+            for r in range(R):
+                row = x.data_ptr() - beyond + at + r * row_stride
+                places = (row + n // size * value_stride + n % size for n in range(length))
+                held = b"".join(ctypes.string_at(place, 1) for place in places)
+                for c in range(-(-length // 4)):
+                    word = int.from_bytes(held[4 * c : 4 * c + 4], "little")
+                    total += mix(word, index + r * words + c)
+        assert tiles[is_even] == tiles_in_all
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_the_kernels_table_reads_every_word_of_a_part_where_it_is(dtype):
+    whole, row = noise(96, 132, dtype=dtype), noise(4100, dtype=dtype)
+    across = noise(36, 44, dtype=dtype).T
+    shifted = noise(1 + 64 * 32)[1:].view(64, 32)
+    cut = (slice(33, 96), slice(0, 132)), (slice(0, 96), slice(32, 64))
+    parts = [placed(whole[each], whole.shape, each) for each in cut]
+    parts += [placed(x, x.shape) for x in (whole, row, row[:5], across, shifted, whole[:, 3:4])]
+    parts += [placed(row[8:20], row.shape, (slice(8, 20),)), placed(whole[:0], whole[:0].shape)]
+    for part in parts:
+        assert as_the_kernel_reads(part) == Digests([part])().item()
+
+
+def test_a_layout_is_looked_at_once_wherever_its_parts_are():
+    lying = tuple((x.shape, x.stride(), x.itemsize, 0, 0, 32) for x in [noise(64, 128)] * 3)
+    known = runs_of(lying)
+    assert known.parts == [0, 1, 2] and known.numbers[-3:].tolist() == [0, 0, 0]
+    assert known.numbers[known.at].tolist() == [0, 0, 0] and known.at.tolist() == [0, RUN, 2 * RUN]
+    assert runs_of(tuple((*each[:3], 0, 0, 32) for each in lying)) is known
 
 
 def test_a_bias_is_cut_along_its_one_side():

@@ -5,6 +5,7 @@ stands for the engine. A fault is an edit of the stream, of the loader or of the
 says which name the error must carry. What was sent is compared byte by byte.
 """
 
+import dataclasses
 import pickle
 import re
 import weakref
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_nemo.glue import refit
 from fp8_nemo.glue import wire as weights
@@ -22,7 +24,7 @@ from fp8_nemo.glue.quantize import quantize_blocks
 from fp8_nemo.glue.recalibrate import kv_scales
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options import Precision, Shape
 
 L = 2
 FP8 = Precision(rollout_linear="fp8")
@@ -41,6 +43,7 @@ DENSE = {EMBED: (16, 200), "model.layers.0.mlp.gate_proj.weight": (130, 200), Q:
          "model.layers.1.input_layernorm.weight": (200,)}  # fmt: skip
 MOE = {GATE: (3, 200), SLAB: (3, 260, 200), "model.layers.0.mlp.experts.down_proj": (3, 200, 130),
        Q: (256, 200), "model.norm.weight": (200,)}  # fmt: skip
+SMALL = Shape(layers=1, hidden=128, ffn=128, heads=1, kv_heads=1, head_dim=128, vocab=16)
 MODELS = pytest.mark.parametrize("shapes", [DENSE, MOE], ids=["dense", "moe"])
 
 
@@ -336,6 +339,46 @@ def test_opening_a_ledger_of_names_poisons_block_scales_and_both_ends_of_the_res
         else:
             assert poison[0] and poison[-1] and not poison[1:-1].any()
             assert (tensor.float().flatten()[1:-1] == 0.25).all()
+
+
+class Counted(TorchDispatchMode):
+    """How many operations torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += 1
+        return function(*arguments, **(options or {}))
+
+
+def test_the_proof_takes_as_many_operations_for_many_tensors_as_for_few(monkeypatch):
+    """Digests aside, which take a GPU one launch; of 8B's KV scales each once took two."""
+    monkeypatch.setattr("fp8_nemo.glue.digest._in_torch", lambda part: 0)
+    counts = set()
+    for layers in (1, 3):
+        shape = dataclasses.replace(SMALL, layers=layers)
+        expected = weights.wire_specs(weights.named_shapes(shape), FP8_KV, layers)
+        engine = {n: torch.ones(s.shape).to(getattr(torch, s.dtype)) for n, s in expected.items()}
+        named = {n: torch.ones(s).bfloat16() for n, s in weights.named_shapes(shape).items()}
+        scales = {n: 1.0 for layer in range(layers) for n in weights.kv_scale_names(layer)}
+        sent = list(refit_stream(named.items(), FP8_KV, scales, num_layers=layers))
+        destination = Destination(engine, expected)
+        with Counted() as counted:
+            ledger = Ledger(expected, destination)
+            for name, tensor in sent:
+                ledger.receive(name, tensor)
+            ledger.close()
+        counts.add(counted.count)
+    assert len(counts) == 1
+
+
+def test_what_is_watched_of_a_tensor_is_dense_so_that_a_list_of_them_takes_one_launch():
+    expected, engine = engine_for(MOE)
+    watched = Destination(engine, expected).watched
+    assert watched.keys() == expected.keys()
+    assert all(view.is_contiguous() for _, views in watched.values() for view in views)
 
 
 def test_opening_a_ledger_of_bytes_poisons_only_what_the_engine_makes_for_itself():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.launch import cluster_check, environments
-from fp8_nemo.launch.cluster_check import findings
+from fp8_nemo.launch import cluster_check, environments, room
+from fp8_nemo.launch.cluster_check import clock_finding, findings
 from fp8_nemo.launch.environments import needed_versions
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
@@ -41,7 +41,7 @@ def seen(**changes):
         "gpus": [H100 | {"used": 500.0}] * 2,
         "environments": {"job": environment},
         "shared": True, "model": [], "data": [], "nemo_rl": True,
-        "room": FREE,
+        "room": FREE, "ports": {"listening": [1408, 7000], "ephemeral": [32768, 60999]},
     } | changes  # fmt: skip
 
 
@@ -70,6 +70,41 @@ def test_a_node_as_it_should_be_has_no_problem():
 def test_what_is_wrong_on_a_node_is_one_problem_with_its_remedy(changes, said):
     [problem] = problems(nemo_plan(), **changes)
     assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("ports", "said"),
+    [
+        ({"listening": range(3000, 4100), "ephemeral": []}, "1100 of 3000-4999 are in use; `ss"),
+        ({"listening": [], "ephemeral": [9000, 65535]}, ""),
+        ({"listening": [], "ephemeral": [1024, 65535]}, "connections get ports from 1024 on, and"),
+    ],
+)
+def test_ports_that_nemo_rl_may_not_find_free_are_told(ports, said):
+    found = "; ".join(problems(nemo_plan(), ports=ports))
+    assert found.startswith(said) if said else found == ""
+
+
+def test_a_nodes_own_ports_are_those_that_listen():
+    with socket.socket() as listening, socket.socket() as bound:
+        for each in (listening, bound):
+            each.bind(("127.0.0.1", 0))
+        listening.listen()
+        found = room.ports()["listening"]
+        assert listening.getsockname()[1] in found and bound.getsockname()[1] not in found
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (100.0, ""), (104.9, ""), (95.1, ""), (109.0, ""),
+        (130.0, "20 s ahead of the first node's"), (50.0, "50 s behind the first node's"),
+    ],
+)  # fmt: skip
+def test_a_clock_is_wrong_by_no_less_than_what_asking_cannot_explain(told, said):
+    remedy = ": set it, as NTP would" if said else ""
+    found = clock_finding("node2", before=100.0, told=told, after=110.0)
+    assert found.problem == said + remedy
 
 
 def test_a_node_without_room_for_an_8b_run_is_told_what_it_needs(tmp_path):

@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import venv
 from importlib.util import find_spec
 
 import pytest
@@ -125,7 +127,8 @@ def test_workers_inherit_the_plan_and_a_variable_of_the_users_own_is_kept_and_to
 ):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_NO_USAGE_STATS": "0"})
-    [plan] = compose_plans([NEMO[0], "model=tiny-llama", "glue=ours", f"outputs={tmp_path}/outputs"])
+    line = [NEMO[0], "model=tiny-llama", "glue=ours", f"outputs={tmp_path}/outputs"]
+    [plan] = compose_plans(line)
     driver.prepare(plan, tmp_path)
     told = "VLLM_NO_USAGE_STATS=0: as the environment has it, the plan says 1\n"
     assert capsys.readouterr().out == told and os.environ["VLLM_NO_USAGE_STATS"] == "0"
@@ -134,6 +137,20 @@ def test_workers_inherit_the_plan_and_a_variable_of_the_users_own_is_kept_and_to
     assert sent == WorkerSettings.of(plan.recipe, loss_corrects=True)
     assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
     assert os.environ["NRL_MEGATRON_CHECKPOINT_DIR"].startswith(f"{tmp_path}/outputs/.megatron")
+
+
+def test_workers_with_packages_of_their_own_see_our_vllm_plugin_of_a_clone(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "environ", {**os.environ, "PYTHONPATH": ""})
+    [plan] = compose_plans([*NEMO, "model=tiny-llama", "glue=ours", f"outputs={tmp_path}/outputs"])
+    driver.prepare(plan, tmp_path)
+    venv.create(tmp_path / "worker")
+    names = "import importlib.metadata as m; print(*m.entry_points(group='vllm.general_plugins'))"
+    python = [str(tmp_path / "worker" / "bin" / "python"), "-P", "-c", names]
+    done = subprocess.run(
+        python, cwd="/", env=os.environ, capture_output=True, text=True, check=True
+    )
+    assert "fp8_nemo.nemo.receiver:register" in done.stdout
 
 
 def test_a_jobs_compilers_keep_their_work_below_outputs_unless_the_user_says_where(

@@ -14,17 +14,19 @@ from rich.text import Text
 from safetensors.torch import load_file, save_file
 
 from fp8_nemo.local.checkpoint import CheckpointError
-from fp8_nemo.local.grpo import GrpoLoop, clipped_loss, group_advantages, k3
+from fp8_nemo.local.grpo import GrpoLoop
+from fp8_nemo.local.loss import clipped_loss, group_advantages, k3
 from fp8_nemo.local.run import progress, run
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import SHIPPED
+from fp8_nemo.recipe.options import GRPO
 from fp8_nemo.recipe.problems import Problem, read_jsonl, running_sum
 from fp8_nemo.runs import metrics, run_dir
 from tests.recipe.test_conf import CELLS
 
 MODELS = ["tiny-llama", "tiny-qwen3-moe"]
 CORE_KEYS = {
-    "reward/mean", "rollout/tokens", "rollout/mean_length", "rollout/entropy", "mismatch/kl",
+    "reward/mean", "rollout/tokens", "rollout/mean_length", "train/entropy", "mismatch/kl",
     "mismatch/token_mult_prob_error", "mismatch/abs_log_ratio_p99", "mismatch/abs_log_ratio_max",
     "mismatch/ess", "correction/multiplier_mean", "correction/ess", "correction/clipped_fraction",
     "correction/masked_fraction", "refit/bytes", "refit/verified_weights", "time/rollout",
@@ -199,7 +201,7 @@ def test_fp8_rollouts_send_about_half_the_bytes(make_plan):
 
 def test_advantages_leave_one_out_and_divide_by_the_deviation_of_the_others():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    found = group_advantages(rewards)
+    found = group_advantages(rewards, GRPO)
     others = torch.tensor([1.0, 0.0, 0.0])  # what the first response sees
     expected = (1 - others.mean()) / (others.var(unbiased=True).sqrt() + 1e-6)
     assert found[0].item() == pytest.approx(expected.item(), rel=1e-5)
@@ -226,21 +228,20 @@ def test_advantages_equal_those_of_nemo_rl():
     flat = rewards.flatten()
     baseline, std = function(prompts, flat, torch.ones(400), leave_one_out_baseline=True)
     expected = torch.where(std > 0, (flat - baseline) / (std + 1e-6), flat - baseline)
-    assert torch.allclose(group_advantages(rewards), expected, atol=1e-5)
+    assert torch.allclose(group_advantages(rewards, GRPO), expected, atol=1e-5)
 
 
 def test_a_response_whose_peers_agree_is_not_divided():
-    found = group_advantages(torch.tensor([[1.0, 0.0, 0.0]]))
+    found = group_advantages(torch.tensor([[1.0, 0.0, 0.0]]), GRPO)
     assert found[0].item() == 1.0 and found[1] < 0
 
 
 def test_the_surrogate_is_clipped_at_a_fifth_on_the_side_that_helps():
-    train, advantage = torch.zeros(1, 4), torch.tensor([[1.0]])
-    current = torch.tensor([[1.5, 1.1, 0.9, 0.5]]).log()
-    assert clipped_loss(current, train, advantage)[0].tolist() == pytest.approx(
+    advantage, ratio = torch.tensor([[1.0]]), torch.tensor([[1.5, 1.1, 0.9, 0.5]])
+    assert clipped_loss(ratio, ratio.log(), advantage, GRPO)[0].tolist() == pytest.approx(
         [-1.2, -1.1, -0.9, -0.5]
     )
-    assert clipped_loss(current, train, -advantage)[0].tolist() == pytest.approx(
+    assert clipped_loss(ratio, ratio.log(), -advantage, GRPO)[0].tolist() == pytest.approx(
         [1.5, 1.1, 0.9, 0.8]
     )
 

@@ -90,7 +90,8 @@ def test_the_optimizer_is_handed_the_gradient_of_the_loss_as_defined(make_plan, 
     grpo = [f"grpo.updates_per_step={updates}", f"grpo.kl_penalty={penalty}"]
     run = run_of(make_plan("precision=bf16", *correction, *grpo))
     run._refit()
-    batch = run._sample(run._problems_of(1), run.progress.sampler)
+    problems = run._problems_of(0, run.settled.prompts_per_step)
+    batch = run._sample(problems, run.progress.sampler)
     mask, size = batch.response_mask_BR, len(batch.tokens_BT) // updates
     # In FP32 throughout, gradients of micro-batches add up as those of the whole do: what is left
     # is the order of FP32 sums, 1e-6 of the norm; a wrong row or factor stands out by 1e-2.
@@ -105,7 +106,8 @@ def test_the_optimizer_is_handed_the_gradient_of_the_loss_as_defined(make_plan, 
     values = (0.5 + 1.5 * torch.rand(mask.shape, generator=draw)) * kept
     steps = recorded_steps(run, monkeypatch)
     told = reference if penalty else None
-    norm = run._update(batch, advantages, train, told, Multiplier(values, kept, ~mask))
+    multiplier = Multiplier(values, kept, ~mask)
+    row = run._update(batch, advantages[:, None], train, told, multiplier)
     stock, norms, counted = stock_model("tiny-llama"), [], (kept if renormalize else mask).float()
     known = advantages, train, reference, values, counted, penalty
     for start, (masters, grads) in zip(range(0, len(mask), size), steps, strict=True):
@@ -115,7 +117,7 @@ def test_the_optimizer_is_handed_the_gradient_of_the_loss_as_defined(make_plan, 
         norms.append(before)
         error = sum((grads[name] - expected[name]).square().sum() for name in expected).sqrt()
         assert before > 1.2 and error < 1e-5  # of a clipped gradient, whose norm is 1
-    assert norm == pytest.approx(max(norms), rel=1e-5)
+    assert row["train/grad_norm"] == pytest.approx(max(norms), rel=1e-5)
 
 
 def test_masters_follow_adamw_in_fp32_and_the_model_is_their_rounding(make_plan, monkeypatch):
@@ -157,7 +159,9 @@ def test_a_step_hands_each_quantity_of_its_own_sequences_to_the_update(make_plan
             prompts.append(prompt.removeprefix("<user>").removesuffix("<assistant>"))
             left, right = map(int, prompts[-1].replace("-", "+-").split("+"))
             rewards.append(float(answer.removesuffix("<eos>").strip() == str(left + right)))
-        for row, (reward, advantage) in enumerate(zip(rewards, advantages.tolist(), strict=True)):
+        for row, (reward, advantage) in enumerate(
+            zip(rewards, advantages[:, 0].tolist(), strict=True)
+        ):
             others = torch.tensor(rewards[row // 4 * 4 : row // 4 * 4 + 4])
             others = others[torch.arange(4) != row % 4]
             scale = others.std().item() + 1e-6 if others.std() > 0 else 1.0
@@ -177,9 +181,9 @@ def test_a_step_hands_each_quantity_of_its_own_sequences_to_the_update(make_plan
 def test_rewarded_answers_become_likelier_and_others_less(make_plan):
     run = run_of(make_plan("precision=bf16", "grpo.prompts_per_step=8", "grpo.steps=6"))
     run._refit()
-    problems = [each for each in run._problems_of(1) for _ in range(2)]
-    batch = run._sample(problems, torch.Generator().manual_seed(1))
-    right = run._rewards(batch, problems) == 1
+    problems = [each for each in run._problems_of(0, 8) for _ in range(2)]
+    answered = run._answered(problems, torch.Generator().manual_seed(1))
+    batch, right = answered.batch, answered.right_B == 1
     assert 5 < right.sum() < len(right) - 5
     before = run.policy.logprobs(batch).sum(1)
     run.train(lambda row: None)
@@ -267,3 +271,22 @@ def test_kv_scales_follow_from_the_ranges_attention_showed(make_plan, monkeypatc
         saturated.append(sum(maxima[k][name] / 448 > s for name, s in sent[k - 1].items()) / 6)
     assert [row["recalibrate/saturated_fraction"] for row in rows[1:]] == pytest.approx(saturated)
     assert max(saturated) > 0 and any(maxima[2][name] < x for name, x in maxima[1].items())
+
+
+def test_the_rate_rises_from_a_tenth_as_megatrons_schedule_and_the_gradient_is_clipped(
+    make_plan, monkeypatch
+):
+    words = ["grpo.steps=4", "grpo.warmup_steps=2", "grpo.max_grad_norm=0.125", "precision=bf16"]
+    run = run_of(make_plan(*words, "grpo.learning_rate=1.0e-3", "grpo.updates_per_step=2"))
+    rates, norms = [], []
+
+    def note():
+        rates.append(run.policy.optimizer.param_groups[0]["lr"])
+        grads = [each.grad.norm() for each in run.policy.masters.values()]
+        norms.append(torch.stack(grads).norm().item())
+
+    spied(monkeypatch, run.policy.optimizer, "step", note)
+    run.train(lambda row: None)
+    assert rates == pytest.approx([1e-4] * 2 + [5.5e-4] * 2 + [1e-3] * 4)
+    moved = [norm for norm in norms if norm]  # where answers differ
+    assert len(moved) > 3 and moved == pytest.approx([0.125] * len(moved), rel=1e-3)

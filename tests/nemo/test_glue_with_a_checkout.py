@@ -100,7 +100,7 @@ def test_the_policy_worker_is_nemo_rls_with_our_methods(nemo_path, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-    from fp8_nemo.nemo.policy import STOCK_WORKER, WORKER
+    from fp8_nemo.nemo.policy import OUR_WORKERS, WORKER
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorker, Fp8PolicyWorkerImpl
 
     assert issubclass(Fp8PolicyWorkerImpl, MegatronPolicyWorkerImpl)
@@ -108,7 +108,7 @@ def test_the_policy_worker_is_nemo_rls_with_our_methods(nemo_path, monkeypatch):
     assert hasattr(Fp8PolicyWorker, "remote")
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
 
-    assert STOCK_WORKER in ACTOR_ENVIRONMENT_REGISTRY
+    assert {*OUR_WORKERS} <= {*ACTOR_ENVIRONMENT_REGISTRY}
 
 
 @imports

@@ -227,7 +227,7 @@ def test_each_correction_through_nemo_rls_own_loss_is_the_multiplier_times_its_c
     assert keys["use_importance_sampling_correction"] is True  # NeMo RL insists on it under FP8
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(**keys))
     sent = data
-    if native_correction(correction) is None:
+    if native_correction(recipe) is None:
         loss_fn = without_correction(loss_fn)
         sent = corrected(data, multiplier, correction.renormalize_denominator)
 

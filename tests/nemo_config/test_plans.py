@@ -465,6 +465,15 @@ def test_a_prompt_of_the_users_own_is_not_replaced(tmp_path):
     assert written["data.default.prompt_file"] == f"{tmp_path}/prompt.txt"
 
 
+def test_a_run_has_its_directorys_name_in_weights_and_biases_unless_the_line_gives_another():
+    line, folder = ["model=llama31-8b", "precision=bf16"], Path("o/llama31-8b/bf16-tis/s42-1a2b3c")
+    usual = path_overrides(plan(*line).recipe, folder, None)
+    assert usual["logger.wandb.name"] == "llama31-8b-bf16-tis-s42-1a2b3c"
+    own = plan(*line, "+nemo.logger.wandb.name=mine")
+    written = own.nemo.overrides | path_overrides(own.recipe, folder, None)
+    assert written["logger.wandb.name"] == "mine"
+
+
 def test_aime_is_validated_in_whole_passes():
     for data, count in (("dapo-math-17k", 960), ("openmath-2", 256)):
         found = overrides("model=llama31-8b", f"data={data}")

@@ -15,8 +15,18 @@ import yaml
 from benchmarks.speed import fit_estimate
 from benchmarks.speed.capacity import decode_floor, engine_kv_bytes, kv_capacity
 from benchmarks.speed.fit_estimate import Measured, compared, fitted, worst
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.memory import count
-from fp8_nemo.plan.speed import FITTED, GPU_SPEED, decode_seconds, decode_work, refit_seconds
+from fp8_nemo.plan.speed import (
+    FITTED,
+    GPU_SPEED,
+    HOST,
+    Fitted,
+    decode_of_engine,
+    decode_seconds,
+    decode_work,
+    refit_seconds,
+)
 from fp8_nemo.recipe.options import Precision, Shape
 
 MODELS = Path(__file__).parents[2] / "conf" / "model"
@@ -123,28 +133,28 @@ def test_a_batch_touches_the_experts_that_even_routes_would():
 
 
 def test_a_step_is_its_bytes_over_bandwidth_until_the_products_take_longer():
-    shape, speed = shape_of("llama31-8b"), GPU_SPEED["h200"]
+    shape, speed, bandwidth = shape_of("llama31-8b"), GPU_SPEED["h200"], 4.8e12
     work = decode_work(shape, FP8_KV, 16, 4096)
-    bytes_alone = (work.weight_bytes + work.kv_bytes) / speed.bandwidth
+    bytes_alone = (work.weight_bytes + work.kv_bytes) / bandwidth
     assert decode_floor(shape, FP8_KV, 16, 4096, "h200") == pytest.approx(bytes_alone)
-    real = work.weight_bytes / 0.88 + work.kv_bytes / 0.62  # an FP8 cache is read more slowly
-    assert decode_seconds(shape, FP8_KV, 16, 4096, "h200", fixed=1.0) == pytest.approx(
-        1.0 + real / speed.bandwidth
-    )
+    real = work.weight_bytes / 0.88 / bandwidth + work.kv_bytes / 3.0e12  # the kernel's limit
+    costs = Fitted(1.0, 0.5, 0.25)
+    seconds = decode_seconds(shape, FP8_KV, 16, 4096, "h200", costs)
+    assert seconds == pytest.approx(1.0 + 16 * 0.5 + 0.25 + real)
     plain = decode_work(shape, Precision(), 16, 4096)
-    assert decode_seconds(shape, Precision(), 16, 4096, "h200", fixed=0.0) == pytest.approx(
-        (plain.weight_bytes + plain.kv_bytes) / 0.88 / speed.bandwidth
-    )
+    seconds = decode_seconds(shape, Precision(), 16, 4096, "h200", costs)
+    read = (plain.weight_bytes / 0.88 + plain.kv_bytes / 0.94) / bandwidth
+    assert seconds == pytest.approx(1.0 + 16 * 0.5 + read)  # nothing is quantized
     large = decode_work(shape, Precision(), 4096, 1)
     products = large.bf16_flops / speed.bf16
-    assert products > large.weight_bytes / speed.bandwidth
+    assert products > large.weight_bytes / bandwidth
     floor = decode_floor(shape, Precision(), 4096, 1, "h200")
-    assert floor == pytest.approx(products + large.kv_bytes / speed.bandwidth)
+    assert floor == pytest.approx(products + large.kv_bytes / bandwidth)
     # and products of FP8 weights go at their own rate
     fp8 = decode_work(shape, FP8, 4096, 1)
     expected = fp8.fp8_flops / speed.fp8 + fp8.bf16_flops / speed.bf16
     assert decode_floor(shape, FP8, 4096, 1, "h200") == pytest.approx(
-        expected + fp8.kv_bytes / speed.bandwidth
+        expected + fp8.kv_bytes / bandwidth
     )
 
 
@@ -193,13 +203,16 @@ def test_the_constant_comes_from_one_half_and_the_error_from_the_other():
     assert min(loss) == loss[1]
 
 
+TRUE = Fitted(0.0015, 12e-6, 0.0005)
+
+
 def test_halves_alternate_across_precisions_and_a_true_constant_is_found(tmp_path, monkeypatch):
     rows, engines = [], []
     for variant, precision in (("bf16", Precision()), ("fp8-linear-deepgemm", FP8)):
         shape = shape_of("llama31-8b")
         for batch, prompt in ((64, 1024), (256, 1024), (16, 4096), (64, 4096)):
             context = prompt + 100.0
-            seconds = decode_seconds(shape, precision, batch, context, "h200", fixed=0.0015)
+            seconds = decode_seconds(shape, precision, batch, context, "h200", TRUE)
             rows.append(
                 {"model": "llama31-8b", "precision": variant, "engine": "vLLM", "batch": batch,
                  "prompt": prompt, "regime": "resident", "context": context,
@@ -217,13 +230,15 @@ def test_halves_alternate_across_precisions_and_a_true_constant_is_found(tmp_pat
     monkeypatch.setattr(sys, "argv", words)
     fit_estimate.main()
     content = json.loads((tmp_path / "e.json").read_text())
-    assert content["constants"][0]["decode_seconds"] == pytest.approx(0.0015)
+    found = content["constants"][0]
+    assert [found[name] for name in ("decode", "sequence", "quantize")] == pytest.approx(TRUE[:3])
     assert content["constants"][0]["reserve_gib"] == pytest.approx(3, rel=1e-3)
     halves = [row["half"] for row in content["decode"]]
     assert halves == ["fitted", "tested"] * 2 + ["tested", "fitted"] * 2
     assert [row["half"] for row in content["capacity"]] == ["fitted", "tested"]
     gates = {gate["what"]: gate for gate in content["gates"]}
     assert gates["llama31-8b: decode"]["worst error"] < 1e-9
+    assert gates["llama31-8b: gain over BF16"]["worst error"] < 1e-9
     assert gates["llama31-8b: KV capacity"]["holds"]
     assert gates["llama31-8b: refit"]["limit"] == 0.2
 
@@ -234,10 +249,25 @@ def test_the_constants_are_those_of_the_results_file_and_its_gates_hold():
     for (model, _), constants in FITTED.items():
         rows = [row for row in content["constants"] if row["model"] == model]
         found = {key: value for row in rows for key, value in row.items()}
-        assert constants.decode == pytest.approx(found["decode_seconds"], rel=0.02)
+        for name in ("decode", "sequence", "quantize"):
+            assert getattr(constants, name) == pytest.approx(found[name], rel=0.02)
         gates = {gate["what"]: gate["holds"] for gate in content["gates"]}
         assert gates[f"{model}: decode"] and gates[f"{model}: KV capacity"]
+        assert gates[f"{model}: gain over BF16"]
         assert ("refit_seconds" in found) == (constants.refit is not None)
         if constants.refit is not None:
             assert constants.refit == pytest.approx(found["refit_seconds"], rel=0.02)
             assert gates[f"{model}: refit"]
+
+
+def test_a_small_model_decodes_at_the_hosts_pace():
+    words = ["backend=nemo", "grpo.prompts_per_step=16", "grpo.generations_per_prompt=8"]
+    found = {}
+    for layers in (2, 32):
+        cell = ["model=llama31-8b", f"model.shape.layers={layers}", *words]
+        [made] = compose_plans([*cell, "precision=fp8-kv-attn", "cluster.gpus_per_node=1"])
+        found[layers] = decode_of_engine(made.settled, 1024)
+    running = found[2].running
+    host = HOST.step + HOST.sequence * running
+    assert found[2].tokens_per_second == pytest.approx(running / host)
+    assert found[32].tokens_per_second < found[32].running / (HOST.step + HOST.sequence * 128)

@@ -396,6 +396,7 @@ def test_a_shells_variable_in_braces_is_taken_or_its_remedy_told(tmp_path, monke
         ("cluster.env=[3x]", "must be NAME=value, or NAME alone"),
         ("cluster.max_running=0", "must be at least 1"),
         ("cluster.mounts=[[a]]", "must be an absolute folder"),
+        ("cluster.enter=[apptainer,exec]", "must name {image}, where cluster.container goes"),
         (
             "cluster.python='~/bin/python'",
             "cluster.python=~/bin/python: names a path that is called",

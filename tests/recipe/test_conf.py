@@ -11,7 +11,10 @@ from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Recipe
 
 CONF = Path(__file__).parents[2] / "conf"
-GROUPS = ("model", "precision", "correction", "data", "grpo", "glue", "cluster")
+GROUPS = (
+    *("model", "precision", "correction", "data", "grpo", "algorithm", "replay", "glue"),
+    "cluster",
+)
 
 
 def options(group: str) -> list[str]:
@@ -21,7 +24,8 @@ def options(group: str) -> list[str]:
 
 
 def arguments(group: str, option: str) -> list[str]:
-    return [f"{group}={option}"] + (["data.path=somewhere"] if option == "jsonl" else [])
+    more = {"jsonl": ["data.path=somewhere"], "r3": ["model=tiny-qwen3-moe"]}
+    return [f"{group}={option}", *more.get(option, ())]
 
 
 ALL_OPTIONS = [(group, option) for group in GROUPS for option in options(group)]

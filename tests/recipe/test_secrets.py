@@ -1,15 +1,16 @@
 """No secret is printed or written: refused by its key's name, its form, or where it comes from."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fp8_nemo.recipes import compare, measure_mismatch
 
 from fp8_nemo.recipe import secrets
 from fp8_nemo.recipe.compose import ComposeError, compose
+from fp8_nemo.runs.frozen_code import freeze_code
 
 ROOT = Path(__file__).parents[2]
 VALUE = "hf_SEKRETsekretSEKRETsekret"
@@ -30,6 +31,22 @@ REFUSED = [
     (f"+nemo.grpo.x={VALUE}", "nemo.grpo.x: holds what looks like a secret"),
     ("+nemo.grpo.x=ghp_0123456789abcdefghij", "nemo.grpo.x: holds what looks like a secret"),
 ]
+UNPARSED = [
+    ("cluster.setup='export HF_TOKEN=SEKRET x", "cluster.setup: gives HF_TOKEN a value"),
+    ("cluster.env=[HF_TOKEN=SEKRET", "cluster.env: gives HF_TOKEN a value"),
+    ("+nemo.logger={wandb:{api_key:SEKRET", "+nemo.logger: cannot be read, and is not shown"),
+    ("+nemo.logger={password: 'SEKRET SEKRET", "+nemo.logger: cannot be read, and is not shown"),
+    ("+nemo.x=[{access_key:SEKRET}}", "+nemo.x: cannot be read, and is not shown"),
+    (f"outputs=a{{{VALUE}", "outputs: holds what looks like a secret"),
+    (f"grpo.steps={VALUE}", "grpo.steps: holds what looks like a secret"),
+    (f"precision={VALUE}", "precision: holds what looks like a secret"),
+    ("MY_TOKEN=SEKRET", "MY_TOKEN: looks like a secret"),
+    ("++cluster.token=SEKRET", "cluster.token: looks like a secret"),
+    ("--hf-token=SEKRET", "hf-token: looks like a secret"),
+    (VALUE, "a word: holds what looks like a secret"),
+    (f"{VALUE}=3", "a word before =: holds what looks like a secret"),
+]
+"""Of which Hydra, or an unknown key, would have its word in the message."""
 TAKEN = [
     "cluster.setup='export HF_TOKEN=$MY_TOKEN'",
     "cluster.setup='export HF_TOKEN=\"$(cat ~/.token)\"'",
@@ -37,6 +54,7 @@ TAKEN = [
     f"+{VLLM}.env_vars.VLLM_MAX_TOKENS=3",
     "+nemo.policy.tokenizer.pad_token=x",
     "grpo.max_new_tokens=64",
+    "+nemo.logger.wandb.api_key=null",
 ]
 
 
@@ -50,6 +68,23 @@ def test_what_holds_a_secret_is_refused_by_its_key_and_its_value_is_not_said(
     assert str(error.value).startswith(line) and str(error.value).count("\n") == 0
     assert "SEKRET" not in str(error.value) and "abcdefghij" not in str(error.value)
     assert "cluster.setup may name it as $NAME" in str(error.value)
+
+
+@pytest.mark.parametrize(("word", "line"), UNPARSED, ids=lambda each: each[:40])
+def test_what_cannot_be_parsed_or_is_unknown_is_not_repeated_with_its_secret(word, line):
+    for words in ([word], ["-m", "seed=1,2", word], ["grpo.steps=0", word]):
+        with pytest.raises(ComposeError) as error:
+            compose(words)
+        assert str(error.value).startswith(line) and str(error.value).count("\n") == 0
+        assert "SEKRET" not in str(error.value)
+
+
+@pytest.mark.parametrize("words", [["--token", "SEKRET"], ["--token=SEKRET"], [f"--{VALUE}"]])
+def test_a_verbs_own_parser_does_not_repeat_a_secret(words, capsys):
+    with pytest.raises(SystemExit):
+        compare.main(["outputs", *words])
+    said = capsys.readouterr().err
+    assert "unrecognized arguments: --" in said and "SEKRET" not in said
 
 
 @pytest.mark.parametrize("word", TAKEN)
@@ -69,16 +104,36 @@ def test_no_key_of_nemo_rls_own_is_taken_for_a_secret():
             assert list(secrets.secrets_of(base)) == []
 
 
-def test_nothing_in_a_run_directory_holds_what_lay_in_the_environment(tmp_path):
+def test_nothing_in_a_run_directory_or_beside_it_holds_what_lay_in_the_environment(
+    tmp_path, monkeypatch
+):
+    """Of a run that ends, of one that fails, and of what is made of them; code and logs too."""
     words = ["model=tiny-llama", "precision=fp8-linear", "correction=tis", "grpo.steps=1"]
     words += ["grpo.validate_first=false", f"outputs={tmp_path}"]
+    words += ["cluster.setup='export HF_TOKEN=$MY_TOKEN'", "cluster.env=[MY_PASSWORD]"]
     marks = {"HF_TOKEN": VALUE, "WANDB_API_KEY": "SEKRET-of-wandb", "MY_PASSWORD": "SEKRET-word"}
-    done = subprocess.run(
-        [sys.executable, "-m", "recipes.grpo", *words], capture_output=True, text=True, cwd=ROOT,
-        env=os.environ | marks, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    for name, value in marks.items():
+        monkeypatch.setenv(name, value)
+    for more, code in (([], 0), (["correction.high=1e-9", "correction.mask=token"], 1)):
+        line = [*words, "grpo.stop_when_unstable=true"] if more else words
+        done = subprocess.run(
+            [sys.executable, "-m", "recipes.grpo", *line, *more], capture_output=True, text=True,
+            cwd=ROOT, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr[-2000:]
+        assert "SEKRET" not in done.stdout + done.stderr
+    assert compare.main([str(tmp_path), "--html"]) == 0
+    assert measure_mismatch.main([str(next(tmp_path.glob("*/*/*")))]) == 0
+    freeze_code(tmp_path)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) >= 5
+    names = {path.name for path in files}
+    assert {
+        "attempt-1.log",
+        "plan.json",
+        "environment.json",
+        "mismatch.json",
+        "report.html",
+    } <= names
+    assert list(tmp_path.glob(".code/*/fp8_nemo/recipe/secrets.py"))
     for path in files:
         assert b"SEKRET" not in path.read_bytes(), path

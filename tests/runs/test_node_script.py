@@ -4,9 +4,11 @@ Ray itself is played by a script that starts a child and hears no TERM: the real
 anybody could bring about here. A job with the real Ray is in tests/slurm.
 """
 
+import contextlib
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -84,6 +86,19 @@ def test_nodes_that_share_a_host_draw_their_workers_ports_from_their_own(process
     assert all(len(pool) >= min(processors + 60, 1000) for pool in pools.values())
     drawn = [port for slot in sorted(pools)[:apart] for port in pools[slot]]
     assert len(drawn) == len(set(drawn))
+
+
+def test_a_node_on_which_every_port_is_taken_says_so_and_starts_nothing(node, tmp_path):
+    with contextlib.ExitStack() as open_until_the_end:
+        for slot in range(0, 16, 2):  # those of a first node
+            taken = open_until_the_end.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # somebody else's: in use as well
+                taken.bind(("127.0.0.1", 1200 + 12 * slot + 7))
+                taken.listen()
+        process = node(0)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and not (tmp_path / "ray").exists()
+    assert "looking for free ports (1200 to 1391 are in use, `ss -ltnp` says by whom) failed" in out
 
 
 def appears(file: Path) -> None:

@@ -157,7 +157,24 @@ def test_a_container_sees_the_folders_of_the_run(tmp_path, monkeypatch):
     assert sbatch.container_options(nemo_plan(tmp_path, "cluster.interpreter=system")) == []
 
 
-def test_what_the_nodes_must_have_and_this_machine_lacks_is_told(tmp_path):
+def test_a_site_without_pyxis_enters_its_containers_by_a_command_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    enter = "cluster.enter=[apptainer,exec,'--bind={mounts}','--pwd={folder}','{image}']"
+    image = ["cluster.container='/i{mounts}.sif'", "cluster.mounts=[/a:/b]"]
+    plan = nemo_plan(tmp_path, enter, *image)
+    assert sbatch.container_options(plan) == []
+    mounted = f"/a:/b,{tmp_path}:{tmp_path},{tmp_path}/outputs:{tmp_path}/outputs"
+    assert sbatch.enter_command(plan) == [
+        *("apptainer", "exec", f"--bind={mounted}", f"--pwd={tmp_path}", "/i{mounts}.sif"),
+    ]
+    bare = ["cluster.container=null", "cluster.interpreter=system"]
+    assert sbatch.enter_command(nemo_plan(tmp_path, enter, *bare)) == []
+    assert sbatch.enter_command(nemo_plan(tmp_path, *image)) == []
+
+
+def test_what_the_nodes_must_have_and_this_machine_lacks_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    srun = tmp_path / "srun"
     (tmp_path / "i.sqsh").touch()
     here = [f"cluster.container={tmp_path}/i.sqsh", f"cluster.mounts=[{tmp_path}:/data]"]
     away = [f"cluster.container={tmp_path}/j.sqsh", f"cluster.mounts=[{tmp_path}/none:/data]"]
@@ -168,6 +185,14 @@ def test_what_the_nodes_must_have_and_this_machine_lacks_is_told(tmp_path):
         f"cluster.container: {tmp_path}/j.sqsh is not on this machine; the nodes must have it",
         f"cluster.mounts: {tmp_path}/none is not on this machine; the nodes must have it",
     ]
+    srun.write_text("#!/bin/sh\necho '      --container-image=PATH  [pyxis] the image to use'\n")
+    srun.chmod(0o755)
+    assert sbatch.container_notes([nemo_plan(tmp_path, *here)]) == []
+    srun.write_text("#!/bin/sh\necho '  -n, --ntasks=ntasks'\n")
+    [note] = sbatch.container_notes([nemo_plan(tmp_path, *here)])
+    assert note.startswith("cluster.container: srun has no --container-image (pyxis) here")
+    entered = ["cluster.enter=[enter,'{image}']", *here]
+    assert sbatch.container_notes([nemo_plan(tmp_path, *entered)]) == []
 
 
 @pytest.mark.parametrize(

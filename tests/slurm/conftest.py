@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +21,28 @@ from fp8_nemo.runs import metrics
 from tests.conftest import SMALL
 
 ROOT = Path(__file__).parent.parent.parent
-NODES = ("node1", "node2", "node3", "node4")
+PARTITIONS = """
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=batch Nodes=node1,node2 Default=YES State=UP
+PartitionName=graceful Nodes=node1,node2 GraceTime=60 State=UP
+PartitionName=urgent Nodes=node1,node2 PriorityTier=9 State=UP
+PartitionName=wide Nodes=node1,node2,node4 State=UP
+PartitionName=long Nodes=node3 State=UP
+PartitionName=paid Nodes=node1,node2 AllowAccounts=research State=UP
+"""
+WITHOUT_ARRAYS = """
+MaxArraySize=0
+GresTypes=gpu
+PartitionName=batch Nodes=node1,node2 Default=YES State=UP
+"""
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
-SlurmctldPort=26817
+SlurmctldPort={port}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -47,14 +62,7 @@ MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 EnforcePartLimits=ALL
 {nodes}
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-PartitionName=batch Nodes=node1,node2 Default=YES State=UP
-PartitionName=graceful Nodes=node1,node2 GraceTime=60 State=UP
-PartitionName=urgent Nodes=node1,node2 PriorityTier=9 State=UP
-PartitionName=wide Nodes=node1,node2,node4 State=UP
-PartitionName=long Nodes=node3 State=UP
-PartitionName=paid Nodes=node1,node2 AllowAccounts=research State=UP
+{partitions}
 """
 
 
@@ -63,19 +71,29 @@ class Slurm:
 
     Args:
         folder: for their state; its path must be short, sockets lie in it.
+        port: of the controller; its nodes have the next ones.
+        nodes: how many; those of a second Slurm on this machine may have the same names.
+        partitions: the lines of its configuration that differ from another's.
+        gpus: of each node, as Slurm counts them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, port: int, nodes: int, partitions: str, gpus: int = 0) -> None:
         self.folder = folder
+        self.nodes = [f"node{number + 1}" for number in range(nodes)]
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         self.environment |= {"OMP_NUM_THREADS": "1"}
         host = os.uname().nodename
         line = "NodeName={0} NodeAddr=127.0.0.1 NodeHostname={1} Port={2} CPUs=2 RealMemory=1000"
-        line += " Feature={0}s"
-        nodes = [line.format(name, host, 26821 + n) for n, name in enumerate(NODES)]
-        text = CONFIG.format(host=host, folder=folder, nodes="\n".join(nodes))
+        line += " Feature={0}s" + (f" Gres=gpu:{gpus}" if gpus else "")
+        lines = [line.format(name, host, port + 4 + n) for n, name in enumerate(self.nodes)]
+        words = {"port": port, "nodes": "\n".join(lines), "partitions": partitions}
+        text = CONFIG.format(host=host, folder=folder, **words)
         folder.chmod(0o755)  # other users read the configuration, and reach munge
         (folder / "slurm.conf").write_text(text)
+        devices = [folder / f"gpu{number}" for number in range(gpus)]
+        (folder / "gres.conf").write_text("".join(f"Name=gpu File={each}\n" for each in devices))
+        for each in devices:
+            each.touch()  # Slurm counts them, and looks no further
         self.stopped = threading.Event()
 
     def start(self) -> None:
@@ -86,7 +104,7 @@ class Slurm:
         self.call("munged", "--force", f"--key-file={key}", f"--socket={socket}", *files)
         (self.folder / "state").mkdir()
         self.call("slurmctld", "-c")
-        for node in NODES:
+        for node in self.nodes:
             self.start_node(node)
         for _ in range(60):
             if self.call("sinfo", "-h", "-t", "idle", "-o", "%D", "-p", "batch").strip() == "2":
@@ -123,7 +141,7 @@ class Slurm:
         deadline = time.monotonic() + 20
         while self.call("squeue", "-h") and time.monotonic() < deadline:
             time.sleep(0.5)
-        for name in ("slurmctld", *NODES, "munge"):
+        for name in ("slurmctld", *self.nodes, "munge"):
             pid = self.folder / f"{name}.pid"
             if pid.exists():
                 subprocess.run(["kill", pid.read_text().strip()], capture_output=True)
@@ -214,10 +232,23 @@ class Job:
 def slurm() -> Iterator[Slurm]:
     missing = [name for name in ("munged", "slurmctld", "slurmd") if shutil.which(name) is None]
     assert not missing, f"{missing} not installed: make test-slurm installs them"
+    with started(port=26817, nodes=4, partitions=PARTITIONS) as found:
+        yield found
+
+
+@pytest.fixture
+def slurm_without_arrays(slurm) -> Iterator[Slurm]:
+    """A second one, which has no arrays and counts GPUs; its nodes are the same machine."""
+    with started(port=26837, nodes=2, partitions=WITHOUT_ARRAYS, gpus=8) as found:
+        yield found
+
+
+@contextmanager
+def started(**options) -> Iterator[Slurm]:
     with tempfile.TemporaryDirectory(
         prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True
     ) as folder:
-        found = Slurm(Path(folder))
+        found = Slurm(Path(folder), **options)
         try:
             found.start()
             yield found

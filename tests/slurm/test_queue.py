@@ -1,6 +1,5 @@
 """Who is in the queue, and how often: arrays, two lines at once, two users, late words."""
 
-import os
 import re
 import resource
 import shutil
@@ -72,20 +71,50 @@ def test_a_sweep_is_one_array_of_which_so_many_run_at_once_as_the_line_says(slur
 
 
 def test_a_sweep_without_arrays_is_single_jobs_of_which_each_waits_for_the_nth_before(
-    slurm, small, tmp_path
+    slurm_without_arrays, small, tmp_path
 ):
-    # A scontrol that knows no arrays, as with MaxArraySize=0; Slurm itself would need a restart.
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\necho "MaxArraySize            = 0"\n')
-    scontrol.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    slurm = slurm_without_arrays
+    said = subprocess.run(
+        ["sbatch", "--array=0-1", "--wrap=true"],
+        env=slurm.environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "Invalid job array specification" in said.stderr
     place = ["cluster.max_running=2", "cluster.nodelist=node1", HOLD]
-    jobs = slurm.submit("-m", *small, *place, "seed=1,2,3", PATH=path)
+    jobs = slurm.submit("-m", *small, *place, "seed=1,2,3")
     free, _, waits = (job.state["Dependency"] for job in jobs)
     assert free == "(null)" and waits.startswith(f"afterany:{jobs[0].id}")
     assert {*names(slurm, *jobs)} == {jobs[0].path.relative_to(tmp_path / "o").parent.as_posix()}
     done = slurm.verb("queue", tmp_path / "o", "--cancel")
     assert done.stdout.splitlines()[-1] == f"cancelled: {', '.join(job.id for job in jobs)}"
+
+
+def test_gpus_are_asked_for_where_slurm_counts_them_and_as_gres_says(
+    slurm, slurm_without_arrays, small, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
+    line = ["model=qwen3-8b", "cluster=slurm", "cluster.interpreter=system"]
+    planned = [each.verb("plan", *line).stdout for each in (slurm, slurm_without_arrays)]
+    assert ["--gpus-per-node=8" in text for text in planned] == [False, True]
+    [job] = slurm_without_arrays.submit(*small, HOLD, "cluster.gres='gpu:2'")
+    assert job.state["TresPerNode"] == "gres:gpu:2"
+    more = slurm_without_arrays.verb("grpo", *small, HOLD, "seed=2", "cluster.gres='gpu:9'")
+    assert more.returncode == 2 and len(more.stderr.splitlines()) == 1, more.stderr
+    assert "Requested node configuration is not available" in more.stderr
+    slurm_without_arrays.verb("queue", tmp_path / "o", "--cancel")
+
+
+def test_a_watched_queue_is_looked_at_until_nothing_is_in_it(slurm, small, tmp_path):
+    words = ["cluster.setup='sleep 15; exit 3'", FAST, "cluster.requeue=false"]
+    [job] = slurm.submit(*small, *words)
+    started = time.monotonic()
+    watched = slurm.verb("queue", tmp_path / "o", "--watch")
+    assert watched.returncode == 0 and job.id not in slurm.queue()
+    titles = [
+        line.rstrip() for line in watched.stdout.splitlines() if line.startswith("tiny-llama: ")
+    ]
+    assert len(titles) >= 2 and titles[-1] == "tiny-llama: 1 failed"
+    assert {*titles[:-1]} <= {"tiny-llama: 1 pending", "tiny-llama: 1 running"}
+    assert time.monotonic() - started < 60
 
 
 def test_a_cancelled_sweep_is_shown_so_and_the_same_line_queues_it_again(slurm, small, tmp_path):

@@ -76,7 +76,7 @@ def test_jobs_of_one_and_of_two_nodes_train_as_a_machine_without_slurm_does(slur
         assert any(
             row.startswith(f"{check} ") and "node1, node2" in row for row in two.log.split("\n")
         )
-    assert "gloo, nodes 2" in two.log
+    assert "gloo, nodes 2" in two.log and "Killed" not in two.log
 
     [one] = slurm.submit(*small, "seed=2", FAST)
     one.finished()

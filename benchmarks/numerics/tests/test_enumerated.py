@@ -19,9 +19,9 @@ from benchmarks.numerics.enumerated import (
 )
 from fp8_nemo.correction.correct import STATISTICS
 from fp8_nemo.correction.mismatch import mismatch_metrics
-from fp8_nemo.local.grpo import clipped_loss
+from fp8_nemo.local.loss import clipped_loss
 from fp8_nemo.recipe.compose import compose, option_names
-from fp8_nemo.recipe.options import Correction
+from fp8_nemo.recipe.options import GRPO, Correction
 
 FP32 = 1e-6
 SEQUENCE = Correction(level="sequence")
@@ -46,7 +46,8 @@ def gradients(problem, value_BT):
     """Each answer's gradient `[B, C V]` by autograd of the local backend's own loss."""
     leaf_CV = problem.train_CV.clone().requires_grad_()  # logprobs are logits, too
     current_BT = leaf_CV.log_softmax(-1)[problem.context_BT, problem.token_BT]
-    loss_BT = value_BT * clipped_loss(current_BT, current_BT.detach(), problem.advantage_B[:, None])
+    ratio_BT = (current_BT - current_BT.detach()).exp()
+    loss_BT = value_BT * clipped_loss(ratio_BT, current_BT, problem.advantage_B[:, None], GRPO)
     rows = [torch.autograd.grad(-x, leaf_CV, retain_graph=True)[0] for x in loss_BT.sum(1)]
     return torch.stack(rows).flatten(1)
 

@@ -39,3 +39,19 @@ def test_what_is_streamed_are_the_bytes_of_the_estimate_and_all_of_it_lands(mode
     found = {row["stream"]: (row["of_loaded"], row["more_ms"]) for row in content["stream"]}
     assert found["FP8, loaded, verify=off"] == (1, 0) and found["FP8"] == (None, None)
     assert all(isinstance(x, float) for x in found["FP8, loaded, verify=bytes"])
+
+
+def test_the_hosts_part_is_timed_without_a_device_of_as_many_tensors_as_the_model_has(tmp_path):
+    pytest.importorskip("triton", reason="Triton comes with a CUDA build of torch")
+    words = ["--out", str(tmp_path / "found.json"), "--model", "tiny-llama", "--repetitions", "2"]
+    command = [sys.executable, "-m", "benchmarks.speed.proof_host", *words]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    content = json.loads((tmp_path / "found.json").read_text())
+    [recipe] = compose(["model=tiny-llama", "precision=fp8-kv-attn"])
+    shape = recipe.model.shape
+    specs = wire_specs(named_shapes(shape), recipe.precision, shape.layers)
+    assert content["tensors"] == len(specs) and content["groups"] == 1
+    found = {row["refit"]: row for row in content["rows"]}
+    assert found["loaded, off"]["more_ms"] == 0 and len(found) == 5
+    assert all(len(row["host_ms"]["repetitions"]) == 2 for row in found.values())

@@ -79,7 +79,7 @@ def attend(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, as transformers calls it: Q `[B, H, T, D]`, K and V `[B, K, S, D]`, boolean mask.
+    """Compute attention as transformers asks: Q `[B, H, T, D]`, K and V `[B, K, S, D]`, a mask.
 
     FP8 if the cache handed over FP8 K and V. A `module.watch`, if set, is shown Q, K and V.
     """
@@ -161,7 +161,7 @@ def _attend_fp8(
 
 
 def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` of BF16 or FP8 values in FP32."""
+    """Return `left @ right` of BF16 or FP8 values in FP32."""
     return left.float() @ right.float()
 
 

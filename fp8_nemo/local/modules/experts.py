@@ -60,7 +60,7 @@ class Experts(nn.Module):
         raise NotImplementedError
 
     def forward(self, hidden_TI: Tensor, index_TA: Tensor, share_TA: Tensor) -> Tensor:
-        """Sum of the chosen experts by their shares, in ascending order, so that it repeats."""
+        """Sum the chosen experts by their shares, in ascending order, so that it repeats."""
         # Descending: autograd adds up the stacked gradients in this order, and the digests of the
         # shipped models depend on it.
         given_T1A, index_TA = index_TA[:, None], index_TA.sort(-1, descending=True).values

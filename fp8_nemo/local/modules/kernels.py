@@ -25,7 +25,7 @@ SIDE = 64  # of the square of a product that one program makes
 def product(
     left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """`left right^T` of FP8 operands, 128 features at a time, each partial sum times its scales.
+    """Return `left right^T` of FP8 operands: 128 features at a time, each sum times its scales.
 
     FP16 holds every E4M3 number, and its products are exact in FP32. The tensor cores' own FP8
     products are summed with 14 bits on Hopper (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), which

@@ -54,7 +54,7 @@ def linear_fp8(x: Tensor, weight: Fp8Weight, pow2: bool) -> Tensor:
 
 
 def scaled_mm(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
-    """`left right^T`: exact products of what the bytes stand for, summed in FP32.
+    """Return `left right^T`: exact products of what the bytes stand for, summed in FP32.
 
     Args:
         left: `[..., T, K]`; with a slab `[E, T, K]` or `[1, T, K]`.

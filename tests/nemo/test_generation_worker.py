@@ -1,0 +1,133 @@
+"""Our vLLM worker gives NeMo RL's own results, tensor for tensor, from vLLM's own containers."""
+
+import importlib.util
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("NEMO_RL_ROOT") or importlib.util.find_spec("vllm") is None,
+    reason="NeMo RL's packages are not installed here (docs/install.md)",
+)
+END, PAD = 2, 0
+CFG = {
+    "top_k": None, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": 9, "stop_token_ids": [END],
+    "_pad_token_id": PAD, "vllm_cfg": {"use_tqdm": False}, "vllm_kwargs": {},
+}  # fmt: skip
+
+
+@pytest.fixture
+def classes(monkeypatch):
+    """NeMo RL's worker and ours, without Ray."""
+    monkeypatch.syspath_prepend(os.environ["NEMO_RL_ROOT"])
+    from fp8_nemo.nemo.generation_worker import Fp8GenerationWorkerImpl
+
+    [stock] = Fp8GenerationWorkerImpl.__bases__
+    return stock, Fp8GenerationWorkerImpl
+
+
+class Llm:
+    """Answers with drawn tokens, and with logprobs in vLLM's container for the request."""
+
+    llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
+
+    def __init__(self, answers):
+        self.answers, self.asked = answers, []
+
+    def generate(self, prompts, parameters, use_tqdm):
+        from vllm.logprobs import append_logprobs_for_next_position, create_sample_logprobs
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        self.asked.append(parameters)
+        for number, answer in enumerate(self.answers):
+            kept = create_sample_logprobs(parameters.flat_logprobs)
+            for token, value in answer:
+                append_logprobs_for_next_position(kept, [token], [value], [None], 1, 0)
+            tokens = [token for token, _ in answer]
+            made = CompletionOutput(0, "", tokens, None, kept, finish_reason="stop")
+            yield RequestOutput(str(number), None, [1], None, [made], finished=True)
+
+
+class WholeLlm(Llm):
+    def generate(self, *arguments, **options):
+        return list(super().generate(*arguments, **options))
+
+
+def worker_of(kind, answers):
+    from vllm import SamplingParams
+
+    worker = object.__new__(kind)
+    worker.cfg, worker.llm = CFG, WholeLlm(answers)
+    worker.SamplingParams, worker.routed_experts_dtype = SamplingParams, None
+    return worker
+
+
+def drawn_answers(lengths, seed=1):
+    """Tokens with logprobs that FP32 holds exactly, as vLLM's are."""
+    draw = random.Random(seed)
+    value = lambda: float(torch.tensor(-draw.expovariate(1.0), dtype=torch.float32))  # noqa: E731
+    return [[(draw.randrange(3, 99), value()) for _ in range(length)] for length in lengths]
+
+
+def prompts_of(lengths):
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    ids = torch.full((len(lengths), max(lengths)), PAD)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = 5
+    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor(lengths)})
+
+
+@pytest.mark.parametrize("lengths", [(9, 1, 4), (3,), (0, 2)])
+def test_results_are_nemo_rls(classes, lengths):
+    answers = drawn_answers(lengths)
+    data = [prompts_of([4, 2, 7][: len(lengths)]) for _ in classes]
+    theirs, ours = (
+        worker_of(kind, answers).generate(batch) for kind, batch in zip(classes, data, strict=True)
+    )
+    assert theirs.keys() == ours.keys()
+    for name, value in theirs.items():
+        assert torch.equal(value, ours[name]), name
+    assert ours["logprobs"].count_nonzero() == sum(lengths)
+
+
+def test_vllm_keeps_logprobs_flat_and_is_left_as_it_was(classes):
+    worker = worker_of(classes[1], drawn_answers([2]))
+    worker.generate(prompts_of([3]))
+    [parameters] = worker.llm.asked
+    assert parameters.flat_logprobs
+    assert "generate" not in vars(worker.llm)
+
+
+def test_an_engine_that_fails_is_left_as_it_was(classes):
+    worker = worker_of(classes[1], drawn_answers([2]))
+    worker.llm.answers = None
+    with pytest.raises(TypeError):
+        worker.generate(prompts_of([3]))
+    assert "generate" not in vars(worker.llm)
+
+
+def test_an_empty_batch_is_nemo_rls(classes):
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    empty = BatchedDataDict({"input_ids": torch.zeros(0, 0), "input_lengths": torch.zeros(0)})
+    assert worker_of(classes[1], []).generate(empty)["logprobs"].shape == (0, 0)
+
+
+def test_nemo_rl_makes_our_worker_for_its_own_alone(classes):
+    from nemo_rl.models.generation.vllm import vllm_generation
+
+    from fp8_nemo.launch.session import our_generation_worker
+    from fp8_nemo.nemo.policy import OUR_WORKERS
+
+    stock = vllm_generation.resolve_generation_worker_cls
+    theirs, ours = list(OUR_WORKERS.items())[1]
+    assert f"{classes[1].__module__}.Fp8GenerationWorker" == ours
+    with our_generation_worker():
+        resolve = vllm_generation.resolve_generation_worker_cls
+        assert resolve(theirs, {}) == ours
+        assert resolve("another.Worker", {}) == "another.Worker"
+    assert vllm_generation.resolve_generation_worker_cls is stock

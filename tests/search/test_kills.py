@@ -1,0 +1,107 @@
+"""SIGKILL at random moments: the same line again ends as if nothing had been, and leaves nothing.
+
+Runs from the making of their directory on, conversions, and comparisons with their pages. In
+`make test` twenty kills, in `make test-long` a hundred of each.
+"""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo.recipe.model_dir import SHIPPED
+from tests.conftest import SMALL
+from tests.search.children import Child, Dies, frozen, trained, tree, undisturbed, verb
+
+RUN = [
+    *SMALL,
+    *("precision=fp8-kv-attn", "grpo.steps=5", "grpo.checkpoint_every=1"),
+    *("grpo.validate_every=3", "grpo.max_new_tokens=3", "grpo.prompts_per_step=2"),
+]
+OF_AN_ATTEMPT = ("log/", "environment.json", ".lock")
+
+
+def killed(kills: int, seed: int, output: Path, target: Path, call, *arguments) -> None:
+    """Start a call again and again and kill it `kills` times; see that each end is the same.
+
+    Every fourth dies at any time, the others before a change of a file or folder, drawn from as
+    many parts of all changes. Once it has come to its end in spite of it, it begins anew.
+
+    Args:
+        kills: SIGKILLs that met a living process.
+        seed: of the moments.
+        output: file of what it prints.
+        target: what it makes.
+        call: with its arguments, as for `Child`.
+    """
+    draw, done = random.Random(seed), 0
+    seconds, changes = undisturbed(output, call, *arguments)
+    whole = tree(target, OF_AN_ATTEMPT)
+
+    def ended() -> None:
+        """See that nothing is missing or left over; a kill may have come after all was done."""
+        undisturbed(output, call, *arguments)
+        assert tree(target, OF_AN_ATTEMPT) == whole
+        assert {path.name for path in target.parent.iterdir()} == around
+        shutil.rmtree(target)
+
+    around = {path.name for path in target.parent.iterdir()}
+    shutil.rmtree(target)
+    while done < kills:
+        part = draw.uniform(done, done + 1) / kills
+        at = max(1, round(part * changes)) if done % 4 < 3 else None
+        child = Child(output, call, *arguments, before=Dies(at))
+        if child.kill(600 if at else draw.uniform(0, seconds)):
+            done += 1
+        else:
+            assert child.end() == 0, child.said + child.error
+            ended()
+    undisturbed(output, call, *arguments)
+    ended()
+
+
+def test_a_sweep_killed_before_any_change_that_makes_its_directories_leaves_nothing(tmp_path):
+    output, outputs = tmp_path / "output", tmp_path / "outputs"
+    words = ["-m", *SMALL, "precision=bf16,fp8-linear", f"outputs={outputs}"]
+    _, changes = undisturbed(output, frozen, *words)
+    whole = tree(outputs, OF_AN_ATTEMPT)
+    assert changes > 12
+    for at in range(1, changes + 1, 2):
+        shutil.rmtree(outputs)
+        assert Child(output, frozen, *words, before=Dies(at)).kill(60)
+        undisturbed(output, frozen, *words)
+        assert tree(outputs, OF_AN_ATTEMPT) == whole, at
+
+
+def runs(tmp_path: Path, kills: int, seed: int) -> None:
+    words = [*RUN, f"seed={seed}", f"outputs={tmp_path}/outputs"]
+    killed(kills, seed, tmp_path / "output", tmp_path / "outputs", trained, *words)
+
+
+def conversions(tmp_path: Path, kills: int, seed: int) -> None:
+    words = ["quantize_checkpoint", str(SHIPPED / "tiny-qwen3-moe"), f"{tmp_path}/fp8"]
+    killed(kills, seed, tmp_path / "output", tmp_path / "fp8", verb, *words)
+
+
+def comparisons(tmp_path: Path, kills: int, seed: int) -> None:
+    for precision in ("bf16", "fp8-linear"):
+        line = [*RUN, f"precision={precision}", f"outputs={tmp_path}/outputs"]
+        undisturbed(tmp_path / "output", trained, *line)
+    words = ["compare", f"{tmp_path}/outputs", "--html"]
+    killed(kills, seed, tmp_path / "output", tmp_path / "outputs" / "report", verb, *words)
+
+
+KILLED = {"runs": runs, "conversions": conversions, "comparisons": comparisons}
+
+
+@pytest.mark.parametrize(("what", "kills"), [("runs", 8), ("conversions", 8), ("comparisons", 4)])
+def test_after_twenty_kills_everything_is_as_without_any(what, kills, tmp_path):
+    KILLED[what](tmp_path, kills, seed=5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("what", KILLED)
+def test_after_a_hundred_kills_of_each_everything_is_as_without_any(what, part, tmp_path):
+    KILLED[what](tmp_path, 10, seed=100 + part)

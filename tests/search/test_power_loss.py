@@ -1,0 +1,125 @@
+"""After a loss of power at any moment a run goes on without a hole, a conversion to the same bytes.
+
+What was not synced is lost (`power.py`). In `make test` at some moments, in `make test-long` at
+every one.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fp8_nemo.recipe.model_dir import SHIPPED
+from tests.search.children import Child, rows, trained, tree, undisturbed, verb
+from tests.search.power import Power
+from tests.search.test_kills import OF_AN_ATTEMPT, RUN
+
+
+def lost(tmp_path: Path, call, parts: int | None) -> tuple[list[Path], dict]:
+    """Return the disks of so many moments of a call, or of all, and what it makes undisturbed.
+
+    Args:
+        tmp_path: with the folder `disk`, on which the call works.
+        call: with its arguments.
+        parts: how many moments; None for all.
+    """
+    disk, output = tmp_path / "disk", tmp_path / "output"
+    _, changes = undisturbed(output, *call)
+    whole = tree(disk, OF_AN_ATTEMPT)
+    shutil.rmtree(disk)
+    disk.mkdir()
+    end = changes + 1
+    every = 1 if parts is None else max(1, changes // parts)
+    moments = frozenset({*range(every, end, every), end})
+    child = Child(output, *call, before=Power(disk, tmp_path / "images", moments))
+    assert child.end() == 0, child.error
+    assert tree(disk, OF_AN_ATTEMPT) == whole
+    found = sorted((tmp_path / "images").glob("*/*"), key=lambda each: int(each.parent.name))
+    assert len(found) == 2 * len(moments)
+    return found, whole
+
+
+def put(image: Path, disk: Path) -> None:
+    """Put a disk in the place of another."""
+    shutil.rmtree(disk)
+    shutil.copytree(image, disk)
+
+
+def runs(tmp_path: Path, parts: int | None) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    call = (trained, *RUN, f"outputs={disk}/outputs")
+    images, whole = lost(tmp_path, call, parts)
+    for image in images:
+        where = f"{image.parent.name} {image.name}"
+        put(image, disk)
+        child = Child(tmp_path / "output", *call)
+        assert child.end() == 0, f"{where}: {child.error}"
+        [path] = disk.glob("outputs/*/*/*")
+        assert [row["step"] for row in rows(path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5], where
+        assert tree(disk, OF_AN_ATTEMPT) == whole, where
+
+
+def conversions(tmp_path: Path, parts: int | None) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    call = (verb, "quantize_checkpoint", str(SHIPPED / "tiny-qwen3-moe"), f"{disk}/fp8")
+    images, whole = lost(tmp_path, call, parts)
+    for image in images:
+        where = f"{image.parent.name} {image.name}"
+        if loads(image / "fp8"):
+            assert tree(image) == whole, f"{where}: it can be loaded, and is not whole"
+        put(image, disk)
+        undisturbed(tmp_path / "output", *call)
+        assert tree(disk) == whole, where
+
+
+def loads(folder: Path) -> bool:
+    """Tell whether a converted checkpoint seems whole: it has its configuration."""
+    try:
+        return bool(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError):
+        return False
+
+
+LOST = {"runs": runs, "conversions": conversions}
+
+
+@pytest.mark.parametrize(("what", "parts"), [("runs", 4), ("conversions", 8)])
+def test_after_a_loss_of_power_at_some_moments_it_goes_on_without_a_hole(what, parts, tmp_path):
+    LOST[what](tmp_path, parts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", LOST)
+def test_after_a_loss_of_power_at_any_moment_it_goes_on_without_a_hole(what, tmp_path):
+    LOST[what](tmp_path, None)
+
+
+def test_what_was_not_synced_is_lost(tmp_path):
+    """The tool itself: a file that is written and renamed without a sync is there, and empty."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    power = Power(disk, tmp_path / "images", frozenset({2, 3}))
+    fsync = os.fsync
+    try:
+        power(1)
+        (disk / "new").write_text("bytes")
+        (disk / "new").rename(disk / "file")
+        power(2)
+        for path in (disk / "file", disk):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        (disk / "file").write_text("more")
+        power(3)
+    finally:
+        os.fsync = fsync
+    images = {f"{n} {name}": tree(tmp_path / "images" / n / name) for n in "23" for name in
+              ("ahead", "behind")}  # fmt: skip
+    assert images == {
+        "2 ahead": {"file": b""}, "2 behind": {},
+        "3 ahead": {"file": b"bytes"}, "3 behind": {"file": b"bytes"},
+    }  # fmt: skip
