@@ -1,6 +1,6 @@
-"""Render docs/keys.md from the recipe's dataclasses and the option files in conf/.
+"""Render docs/keys.md from the recipe's dataclasses, and docs/options.md from the files in conf/.
 
-python docs/render_keys.py > docs/keys.md
+python docs/render_keys.py
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
@@ -19,13 +20,20 @@ from fp8_nemo.recipe.compose import option_folder, option_names
 
 HEAD = """# Every key
 
-Rendered by `python docs/render_keys.py > docs/keys.md`; a test holds it to the code.
+Rendered by `python docs/render_keys.py`; a test holds it to the code.
 
-Choose an option file by its group's name (`precision=fp8-e2e`), or set one key (`grpo.steps=100`).
-`null` inherits the value of NeMo RL's base YAML. NeMo RL's own keys follow `+nemo.`:
-`+nemo.policy.train_micro_batch_size=2`. Your own option is a file in `conf/GROUP/`, and its `name`
-becomes part of the run directory's name.
+Choose [an option file](options.md) by its group's name (`precision=fp8-e2e`), or set one key
+(`grpo.steps=100`). `null` inherits the value of NeMo RL's base YAML. NeMo RL's own keys follow
+`+nemo.`: `+nemo.policy.train_micro_batch_size=2`. Your own option is a file in `conf/GROUP/`, and
+its `name` becomes part of the run directory's name.
 """
+
+OPTIONS = """# Every option
+
+Rendered by `python docs/render_keys.py`; a test holds it to the files in `conf/`. [Keys](keys.md)
+are on their own page.
+"""
+FOLDER = Path(__file__).parent
 
 
 def meanings(group: type) -> dict[str, str]:
@@ -77,13 +85,26 @@ def option_rows(group: str) -> Iterator[str]:
         yield f"| `{name}` | {first} |"
 
 
+def defaults() -> dict[str, str]:
+    """Return the option of each group that a line without options takes."""
+    found = yaml.safe_load((option_folder("grpo").parent / "grpo.yaml").read_text())["defaults"]
+    return {key: value for each in found if isinstance(each, dict) for key, value in each.items()}
+
+
+def options_page() -> str:
+    """Render the page of option files: groups, experiments, sweeps."""
+    chosen, lines = defaults(), [OPTIONS]
+    for group in dict.fromkeys((*get_type_hints(options.Recipe), *chosen)):
+        if group not in chosen:
+            continue
+        usual = [f"Default: `{group}={chosen[group]}`.", ""] if chosen[group] else []
+        lines += [f"## {group}", *usual, "| option | is |", "|---|---|", *option_rows(group), ""]
+    return "\n".join(lines)
+
+
 def page() -> str:
-    """Render the whole page."""
-    lines = [HEAD]
-    default = yaml.safe_load((option_folder("grpo").parent / "grpo.yaml").read_text())["defaults"]
-    chosen = {
-        key: value for each in default if isinstance(each, dict) for key, value in each.items()
-    }
+    """Render the page of keys."""
+    lines, chosen = [HEAD], defaults()
     recipe = get_type_hints(options.Recipe)
     lines += ["## Of the whole recipe", "| key | takes | what it does |", "|---|---|---|"]
     said = meanings(options.Recipe)
@@ -96,13 +117,15 @@ def page() -> str:
             continue
         usual = f" Default: `{group}={chosen[group]}`." if group in chosen else ""
         lines += ["", f"## {group}", " ".join((kind.__doc__ or "").split()) + usual, ""]
-        if group in chosen:
-            lines += ["| option | is |", "|---|---|", *option_rows(group), ""]
         lines += ["| key | takes | what it does |", "|---|---|---|", *rows(kind, f"{group}.")]
-    for group in ("experiment", "sweep"):
-        lines += ["", f"## {group}", "| option | is |", "|---|---|", *option_rows(group)]
     return "\n".join(lines) + "\n"
 
 
+def pages() -> dict[str, str]:
+    """Render both: file name to text."""
+    return {"keys.md": page(), "options.md": options_page()}
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)

@@ -48,9 +48,11 @@ def test_every_link_leads_somewhere_and_no_page_is_long(page):
 
 
 def test_the_pages_of_keys_is_the_codes_rendering():
-    command = [sys.executable, "docs/render_keys.py"]
-    made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert (ROOT / "docs" / "keys.md").read_text() == made.stdout
+    script = "import json, render_keys; print(json.dumps(render_keys.pages()))"
+    command = [sys.executable, "-c", script]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT / "docs")
+    for name, text in json.loads(made.stdout).items():
+        assert (ROOT / "docs" / name).read_text() == text
 
 
 def of(file, pick):
@@ -333,6 +335,24 @@ def test_the_tours_commands_print_what_the_tour_shows(tmp_path, monkeypatch):
         said = [line.rstrip() for line in (ran.stdout + ran.stderr).splitlines()]
         wanted = [line.replace("outputs/tour", f"{tmp_path}/tour") for line in lines]
         assert [line for line in wanted if line not in said] == [], ran.stdout + ran.stderr
+
+
+def test_the_page_of_ones_own_model_and_reward_prints_what_it_shows(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    page = ROOT / "docs" / "your-model.md"
+    [mine] = re.findall(r"^```python\n(.+?)^```", page.read_text(), re.M | re.S)
+    (tmp_path / "my_reward.py").write_text(mine)
+    found = list(shown(page))
+    assert len(found) == 2
+    for command, lines in found:
+        words = command.replace("my_reward.py", f"{tmp_path}/my_reward.py").split()[1:]
+        words += [f"outputs={tmp_path}"]
+        ran = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+        said = [line.rstrip() for line in ran.stdout.splitlines()]
+        assert [line for line in lines if line not in said] == [], ran.stdout + ran.stderr
+    [metrics] = tmp_path.glob("tiny-llama/*/*/metrics.jsonl")
+    means = [json.loads(line)["reward/mean"] for line in metrics.read_text().splitlines()[1:]]
+    assert len(means) == 20 and any(mean * 512 % 2 for mean in means)  # halves are among them
 
 
 def test_the_commands_of_the_user_pages_plan():

@@ -13,8 +13,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig
-from transformers import Qwen3MoeForCausalLM as Qwen3Moe
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED
@@ -23,33 +22,42 @@ from fp8_nemo.recipe.options import Shape
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def build(shape: Shape) -> PreTrainedModel:
-    """Build a Llama or a Qwen3-MoE in BF16, its weights about 0.02."""
-    common = {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "tie_word_embeddings": shape.tied,
-        "max_position_embeddings": 8192,
-        "bos_token_id": None,
+def build(shape: Shape, k_bias: float = 0.0) -> PreTrainedModel:
+    """Build a model of any family in BF16, its weights about 0.02.
+
+    Args:
+        shape: of a model option.
+        k_bias: deviation of K's biases, which Qwen2.5 has large: 8 gives K outliers as in verl
+            #4435, where a cache in FP8 broke without scales.
+    """
+    experts = {
+        "moe_intermediate_size": shape.expert_ffn,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
-    if not shape.experts:
-        config = LlamaConfig(intermediate_size=shape.ffn, rope_theta=5e5, **common)
-        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    config = Qwen3MoeConfig(
-        intermediate_size=shape.expert_ffn,
-        moe_intermediate_size=shape.expert_ffn,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.experts_per_token,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        **common,
+    config = AutoConfig.for_model(
+        shape.family,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=32768,
+        bos_token_id=None,
+        **(experts if shape.experts else {"rope_theta": 5e5}),
     )
-    return Qwen3Moe._from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("k_proj.bias"):
+                weight.normal_(std=k_bias)
+    return model
 
 
 def main() -> None:
@@ -57,13 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="an option of conf/model")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--layers", type=int, help="all of them unless given")
+    parser.add_argument("--k-bias", type=float, default=0.0, help="deviation of K's biases")
     options = parser.parse_args()
     cell = [f"model={options.model}", "backend=nemo", "precision=bf16"]
-    [recipe] = compose([*cell, f"model.shape.layers={options.layers}"])
+    [recipe] = compose([*cell, *([f"model.shape.layers={n}"] if (n := options.layers) else [])])
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = build(recipe.model.shape)
+        model = build(recipe.model.shape, options.k_bias)
     tokenizer = SHIPPED / ("tiny-qwen3-moe" if recipe.model.shape.experts else "tiny-llama")
     options.folder.mkdir(parents=True, exist_ok=True)
     model.generation_config.eos_token_id = model.config.eos_token_id

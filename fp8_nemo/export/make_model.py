@@ -29,13 +29,11 @@ from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from fp8_nemo.local.chat import Chat
@@ -129,13 +127,7 @@ def make_chat() -> Chat:
 
 
 def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
-    """Make the transformers configuration of a shape: Qwen3-MoE, Qwen3 or Llama."""
-    if shape.experts:
-        family = Qwen3MoeConfig
-    elif shape.qk_norm:
-        family = Qwen3Config
-    else:
-        family = LlamaConfig
+    """Make the transformers configuration of a shape, of the family that it belongs to."""
     experts = {
         "num_experts": shape.experts,
         "num_experts_per_tok": shape.experts_per_token,
@@ -156,7 +148,7 @@ def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
         "eos_token_id": chat.end,
         "bos_token_id": None,
     }
-    return family(**numbers, **(experts if shape.experts else {}))
+    return AutoConfig.for_model(shape.family, **numbers, **(experts if shape.experts else {}))
 
 
 @torch.no_grad()

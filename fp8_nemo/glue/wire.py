@@ -68,6 +68,7 @@ LLAMA = Family(
 )
 FAMILIES = {
     "llama": LLAMA,
+    "qwen2": LLAMA._replace(biases=("q_proj", "k_proj", "v_proj")),
     "qwen3": LLAMA,
     "qwen3_moe": LLAMA._replace(
         slabs={
@@ -221,7 +222,7 @@ def named_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
     Covers the `FAMILIES`.
     """
-    family = FAMILIES["qwen3_moe" if shape.experts else "qwen3" if shape.qk_norm else "llama"]
+    family = FAMILIES[shape.family]
     query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
     for layer in range(shape.layers):

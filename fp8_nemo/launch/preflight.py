@@ -21,6 +21,8 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_mistakes, model_path, shape_mistakes
 from fp8_nemo.recipe.options import Cluster
+from fp8_nemo.recipe.own.model import rope_type
+from fp8_nemo.recipe.own.reward import reward_problems
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.provenance import gpus
@@ -191,12 +193,6 @@ def model_problems(plan: Plan) -> Iterator[str]:
         yield str(Mistake("grpo.max_new_tokens", recipe.grpo.max_new_tokens, text, "lower it"))
 
 
-def rope_type(config: dict[str, Any]) -> str:
-    """Return the rotary embedding of a `config.json`, in transformers' older spellings too."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
 def hub_mistakes(name: str, kind: str = "model") -> Iterator[Mistake]:
     """Check that the hub, or its cache here, gives a model to this user.
 
@@ -261,15 +257,18 @@ def missing_in_cache(name: str, kind: str) -> str:
 
 
 def data_problems(plan: Plan) -> Iterator[str]:
-    """Check that problems outside the hub can be read and fill a batch."""
+    """Check that problems outside the hub can be read and fill a batch, and a user's reward."""
     recipe, prompts = plan.recipe, plan.settled.prompts_per_step
     if recipe.data.is_on_hub:
+        yield from reward_problems(recipe.data)
         return
     try:
-        count = len(load_problems(recipe.data, recipe.seed).train)
+        problems = load_problems(recipe.data, recipe.seed).train
     except DataError as error:
         yield str(error)
         return
+    yield from reward_problems(recipe.data, problems[0])
+    count = len(problems)
     if plan.nemo and count < prompts:
         text = f"NeMo RL drops the last, unfilled batch, and there are {count} problems"
         remedy = "lower it, or give more problems"

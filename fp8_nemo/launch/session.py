@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from fp8_nemo.launch.environments import settings_of
 from fp8_nemo.launch.ray_cluster import open_for_anyone, own_code_first
 from fp8_nemo.nemo_config.checkout import config_of
 from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.nemo_config.own.environments import classes
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Recipe
@@ -144,6 +145,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
     config.policy["generation"] = configure_generation_config(
         config.policy["generation"], tokenizer, has_refit_draft_weights=False, trains_mtp=False
     )
+    _register_environments(config.env)
     dataset, validation, environments, validation_environments = setup_response_data(
         tokenizer, config.data, config.env
     )
@@ -314,3 +316,19 @@ def our_generation_worker() -> Iterator[None]:
         yield
     finally:
         vllm_generation.resolve_generation_worker_cls = stock
+
+
+def _register_environments(given: Mapping[str, Any]) -> None:
+    """Let NeMo RL find each environment whose keys name its class, under the driver's own Python.
+
+    Args:
+        given: NeMo RL's group `env`.
+    """
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
+    from nemo_rl.environments.utils import ENV_REGISTRY, register_env
+
+    for name, actor in classes(given).items():
+        if name not in ENV_REGISTRY:
+            register_env(name, actor)
+        ACTOR_ENVIRONMENT_REGISTRY.setdefault(actor, PY_EXECUTABLES.SYSTEM)

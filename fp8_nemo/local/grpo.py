@@ -51,6 +51,7 @@ from fp8_nemo.local.rollout import Rollout, rewarded, sample_dynamically, withou
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.own.reward import rewarder
 from fp8_nemo.recipe.problems import Problem, load_problems, write_problems
 from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS
 from fp8_nemo.runs import metrics, run_dir
@@ -79,6 +80,7 @@ class GrpoLoop:
         self.problems = load_problems(self.recipe.data, self.recipe.seed)
         if self.recipe.data.is_made:
             write_problems(run_dir.data_dir(path), self.problems)
+        self.reward = rewarder(self.recipe.data)
         self.chat = Chat.load(source)
         replays, most = self.recipe.replay.is_on, self.recipe.grpo.max_grad_norm
         self.policy = Policy(
@@ -205,7 +207,7 @@ class GrpoLoop:
     def _answered(self, problems: list[Problem], generator: torch.Generator) -> Rollout:
         """Sample answers and reward them."""
         batch, longest = self._sample(problems, generator), self.settled.response_tokens
-        return rewarded(batch, problems, self.chat, self.algorithm, longest)
+        return rewarded(batch, problems, self.chat, self.algorithm, longest, self.reward)
 
     def _rollout(self, step: int) -> tuple[Rollout, dict[str, float]]:
         """Sample a step's answers; return them, and what all that were sampled earned."""

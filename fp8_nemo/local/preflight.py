@@ -11,6 +11,7 @@ from pathlib import Path
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import damage, model_mistakes, model_path, positions
+from fp8_nemo.recipe.own.reward import reward_problems
 from fp8_nemo.recipe.problems import (
     TRAIN_FILE,
     VALIDATION_FILE,
@@ -31,10 +32,11 @@ def problems_with(plan: Plan) -> list[str]:
     found = [*map(str, model_mistakes(plan.recipe, pads=True))]
     lines += [*found, *_checkpoint_mistakes(run_path(plan))]
     try:
-        load_problems(plan.recipe.data, plan.recipe.seed)
+        problems = load_problems(plan.recipe.data, plan.recipe.seed)
         lines += () if found or lines else _length_mistakes(plan)
     except DataError as error:
-        lines.append(str(error))
+        return [*lines, str(error)]
+    lines += reward_problems(plan.recipe.data, problems.train[0])
     return lines
 
 

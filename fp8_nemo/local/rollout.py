@@ -21,7 +21,7 @@ from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Batch
 from fp8_nemo.local.loss import is_informative, shaped_rewards
 from fp8_nemo.recipe.options import Algorithm
-from fp8_nemo.recipe.problems import Problem, reward
+from fp8_nemo.recipe.problems import Problem
 
 
 class DynamicSamplingError(RuntimeError):
@@ -50,7 +50,12 @@ class Rollout:
 
 
 def rewarded(
-    batch: Batch, problems: list[Problem], chat: Chat, algorithm: Algorithm, longest: int
+    batch: Batch,
+    problems: list[Problem],
+    chat: Chat,
+    algorithm: Algorithm,
+    longest: int,
+    reward: Callable[[str, Problem], float],
 ) -> Rollout:
     """Return a batch with the rewards of its answers.
 
@@ -60,6 +65,7 @@ def rewarded(
         chat: that reads tokens.
         algorithm: filled.
         longest: response tokens that an answer may have.
+        reward: of an answer to a problem.
     """
     answers = chat.texts(batch.responses_BR, batch.response_mask_BR)
     right_B = torch.tensor(

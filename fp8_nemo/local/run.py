@@ -31,16 +31,15 @@ from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.local.rollout import DynamicSamplingError
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
+from fp8_nemo.recipe.own.model import ModelError
+from fp8_nemo.recipe.own.reward import RewardError
 from fp8_nemo.runs import metrics, process, run_dir
 from fp8_nemo.runs.provenance import attempt, environment, starting_point
 from fp8_nemo.runs.terminal import console, tell
 
-
-class ModelError(ValueError):
-    """Report a model that cannot be loaded; one line."""
-
-
-DIVERGED = (RefitError, RecalibrateError, LogprobError, UnstableError, DynamicSamplingError)
+DIVERGED = (
+    RefitError, RecalibrateError, LogprobError, UnstableError, DynamicSamplingError, RewardError,
+)  # fmt: skip
 SHOWN = {
     "reward": "reward/mean",
     "val": "val/accuracy",

@@ -8,7 +8,6 @@ trip, so that it is one line before a GPU is asked for. What only some versions 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from fp8_nemo.glue.wire import is_cut_along_in, is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import DRAFTED, MEGATRON, PASSED, VLLM_KWARGS
 from fp8_nemo.nemo_config.overrides import configure
+from fp8_nemo.nemo_config.own.environments import environment_limits
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
 from fp8_nemo.nemo_config.vllm_arguments import VLLM_ARGUMENTS
@@ -25,7 +25,6 @@ from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
 
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
-NAMES_ENVIRONMENT = re.compile(r"data\.(default|train|validation)\.env_name")
 
 
 def host_mistakes(settled: Settled, host: Host) -> Iterator[Mistake]:
@@ -50,7 +49,7 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     written = {**host.leaves(base), **configure(settled, host).keys}
     yield from _of_batches(written)
     yield from _of_training(recipe, written)
-    yield from _of_environments(written)
+    yield from environment_limits(recipe.data, written)
     yield from _of_engine(settled, host.vllm)
 
 
@@ -301,24 +300,6 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
         f"must be true with precision.train_linear=fp8, or sequences multiples of {tokens} tokens",
         "transformer_engine, assert_dim_for_fp8_exec",
         "leave it out, or add +nemo.policy.make_sequence_length_divisible_by=128",
-    )
-
-
-def _of_environments(written: Mapping[str, Any]) -> Iterator[Limit]:
-    """Yield the limits of what a data set names, which must exist."""
-    there = sorted({key.split(".")[1] for key in written if key.startswith("env.")})
-    named = {key: name for key, name in written.items() if NAMES_ENVIRONMENT.fullmatch(key)}
-    key, name = next(
-        ((key, name) for key, name in named.items() if name not in there),
-        ("data.default.env_name", named.get("data.default.env_name")),
-    )
-    yield Limit(
-        f"nemo.{key}",
-        name,
-        isinstance(name, str) and name not in there,
-        f"no env.{name} is configured, only {', '.join(there)}",
-        SEAMS["environment"].path,
-        f"add its keys, as +nemo.env.{name}.num_workers=8",
     )
 
 

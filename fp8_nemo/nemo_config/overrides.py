@@ -30,6 +30,7 @@ from fp8_nemo.nemo_config.keys import (
     VLLM,
     VLLM_KWARGS,
 )
+from fp8_nemo.nemo_config.own.environments import reward_keys, reward_paths
 from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_path
@@ -132,6 +133,7 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
         **_lengths(settled),
         **({KEEPS_OPTIMIZER: False} if settled.layout.keeps_optimizer else {}),
         **_data(recipe),
+        **reward_keys(recipe.data),
         **_records(recipe),
         **{key: value for key, (value, _) in PINNED.items()},
         **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
@@ -185,6 +187,7 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
     if recipe.data.name == "openmath-2" and PROMPT_FILE not in leaves(recipe.nemo):
         prompt = (root or Path()) / "examples" / "prompts" / "cot.txt"
         found[PROMPT_FILE] = str(prompt)
+    found |= reward_paths(recipe.data)
     if not recipe.data.is_on_hub:
         given = None if recipe.data.is_made else recipe.data.path
         folder = Path(given).absolute() if given else here / "data"

@@ -177,6 +177,14 @@ SEAMS = {
         MAIN, "nemo_rl/data/utils.py", (159,), "env_configs[env_name]",
         "an environment that a data set names is configured",
     ),
+    "registered-environments": Seam(
+        MAIN, "nemo_rl/environments/utils.py", (107,), "assert env_name in ENV_REGISTRY",
+        "an environment's name is registered",
+    ),
+    "gym-engine": Seam(
+        MAIN, "nemo_rl/environments/nemo_gym.py", (90,), "assert should_use_async_rollouts(",
+        "NeMo Gym wants the asynchronous engine",
+    ),
     "engine-arguments": Seam(
         MAIN, f"{ENGINE}/vllm_worker.py", (596,), "**vllm_kwargs,",
         "what vLLM is given, once: a second value is a TypeError",

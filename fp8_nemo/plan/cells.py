@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from fp8_nemo.correction.quantiles import verdict_of
 from fp8_nemo.nemo_config.host import MAIN, Host, HostError
+from fp8_nemo.plan.checkpoint import checkpoint_mistakes
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.recipe.compose import Cell, ComposeError, compose_cells, refuse_cells
 from fp8_nemo.recipe.options import Recipe
@@ -45,7 +46,7 @@ def _plan(
     """Return one cell's plan, or None and why it cannot run; a measurement's notes come last."""
     recipe = cell.recipe
     measured = verdict_of(recipe.correction)
-    lines = [str(each) for each in measured.mistakes]
+    lines = [str(each) for each in (*measured.mistakes, *checkpoint_mistakes(recipe.model))]
     try:
         plan = plan_recipe(recipe, host_of(recipe))
         if plan.layout and (first := layout_of(plan)) not in (None, plan.layout):

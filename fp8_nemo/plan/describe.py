@@ -138,7 +138,8 @@ def differences(plan: Plan, host: Host, run_dir: Path) -> list[Difference]:
 def stock_command(plan: Plan, host: Host, run_dir: Path) -> list[str]:
     """Return the stock NeMo RL command with the same configuration, as an argument list.
 
-    It lacks what no key can set: a correction that NeMo RL does not have, and our metrics.
+    It lacks what no key can set: a correction that NeMo RL does not have, our metrics, and an
+    environment that our driver registers (`env_cls`).
     """
     assert plan.nemo
     return command_line(plan.nemo.base_config, _written(plan, host, run_dir), host.declared)

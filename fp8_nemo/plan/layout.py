@@ -27,7 +27,12 @@ from fp8_nemo.recipe.settled import (
     Settled,
 )
 
-RANKS = {"tensor": (1, 2, 4, 8), "context": (1, 2, 4, 8), "rollout_tensor": (1, 2, 4)}
+RANKS = {
+    "tensor": (1, 2, 4, 8),
+    "context": (1, 2, 4, 8),
+    "expert": (1, 2, 4, 8),
+    "rollout_tensor": (1, 2, 4),
+}
 """GPUs over which each may be spread; one node's at most."""
 MOST_TOKENS = 16_384
 """Of a micro-batch: longer ones gain nothing where the device is busy."""
@@ -73,8 +78,8 @@ def _candidates(settled: Settled, host: Host) -> Iterator[Layout]:
         keeps = [True, False]
     recompute = [False, True] if "recompute" in open_keys else [given.recompute]
     chunks = [given.logits_chunk] if LOGITS_CHUNK in own else [0, CHUNK]
-    for tensor, context, rollout_tensor in product(*ranks):
-        spread = given._replace(tensor=tensor, context=context, rollout_tensor=rollout_tensor)
+    for each in product(*ranks):
+        spread = given._replace(**dict(zip(RANKS, each, strict=True)))
         if any(host_mistakes(replace(settled, layout=spread), host)):
             continue
         for keep, again, chunk in product(keeps, recompute, chunks):

@@ -110,6 +110,8 @@ class Plan:
             del content["grpo"][key]
         for key in ONLY_CHECKED:
             del content["correction"][key]
+        shape = content["model"]["shape"]
+        shape["qkv_bias"] = shape["qkv_bias"] or None  # null says the same, and has no part in it
         content = _with_values(content, HASHED_AS)
         text = json.dumps([self.backend, _given(content)], sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:6]

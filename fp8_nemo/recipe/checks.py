@@ -277,6 +277,7 @@ def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     paths = {
         "outputs": recipe.outputs,
         "data.path": recipe.data.path,
+        "data.reward": recipe.data.reward,
         "model.path": recipe.model.path,
         "correction.measurement": recipe.correction.measurement,
         "cluster.nemo_root": recipe.cluster.nemo_root,

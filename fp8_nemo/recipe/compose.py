@@ -37,6 +37,7 @@ from yaml import YAMLError
 
 from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes, printable
 from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.own.model import ModelError, read_shape
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 from fp8_nemo.recipe.secrets import secrets_of, secrets_of_line
 from fp8_nemo.recipe.trees import Trees, WordError, first_line, overruled, read_word
@@ -300,6 +301,10 @@ def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]
         return None, found
     recipe = OmegaConf.to_object(config)
     assert isinstance(recipe, Recipe)
+    try:
+        recipe.model = read_shape(recipe.model, cell)
+    except ModelError as error:
+        return None, [str(error)]
     return recipe, [str(each) for each in mistakes(recipe)]
 
 

@@ -7,24 +7,18 @@ import shlex
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.recipe.checks import Mistake, verb_line
+from fp8_nemo.recipe.checks import Mistake, as_typed, verb_line
 from fp8_nemo.recipe.options import TASKS, Data, Model, Recipe
+from fp8_nemo.recipe.own.model import NUMBERS, shape_of
 from fp8_nemo.recipe.plain import read_json
 
 SHIPPED = Path(__file__).parent / "models"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 NO_FOLDER = "no such folder"
-SHAPE_KEYS = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "ffn": "intermediate_size",
-    "vocab": "vocab_size",
-}
 
 
 def model_path(model: Model) -> Path:
@@ -97,14 +91,6 @@ def _config_mistakes(folder: Path, model: Model, pads: bool) -> Iterator[Mistake
     except ValueError as error:
         yield Mistake("model.path", folder, f"{error} is no JSON object", "copy it again")
         return
-    if not (isinstance(config, dict) and isinstance(tokens, dict)):
-        text = "holds JSON that is no object, in config.json or tokenizer_config.json"
-        yield Mistake("model.path", folder, text, "copy it again")
-        return
-    if "quantization_config" in config:
-        yield Mistake(
-            "model.path", folder, "is quantized already", "training starts from BF16 weights"
-        )
     yield from shape_mistakes(config, folder, model)
     for name in ("eos_token", "pad_token") if pads else ("eos_token",):
         if not tokens.get(name):
@@ -156,17 +142,62 @@ def shape_mistakes(config: dict[str, Any], where: object, model: Model) -> Itera
         where: it is from, for the reader.
         model: the option.
     """
-    for key, name in SHAPE_KEYS.items():
-        typed, found = getattr(model.shape, key), config.get(name)
-        if typed != found:
-            yield Mistake(f"model.shape.{key}", typed, f"{where} has {name}={found}")
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    if experts != model.shape.experts:
-        yield Mistake("model.shape.experts", model.shape.experts, f"{where} has {experts}")
-    typed = model.shape.expert_ffn
-    width = config.get("moe_intermediate_size", typed)
-    if experts and experts == model.shape.experts and width != typed:
-        yield Mistake("model.shape.expert_ffn", typed, f"{where} has moe_intermediate_size={width}")
+    try:
+        found = vars(shape_of(config))
+    except ValueError as error:
+        yield Mistake("model.path" if model.path else "model.hf_id", where, str(error))
+        return
+    for key, typed in vars(model.shape).items():
+        if (typed or 0) != (found[key] or 0):
+            name = f"{NUMBERS[key]}=" if key in NUMBERS else ""
+            yield Mistake(f"model.shape.{key}", typed, f"{where} has {name}{as_typed(found[key])}")
+
+
+def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a model's tensors, by its files' headers, here or on the hub.
+
+    Raises:
+        ValueError: a file is damaged, or the hub does not give them.
+    """
+    folder = Path(model.path) if model.path else _snapshot(str(model.hf_id))
+    if folder is None:
+        return _hub_shapes(str(model.hf_id))
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        if reason := damage(file):
+            raise ValueError(f"{file.name} {reason}")
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            header = read_json(stream.read(size))
+        header.pop("__metadata__", None)
+        found |= {name: tuple(each["shape"]) for name, each in header.items()}
+    return found
+
+
+def _snapshot(name: str) -> Path | None:
+    """Return where the hub's cache has all weight files of a model; None if it lacks one."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    index = folder / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.is_file():
+        files = set(read_json(index.read_bytes()).get("weight_map", {}).values())
+    return folder if all((folder / each).is_file() for each in files) else None
+
+
+@lru_cache
+def _hub_shapes(name: str) -> dict[str, tuple[int, ...]]:
+    from huggingface_hub import get_safetensors_metadata
+
+    try:
+        files = get_safetensors_metadata(name).files_metadata.values()
+    except Exception as error:  # the network has many errors of its own
+        raise ValueError(f"the hub does not tell its tensors ({type(error).__name__})") from error
+    return {n: tuple(each.shape) for file in files for n, each in file.tensors.items()}
 
 
 def damage(file: Path) -> str:

@@ -140,6 +140,15 @@ class Shape:
     """Whether `lm_head` shares the embedding's weight."""
     qk_norm: bool = False
     """Whether Q and K are normalized per head, as in Qwen3."""
+    qkv_bias: bool | None = None
+    """Whether Q, K and V have biases, as in Qwen2.5; null: no."""
+
+    @property
+    def family(self) -> str:
+        """Return the `model_type` that Hugging Face gives to models of such numbers."""
+        if self.experts:
+            return "qwen3_moe"
+        return "qwen3" if self.qk_norm else "qwen2" if self.qkv_bias else "llama"
 
 
 @dataclass
@@ -156,6 +165,8 @@ class Model:
     """A folder that holds the model; wins over `hf_id`. Without either, the one that ships here."""
     base_config: str | None = None
     """Base YAML in NeMo RL's checkout, for `backend=nemo`."""
+    shape_from: str | None = optional_one_of("config")
+    """`config`: `shape` is read from the model's config.json and checked against its weights."""
     layout: str | None = optional_one_of("auto")
     """`auto`: the plan chooses what `parallel` and `memory` leave null, the fastest that fits."""
     parallel: Parallel = field(default_factory=Parallel)
@@ -281,6 +292,8 @@ class Data:
     """For `jsonl`: a folder with train.jsonl and validation.jsonl, objects of `input`, `output`."""
     difficulty: int | None = None
     """Of problems that are made (`TASKS`): digits of an operand, numbers of a sum."""
+    reward: str | None = None
+    """A Python file of yours with `reward(answer, output)`; null: right answers get 1, others 0."""
 
     @property
     def level(self) -> int:

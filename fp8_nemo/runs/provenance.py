@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from fp8_nemo.recipe.model_dir import model_path, weights_digest
 from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.own.reward import reward_digest
 from fp8_nemo.recipe.plain import read_json, to_json
 from fp8_nemo.recipe.problems import problems_digest
 from fp8_nemo.runs.metrics import RunDirError, write_whole
@@ -180,6 +181,8 @@ def _digests(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "weights", weights_digest(model_path(recipe.model))
     if not recipe.data.is_on_hub:
         yield "problems", problems_digest(recipe.data, recipe.seed)
+    if recipe.data.reward:
+        yield "reward", reward_digest(Path(recipe.data.reward))
 
 
 def read_environment(run_dir: Path) -> dict[str, Any]:

@@ -158,7 +158,8 @@ def write_links(plans: Sequence[Plan], folder: Path) -> None:
 def mounts(plan: Plan) -> list[str]:
     """Return the folders that a container must see: the user's, and those that the run names."""
     recipe = plan.recipe
-    named = [recipe.outputs, recipe.model.path, recipe.data.path, root_of(recipe)]
+    reward = recipe.data.reward and Path(recipe.data.reward).parent
+    named = [recipe.outputs, recipe.model.path, recipe.data.path, reward, root_of(recipe)]
     own = [Path.cwd(), *(Path(each).absolute() for each in named if each)]
     given = [each if ":" in each else f"{each}:{each}" for each in recipe.cluster.mounts]
     targets = {each.split(":")[1] for each in given}

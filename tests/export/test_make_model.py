@@ -31,10 +31,11 @@ MOE = {"experts": 4, "experts_per_token": 2, "expert_ffn": 128}
     ("extra", "family"),
     [
         ({}, "LlamaForCausalLM"),
+        ({"qkv_bias": True}, "Qwen2ForCausalLM"),
         ({"qk_norm": True}, "Qwen3ForCausalLM"),
         (MOE | {"qk_norm": True}, "Qwen3MoeForCausalLM"),
     ],
-    ids=["llama", "qwen3", "qwen3-moe"],
+    ids=["llama", "qwen2.5", "qwen3", "qwen3-moe"],
 )
 def test_a_model_learns_and_is_read_back_from_hugging_face_files(tmp_path, extra, family):
     shape, chat, losses = Shape(**SMALL, **extra), make_model.make_chat(), []

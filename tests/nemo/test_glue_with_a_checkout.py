@@ -530,6 +530,9 @@ def on_a_cpu(libcuda):
         ("tiny-llama fp8-kv-attn", 1, ""), ("tiny-llama bf16", 1, ""),
         ("tiny-qwen3-moe fp8-kv-attn", 1, ""), ("tiny-llama fp8-kv-attn", 2, ""),
         ("tiny-qwen3-moe fp8-linear", 2, "experts"),
+        ("qwen25-7b fp8-kv-attn", 1, ""), ("qwen25-1_5b fp8-linear", 2, ""),
+        ("llama32-1b fp8-kv-attn", 2, ""), ("qwen3-4b fp8-kv-attn", 1, ""),
+        ("qwen3-14b bf16", 1, ""),
     ],
 )  # fmt: skip
 def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
@@ -553,7 +556,7 @@ def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
         assert len(found["landed"]) == 8
         if "bf16" not in cell:
             assert all(count > 0 for count in found["landed"].values())
-        assert len(found["refused"]) == 2 + ("kv" in cell)
+        assert len(found["refused"]) == 2 + ("kv" in cell) + ("qwen25" in cell)
         for name, message in found["refused"].items():
             assert f"{name}: never arrived" in message
 

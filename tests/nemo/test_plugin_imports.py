@@ -17,7 +17,6 @@ LOADED = [
     "fp8_nemo.nemo",
     "fp8_nemo.nemo.engine_memory",
     "fp8_nemo.nemo.receiver",
-    "fp8_nemo.nemo.vllm_layout",
     "fp8_nemo.nemo.worker_settings",
     "fp8_nemo.recipe",
     "fp8_nemo.recipe.options",

@@ -17,7 +17,7 @@ from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError, is_fp8_weight, kv_scale_names, named_shapes
 from fp8_nemo.nemo import engine_memory, receiver
-from fp8_nemo.nemo.vllm_layout import ParameterCache, Rank
+from fp8_nemo.nemo.engine_memory import ParameterCache, Rank
 from fp8_nemo.nemo.worker_settings import VARIABLE, WorkerSettings
 from fp8_nemo.recipe.options import Correction, Glue, Precision, Recalibrate, Shape
 

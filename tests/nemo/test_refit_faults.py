@@ -25,7 +25,7 @@ from fp8_nemo.glue.wire import (
     scale_shape,
     wire_specs,
 )
-from fp8_nemo.nemo.vllm_layout import Rank, engine_parts
+from fp8_nemo.nemo.engine_memory import Rank, engine_parts
 from fp8_nemo.recipe.options import Precision, Shape
 
 DENSE = Shape(

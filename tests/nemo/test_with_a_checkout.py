@@ -36,6 +36,11 @@ imports = pytest.mark.skipif(
 
 MODELS = ("tiny-llama", "tiny-qwen3-moe", "small-llama", "small-qwen3-moe")
 REAL = ("llama31-8b", "qwen3-8b", "qwen3-30b-a3b")
+NEW = (
+    *("llama32-1b", "llama32-3b", "qwen25-1_5b", "qwen25-7b", "qwen25-math-7b"),
+    *("qwen3-4b", "qwen3-14b", "qwen3-32b"),
+)
+"""In one correction of each kind: the other keys of a model do not depend on it."""
 PRECISIONS = ("bf16", "fp8-linear", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn")
 CORRECTIONS = ("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mis")
 NEMO = ("backend=nemo", "glue=stock", "model.path=null")
@@ -54,7 +59,9 @@ def nemo_path(monkeypatch):
 
 def cells(host):
     """Every cell that this version allows, as a plan."""
-    for model, precision, correction in product(MODELS + REAL, PRECISIONS, CORRECTIONS):
+    all_of = [*product(MODELS + REAL, PRECISIONS, CORRECTIONS)]
+    all_of += product(NEW, PRECISIONS, ("tis", "seq-mis"))
+    for model, precision, correction in all_of:
         [recipe] = compose(
             [*NEMO, f"model={model}", f"precision={precision}", f"correction={correction}"]
         )
@@ -74,7 +81,7 @@ def test_the_checkouts_seams_are_there_and_its_defects_are_known(host):
 
 
 @imports
-def test_nemo_rls_parser_and_model_accept_all_210_cells_or_126_on_v0_7_0(host, tmp_path, nemo_path):
+def test_nemo_rls_parser_and_model_accept_all_290_cells_or_174_on_v0_7_0(host, tmp_path, nemo_path):
     from nemo_rl.algorithms.grpo import MasterConfig
 
     count = 0
@@ -85,7 +92,7 @@ def test_nemo_rls_parser_and_model_accept_all_210_cells_or_126_on_v0_7_0(host, t
         config = MasterConfig(**content)
         assert config.policy["generation"]["vllm_cfg"]["precision"] in ("fp8", "bfloat16")
         count += 1
-    assert count == (126 if host.defects == V0_7_0_DEFECTS else 210)
+    assert count == (174 if host.defects == V0_7_0_DEFECTS else 290)
 
 
 def test_the_stock_command_line_parses_to_the_same_configuration(host, tmp_path):

@@ -45,7 +45,7 @@ def main():
     vllm.platforms._current_platform = Hopper()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     from fp8_nemo.glue.manifest import KV_SUFFIXES
-    from fp8_nemo.nemo.vllm_layout import Rank, engine_parts
+    from fp8_nemo.nemo.engine_memory import Rank, engine_parts
     from fp8_nemo.recipe.compose import compose
 
     [recipe] = compose([f"model={name}", f"precision={precision}"])

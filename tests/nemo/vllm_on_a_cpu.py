@@ -116,32 +116,31 @@ def vllm_model(path, recipe, rank, size, port, experts):
     return model, config
 
 
-def shape_of(experts):
-    """Small, with shards of whole blocks on two ranks, and a vocabulary that is padded."""
-    from fp8_nemo.recipe.options import Shape
-
-    common = {"layers": 2, "hidden": 512, "heads": 4, "kv_heads": 2, "head_dim": 128, "vocab": 300}
-    if not experts:
-        return Shape(ffn=512, **common)
-    return Shape(ffn=0, qk_norm=True, experts=4, experts_per_token=2, expert_ffn=256, **common)
+def small(shape):
+    """The same family, with shards of whole blocks on two ranks, and a padded vocabulary."""
+    few = {"layers": 2, "hidden": 512, "heads": 4, "kv_heads": 2, "head_dim": 128, "vocab": 300}
+    experts = {"ffn": 512, "experts": 4, "experts_per_token": 2, "expert_ffn": 256}
+    return dataclasses.replace(shape, **few, **(experts if shape.experts else {"ffn": 512}))
 
 
 def config_of(shape):
-    from transformers import LlamaConfig, Qwen3MoeConfig
+    from transformers import AutoConfig
 
-    common = {
-        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim, "tie_word_embeddings": False, "max_position_embeddings": 1024,
+    experts = {
+        "moe_intermediate_size": shape.expert_ffn, "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
-    if not shape.experts:
-        common["architectures"] = ["LlamaForCausalLM"]
-        return LlamaConfig(intermediate_size=shape.ffn, **common)
-    return Qwen3MoeConfig(
-        intermediate_size=shape.expert_ffn, moe_intermediate_size=shape.expert_ffn,
-        num_experts=shape.experts, num_experts_per_tok=shape.experts_per_token,
-        decoder_sparse_step=1, mlp_only_layers=[], architectures=["Qwen3MoeForCausalLM"], **common,
+    config = AutoConfig.for_model(
+        shape.family, intermediate_size=shape.expert_ffn or shape.ffn,
+        vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, tie_word_embeddings=shape.tied, max_position_embeddings=1024,
+        **(experts if shape.experts else {}),
     )  # fmt: skip
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+    config.architectures = [f"{names[shape.family]}ForCausalLM"]
+    return config
 
 
 def patch_fp8(recipe, size):
@@ -195,7 +194,7 @@ def main():
     from fp8_nemo.recipe.options import Glue
 
     [recipe] = compose([f"model={name}", "backend=nemo", f"precision={precision}", "glue=ours"])
-    shape = shape_of(recipe.model.shape.experts > 0)
+    shape = small(recipe.model.shape)
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, shape=shape))
     settings = WorkerSettings.of(recipe, loss_corrects=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -234,7 +233,9 @@ def main():
         key = f"{glue.quantize} {glue.transfer} {glue.verify}"
         found["landed"][key] = worker.fp8_nemo_report()["verified_weights"]
     run = dataclasses.replace(settings, glue=Glue())
-    lost = ["model.layers.1.self_attn.q_proj.weight", "lm_head.weight"]
+    lost = ["model.layers.1.self_attn.q_proj.weight"]
+    lost.append("model.embed_tokens.weight" if shape.tied else "lm_head.weight")
+    lost += ["model.layers.1.self_attn.k_proj.bias"] * bool(shape.qkv_bias)
     lost += ["model.layers.1.self_attn.k_scale"] * kv
     for each in lost:
         worker = worker_of(stock, run, model, config)

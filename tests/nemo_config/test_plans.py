@@ -357,6 +357,30 @@ REJECTED_LATER = [
         ["+nemo.data.default.env_name=code"],
         "nemo.data.default.env_name=code: no env.code is configured, only math",
     ),
+    (
+        ["+nemo.data.default.env_name=code", "+nemo.env.code.num_workers=8"],
+        "nemo.data.default.env_name=code: gives no reward itself",
+    ),
+    (
+        ["+nemo.data.default.env_name=puzzle", "+nemo.env.puzzle.size=4"],
+        "nemo.data.default.env_name=puzzle: is none of NeMo RL's",
+    ),
+    (
+        ["+nemo.data.validation.env_name=nemo_gym", "+nemo.env.nemo_gym.config_paths=[]"],
+        "nemo.data.default.env_name=nemo_gym: wants vLLM's asynchronous engine",
+    ),
+    (
+        ["+nemo.data.default.env_name=reward_model", "+nemo.env.reward_model.enabled=true"],
+        "nemo.data.default.env_name=reward_model: takes some of the run's GPUs",
+    ),
+    (
+        ["+nemo.env.should_use_nemo_gym=true"],
+        "nemo.env.should_use_nemo_gym=true: NeMo Gym wants vLLM's asynchronous engine",
+    ),
+    (
+        ["data.reward=my_reward.py", "+nemo.data.train.env_name=math"],
+        "data.reward=my_reward.py: is an environment of its own, and nemo.data names math",
+    ),
     ([f"+{KWARGS}.seed=1"], f"{KWARGS}.seed=1: is written by NeMo RL"),
     ([f"+{KWARGS}.foo_bar=1"], f"{KWARGS}.foo_bar=1: vLLM 0.25.1 has no such argument"),
     (
@@ -402,7 +426,10 @@ def test_what_nemo_rl_and_its_engines_reject_later_is_refused_in_one_line(argume
         [f"+{AT}.cuda_graph_impl=transformer_engine", "model.memory.recompute=false"],
         [f"+{AT}.cuda_graph_impl=local", f"+{AT}.recompute_granularity=selective"],
         [f"+{AT}.moe_enable_deepep=true", f"+{AT}.moe_token_dispatcher_type=flex"],
-        ["+nemo.data.default.env_name=code", "+nemo.env.code.num_workers=8"],
+        ["+nemo.data.default.env_name=code_jaccard", "+nemo.env.code_jaccard.num_workers=8"],
+        ["+nemo.data.default.env_name=mine", "+nemo.env.mine.env_cls=my_package.MyEnvironment"],
+        ["+nemo.data.train.env_name=math_default", "+nemo.env.math_default.num_workers=8"],
+        ["data.reward=my_reward.py"],
         [f"+{KWARGS}.calculate_kv_scales=true"],
         [f"+{KWARGS}.compilation_config.cudagraph_capture_sizes=[1,2,4]"],
         [UNPACKED, "precision=fp8-e2e", "+nemo.policy.make_sequence_length_divisible_by=128"],

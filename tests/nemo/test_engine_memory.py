@@ -10,12 +10,11 @@ from itertools import product
 import pytest
 import torch
 
-from fp8_nemo.glue import wire
 from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError, is_fp8_weight, named_shapes, wire_specs
-from fp8_nemo.nemo.vllm_layout import Rank, engine_parts, layers_with_experts
+from fp8_nemo.nemo.engine_memory import Rank, engine_parts, layers_with_experts
 from fp8_nemo.recipe.options import Precision, Shape
 
 FP8 = Precision(rollout_linear="fp8", rollout_kv="bf16", train_linear="bf16")
@@ -25,6 +24,7 @@ DENSE = Shape(
 )
 MOE = dataclasses.replace(DENSE, ffn=0, experts=4, experts_per_token=2, expert_ffn=256)
 TIED = dataclasses.replace(DENSE, tied=True)
+QWEN25 = dataclasses.replace(DENSE, tied=True, qk_norm=False, qkv_bias=True)
 
 
 def trainer(shape):
@@ -110,7 +110,7 @@ def ranks(shape):
 
 CASES = [
     (shape, precision, rank, prefix)
-    for shape, precision in product((DENSE, MOE, TIED), (FP8, BF16))
+    for shape, precision in product((DENSE, MOE, TIED, QWEN25), (FP8, BF16))
     for rank in ranks(shape)
     for prefix in ((".routed_experts", "") if shape.experts else ("",))
 ]
@@ -131,19 +131,6 @@ def test_each_part_holds_the_bytes_of_its_place_on_the_wire(case):
         there = wire[name][part.of_wire]
         assert there.shape == part.tensor.shape, name
         assert torch.equal(there.view(torch.uint8), part.tensor.contiguous().view(torch.uint8))
-
-
-@pytest.mark.parametrize("rank", [*ranks(DENSE)], ids=str)
-def test_biases_are_fused_and_cut_as_their_weights_by_a_row_of_the_table_alone(rank, monkeypatch):
-    """Qwen2.5's row, under the type that this shape has."""
-    with_biases = wire.LLAMA._replace(biases=("q_proj", "k_proj", "v_proj"))
-    monkeypatch.setitem(wire.FAMILIES, "qwen3", with_biases)
-    sent = dict(of_stream(DENSE, FP8)[1:-1])
-    assert sent["model.layers.1.self_attn.k_proj.bias"].shape == (256,)
-    parts = engine_parts(engine(sent, DENSE, rank, ""), DENSE, FP8, rank)
-    assert parts.keys() == sent.keys()
-    for name, part in parts.items():
-        assert torch.equal(sent[name][part.of_wire].float(), part.tensor.float()), name
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=str)

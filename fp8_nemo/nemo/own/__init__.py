@@ -1,0 +1,1 @@
+"""A user's own reward as an environment of NeMo RL."""

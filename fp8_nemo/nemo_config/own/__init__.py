@@ -1,0 +1,1 @@
+"""NeMo RL's keys for what a user brings."""
