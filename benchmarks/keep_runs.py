@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.report.runs import ARCHIVE, find_runs, read_run
 from fp8_nemo.runs.metrics import read_metrics
-from fp8_nemo.runs.run_dir import ENVIRONMENT, PLAN
+from fp8_nemo.runs.provenance import read_environment
+from fp8_nemo.runs.run_dir import PLAN
 
 
 def packed(folder: Path, commit: str | None = None) -> Iterator[dict[str, Any]]:
@@ -31,7 +33,7 @@ def packed(folder: Path, commit: str | None = None) -> Iterator[dict[str, Any]]:
     for path in find_runs(folder):
         if read_run(path).state != "finished":
             raise SystemExit(f"{path}: is not finished; nothing was kept")
-        environment = json.loads((path / ENVIRONMENT).read_text())
+        environment = read_environment(path)
         yield {
             "run": str(path.relative_to(folder)),
             "plan": json.loads((path / PLAN).read_text()),
@@ -47,7 +49,7 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("--commit")
     options = parser.parse_args()
-    lines = [json.dumps(run) + "\n" for run in packed(options.folder, options.commit)]
+    lines = [to_json(run) + "\n" for run in packed(options.folder, options.commit)]
     target = options.target.with_name(options.target.name + ARCHIVE)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(gzip.compress("".join(lines).encode(), compresslevel=9, mtime=0))

@@ -6,7 +6,6 @@ its median; `benchmarks.render_results` and the notebooks read nothing else.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from argparse import ArgumentParser
@@ -20,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.runs.provenance import environment
 
 
@@ -58,7 +58,7 @@ def keep(out: Path, commit: str, **content: Any) -> None:
         "environment": _environment(),
     }
     new = out.with_name(f"{out.name}.new")
-    new.write_text(json.dumps(head | content, indent=1) + "\n")
+    new.write_text(to_json(head | content, indent=1) + "\n")
     new.replace(out)
 
 

@@ -8,10 +8,10 @@ Times of the local backend are left out: it shows learning and mismatch, not spe
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.report.runs import FinishedRun, find_runs, read_run
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = [record(read_run(path)) for path in find_runs(options.folder)]
     content = {"command": options.command, "runs": runs}
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    options.out.write_text(to_json(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main() -> None:
             for output in cell.get("outputs", ()):
                 if "image/png" in output.get("data", {}):
                     output["data"]["image/png"] = small(output["data"]["image/png"])
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        path.write_text(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
 
 

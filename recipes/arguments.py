@@ -15,6 +15,17 @@ from fp8_nemo.recipe.compose import choices
 from fp8_nemo.recipe.secrets import hidden
 
 HELP, VERSION = ("-h", "--help"), "--version"
+OF_ARGPARSE = {
+    r"^the following arguments are required: (.*)": r"\1: must be given",
+    r"^unrecognized arguments: (.*)": r"\1: no such flag or argument; --help lists them",
+    r"^argument (\S+): expected one argument": r"\1: needs a value",
+    r"^argument (\S+): expected at least one argument": r"\1: needs a value",
+    r"^argument (\S+): invalid (?:float|token_share) value: '(.*)'": r"\1=\2: must be a number",
+    r"^argument (\S+): invalid int value: '(.*)'": r"\1=\2: must be a whole number",
+    r"^argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)": r"\1=\2: must be one of \3",
+    r"^argument (\S+): ": r"\1: ",
+}
+"""What argparse says, and what is said here instead."""
 CALL = re.compile(r"python -m recipes\.(\w+)")
 
 
@@ -59,6 +70,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say a mistake in one line, without the usage, and without a secret that was typed."""
+        for theirs, ours in OF_ARGPARSE.items():
+            message = re.sub(theirs, ours, message)
         self.exit(2, f"{self.prog}: error: {hidden(message)}\n")
 
 

@@ -14,7 +14,8 @@ from importlib import import_module
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.process import INTERRUPTED
-from fp8_nemo.runs.run_dir import changed_versions, read_plan
+from fp8_nemo.runs.provenance import changed_versions
+from fp8_nemo.runs.run_dir import read_plan
 from fp8_nemo.runs.terminal import tell
 
 from .arguments import run_dir_of
@@ -29,11 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     path = run_dir_of("run", __doc__, words)
     try:
         plan = read_plan(path)
+        refuses = plan.recipe.cluster.other_versions == "refuse"
+        lines = problems_with(plan) + (changed_versions(path) if refuses else [])
     except RunDirError as error:
         tell(error, sys.stderr)
         return 2
-    changed = changed_versions(path) if plan.recipe.cluster.other_versions == "refuse" else []
-    if lines := problems_with(plan) + changed:
+    if lines:
         tell("\n".join(lines), sys.stderr)
         return 2
     try:  # imports torch, or NeMo RL: after the plan is known to be whole

@@ -186,7 +186,7 @@ def predicted(mask):
 def bounds(signal):
     """A row of correction.md's health."""
     word = "above" if signal.unstable > signal.watch else "below"
-    last = f"{word} {signal.unstable:g} " if signal.unstable <= 1 or signal.watch > 1 else ""
+    last = f"{word} {signal.unstable:g} " if 0 <= signal.unstable <= 1 or signal.watch > 1 else ""
     return f"| `{signal.key}` | {word} {signal.watch:g} | {last}|"
 
 

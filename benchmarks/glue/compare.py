@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import time
@@ -57,6 +56,7 @@ from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.options import Glue, Recalibrate, Recipe
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.recipe.problems import load_problems, write_problems
 from fp8_nemo.runs import run_dir
 
@@ -100,7 +100,7 @@ class Bench:
     def switch(self, glue: Glue) -> None:
         """Tell all workers another glue, and let the sides shake hands again."""
         self.recipe = dataclasses.replace(self.recipe, glue=glue)
-        content = json.dumps(dataclasses.asdict(settings_of(self.recipe)))
+        content = to_json(dataclasses.asdict(settings_of(self.recipe)))
         self.in_policy(set_recipe_of_policy, content)
         self.in_vllm(set_recipe_of_vllm, content)
         info = self.parts.policy.prepare_refit_info()

@@ -15,7 +15,6 @@ Needs NEMO_RL_ROOT and NeMo RL's packages (docs/install.md). Prints a line per c
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import queue
 import subprocess
@@ -28,6 +27,7 @@ from typing import NamedTuple
 
 from benchmarks.record import command
 from benchmarks.record_runs import record
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.report.runs import find_runs, read_run
 
 PRECISIONS = ("bf16", "fp8-linear", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn")
@@ -176,7 +176,7 @@ def main() -> None:
     lines = run_all(todo, options.gpus, options.models, options.outputs)
     runs = [record(read_run(path)) for path in find_runs(options.outputs)]
     content = {"command": command(), "commit": options.commit, "cells": lines}
-    options.out.write_text(json.dumps(content | {"runs": runs}, indent=1) + "\n")
+    options.out.write_text(to_json(content | {"runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

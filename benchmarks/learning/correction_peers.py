@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import math
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from benchmarks import record
 from fp8_nemo.correction.correct import correct
 from fp8_nemo.correction.mismatch import LogprobPair
 from fp8_nemo.recipe.options import Correction
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.runs.provenance import environment
 
 TIS, SEQ = {"level": "token", "truncate": 2.0}, {"level": "sequence", "truncate": 2.0}
@@ -310,7 +310,7 @@ def main() -> None:
         content["peers"][peer] = {"commit": commit, "rows": found}
         for row in found:
             print(peer, row, flush=True)
-    options["out"].write_text(json.dumps(content, indent=1) + "\n")
+    options["out"].write_text(to_json(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

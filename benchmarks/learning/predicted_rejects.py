@@ -12,7 +12,6 @@ the later runs' steps.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 from fp8_nemo.correction.measure import measure, read_pairs
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.options import Correction
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.runs.metrics import read_metrics
 from fp8_nemo.runs.provenance import environment
 from fp8_nemo.runs.run_dir import run_path
@@ -82,7 +82,7 @@ def main() -> None:
         "measured": {"tokens": measurement.tokens, "kl": measurement.kl, "source": list(pairs)},
         "rows": rows,
     }
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
+    options.out.write_text(to_json(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ with FP32 emulations that differ in the softmax probabilities P. Needs vllm==0.2
 
 import argparse
 import itertools
-import json
 import math
 import pathlib
 import subprocess
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+from fp8_nemo.recipe.plain import to_json
 
 BATCH, KV_HEADS, GROUP, PAGE = 2, 2, 4, 16
 DECODE = [(1, kv, 1) for kv in (16, 24, 100, 128, 500, 2000)] + [(1, 2000, 4), (1, 2000, 32)]
@@ -143,7 +144,7 @@ def main() -> None:
         "median": {k: [*map(median, zip(*v, strict=True))] for k, v in groups.items()},
         "repetitions": rows,
     }
-    out.write_text(json.dumps(report, indent=1).replace("\n   ", " ") + "\n")
+    out.write_text(to_json(report, indent=1).replace("\n   ", " ") + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -48,6 +47,7 @@ from fp8_nemo.glue.quantize import (
     quantize_groups,
     quantize_tensor,
 )
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.runs.provenance import environment
 
 Quantized = tuple[Tensor, Tensor]
@@ -373,7 +373,7 @@ def main() -> None:
     ends += [{"peer": "ours"} | edges(each) for each in ours()]
     content = {"command": record.command(), "environment": here, "peers": peers}
     content |= {"edges": ends, "masters": masters(), "kv": kv()}
-    options["out"].write_text(json.dumps(content, indent=1) + "\n")
+    options["out"].write_text(to_json(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

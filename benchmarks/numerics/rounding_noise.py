@@ -15,7 +15,6 @@ there already.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from fp8_nemo.local.modules.experts import Experts
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.model_dir import model_path
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.runs.provenance import environment
 
 MODELS = ("tiny-llama", "tiny-qwen3-moe")
@@ -140,7 +140,7 @@ def main() -> None:
         print(model, precision, rows[-1]["median"], flush=True)
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
     content = {"command": record.command(), "commit": commit, "environment": environment()}
-    out.write_text(json.dumps(content | {"cells": rows}, indent=1) + "\n")
+    out.write_text(to_json(content | {"cells": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

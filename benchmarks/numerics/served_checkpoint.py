@@ -34,6 +34,7 @@ from fp8_nemo.local.modules import attention
 from fp8_nemo.local.policy import load_model, micro_batches
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.recipe.problems import load_problems
 
 SHARES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
@@ -183,7 +184,7 @@ def main() -> None:
             "local of the same precision, local in BF16": compared(plain, local, mask),
             "tokens": int(mask.sum()),
         }
-        print(name, json.dumps(rows[name], indent=1), flush=True)
+        print(name, to_json(rows[name], indent=1), flush=True)
         record.keep(options.out, options.commit, pairs=rows)
 
 

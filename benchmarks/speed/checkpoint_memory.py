@@ -9,7 +9,6 @@ its own (FOLDER/fp8) and reads that process's largest resident set, mapped files
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from fp8_nemo.export.fp8_checkpoint import INDEX
 from fp8_nemo.glue.wire import named_shapes
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Shape
+from fp8_nemo.recipe.plain import to_json
 
 DRAWN = 2**26  # random values, repeated: what they are does not matter here
 
@@ -52,9 +52,9 @@ def write(shape: Shape, folder: Path, most: int) -> list[int]:
         save_file(tensors, folder / name)
         weight_map |= dict.fromkeys(tensors, name)
         tensors.clear()  # one shard at a time here too
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / INDEX).write_text(to_json({"metadata": {}, "weight_map": weight_map}))
     config = {"model_type": "llama", "num_hidden_layers": shape.layers}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(to_json(config))
     return [file.stat().st_size for file in sorted(folder.glob("*.safetensors"))]
 
 

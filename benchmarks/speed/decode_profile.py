@@ -47,6 +47,7 @@ from benchmarks.speed.rollout import VARIANTS
 from benchmarks.speed.rollout_engine import SAMPLING, Engine, Point, prompts_of
 from fp8_nemo.nemo_config.overrides import GRAPHS
 from fp8_nemo.recipe.options import Shape
+from fp8_nemo.recipe.plain import to_json
 
 POINTS = "64x1024,256x1024,64x4096,32x8192"
 USUAL = {"fp8-linear": "fp8-linear-deepgemm"}  # a precision's own variant, where the name differs
@@ -118,7 +119,7 @@ def write_model(folder: Path, shape: Shape, longest: int, text: bool) -> None:
     """Write a `config.json`; with text also a tokenizer that has a word for every token."""
     folder.mkdir(parents=True, exist_ok=True)
     config = rollout.model_config(shape, longest)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "config.json").write_text(to_json(config, indent=1) + "\n")
     if not text:
         return
     from tokenizers import Tokenizer, models, pre_tokenizers

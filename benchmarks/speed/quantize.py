@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.numerics.stock_formula import stock_quantize_blocks
 from fp8_nemo.glue.quantize import Fp8Weight, quantize_blocks, quantize_list
+from fp8_nemo.recipe.plain import to_json
 
 REPETITIONS = 10
 COLD = 512 * 2**20  # bytes that a graph works through, ten times the L2 cache
@@ -235,7 +235,7 @@ def main() -> None:
     pairs["TransformerEngine"] = transformer_engine()
     for row in bytes_of(pairs):
         content["bytes"].append(row)
-        print(json.dumps(row), flush=True)
+        print(to_json(row), flush=True)
     shown = []
     for case in CASES:
         content["cases"].append(found := measure(case, others))

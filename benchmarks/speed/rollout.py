@@ -48,6 +48,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.memory import count
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.plain import to_json
 
 
 class Variant(NamedTuple):
@@ -189,7 +190,7 @@ class Bench:
         engine["kernel_as_asked"] = linears == [f"linear: {self.variant.kernel}"]
         engine["kernels"] = ", ".join(f"{count} {name}" for name, count in kernels.items())
         keep(self.options, "engines", engine)
-        print(json.dumps(engine, indent=1), flush=True)
+        print(to_json(engine, indent=1), flush=True)
         self._keep(self.options.limited, lambda: self._limited(self.options.limited, call))
         for point in self.options.points:
             self._keep(point, lambda p=point: self._resident(p, call))
@@ -208,7 +209,7 @@ class Bench:
         row["took_seconds"] = time.perf_counter() - start
         row = self.names | {"batch": point.batch, "prompt": point.prompt} | row
         keep(self.options, "rows", row)
-        print(json.dumps(row), flush=True)
+        print(to_json(row), flush=True)
 
     def _resident(self, point: Point, call: Callable[..., Any]) -> dict[str, Any]:
         found = call("resident", point, self.options.repetitions)
@@ -352,7 +353,7 @@ def run_one(options: argparse.Namespace) -> None:
     plan = plan_of(options, folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = model_config(plan.recipe.model.shape, longest(options))
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "config.json").write_text(to_json(config, indent=1) + "\n")
     bench = Bench(options, plan)
     (bench.in_nemo if options.nemo else bench.alone)(folder)
 

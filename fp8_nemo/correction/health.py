@@ -10,18 +10,22 @@ effective sample share of 0.3 and a KL of 0.1 (docs/algo/rollout_corr.md, b178a3
 of 0.1 is this package's `max_reject`. The other bounds are this package's own: 0.02 nats is several
 times what FP8 KV showed inside NeMo RL (docs/research/nemo.md), 1.5 and half of the batch are far
 beyond any run that learned. Growth is over a window against the run's first steps: in NeMo RL #1801
-`token_mult_prob_error` grew until the run crashed.
+`token_mult_prob_error` grew until the run crashed. A reward or a gradient of 0 in one step may be
+chance; in `STILL` steps on end nothing is learned. A policy of less than 0.01 nats per token gives
+one answer alone, and groups of it have no advantage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 STATES = ("healthy", "watch", "unstable")
 STATE = "health/state"
 KL = "mismatch/kl"
 WINDOW = 10  # steps
+STILL = 5  # steps
 SMALLEST_KL = 1e-4  # below it, growth is noise: BF16 in NeMo RL has 5e-5
 
 Row = Mapping[str, float]
@@ -70,6 +74,11 @@ SIGNALS = (
         "answers are cut before they end, and earn nothing: raise grpo.max_new_tokens",
     ),
     Signal(
+        "train/entropy", 0.01, -1.0,
+        "all answers to a problem are alike, and teach nothing: raise grpo.kl_penalty, or lower "
+        "grpo.learning_rate",
+    ),
+    Signal(
         "replay/missing_fraction", 0.001, 0.05,
         "routes that vLLM did not report are the trainer's own: turn its prefix cache off",
     ),
@@ -78,6 +87,13 @@ SIGNALS = (
         "ranges outgrow their scales each step: raise glue.recalibrate.margin or history",
     ),
 )  # fmt: skip
+NOT_FINITE = "the policy or its scales have diverged: lower grpo.learning_rate"
+ZEROS = {
+    "reward/mean": "no answer earns anything: look at answers and at the reward's rule",
+    "train/grad_norm": "nothing is learned: all answers to a problem have the same reward, or the "
+    "correction rejects every token",
+}
+"""Metrics that are 0 in `STILL` steps on end only where something is wrong, to watch."""
 GROWTH = Signal(f"growth of {KL}", 3.0, 10.0, "lower the learning rate, or correct more strictly")
 
 
@@ -89,14 +105,28 @@ def judge(rows: Sequence[Row]) -> Verdict:
     """
     if not rows:
         return Verdict(STATES[0], [])
-    found = [(signal, rows[-1][signal.key]) for signal in SIGNALS if signal.key in rows[-1]]
+    row = {key: value for key, value in rows[-1].items() if math.isfinite(value)}
+    found = [(signal, row[signal.key]) for signal in SIGNALS if signal.key in row]
     if (growth := _growth(rows)) is not None:
         found.append((GROWTH, growth))
-    worst = max((signal.state(value) for signal, value in found), default=0)
-    return Verdict(
-        STATES[worst],
-        [_reason(signal, value) for signal, value in found if signal.state(value) == worst > 0],
-    )
+    states = [(signal.state(value), _reason(signal, value)) for signal, value in found]
+    states += [(1, reason) for reason in _zeros(rows)]
+    states += [(2, f"{key} is not a finite number: {NOT_FINITE}") for key in _broken(rows[-1])]
+    worst = max((state for state, _ in states), default=0)
+    return Verdict(STATES[worst], [reason for state, reason in states if state == worst > 0])
+
+
+def _broken(row: Row) -> Iterator[str]:
+    """Yield the metrics of a step that are NaN or infinite."""
+    return (key for key, value in row.items() if not math.isfinite(value))
+
+
+def _zeros(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a reason for each of `ZEROS` that was 0 in the last steps."""
+    for key, action in ZEROS.items():
+        last = [row[key] for row in rows[-STILL:] if key in row]
+        if len(last) == STILL and not any(last):
+            yield f"{key} 0 in {STILL} steps: {action}"
 
 
 def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:
@@ -129,7 +159,7 @@ def summary(rows: Sequence[Row]) -> str | None:
 
 def _growth(rows: Sequence[Row]) -> float | None:
     """Return the last window's mean KL over the first's; None before two windows have passed."""
-    kl = [row[KL] for row in rows if KL in row]
+    kl = [row[KL] for row in rows if math.isfinite(row.get(KL, math.nan))]
     if len(kl) < 2 * WINDOW:
         return None
     first, last = sum(kl[:WINDOW]) / WINDOW, sum(kl[-WINDOW:]) / WINDOW
@@ -137,7 +167,9 @@ def _growth(rows: Sequence[Row]) -> float | None:
 
 
 def _reason(signal: Signal, value: float) -> str:
-    state = signal.state(value)
+    """Say why a step has its state; "" of a healthy one."""
+    if not (state := signal.state(value)):
+        return ""
     bound = (signal.watch, signal.unstable)[state - 1]
     side = ">" if signal.unstable > signal.watch else "<"
     texts = (f"{value:.{digits}g}" for digits in range(3, 18))

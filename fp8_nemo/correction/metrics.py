@@ -79,7 +79,7 @@ def page() -> str:
     ]
     about = (
         "A run writes one JSON object a step to `metrics.jsonl`, with these keys. A key is missing "
-        "where it means nothing: a BF16 cache has no scales."
+        "where it means nothing: a BF16 cache has no scales. `null` stands for NaN and infinities."
     )
     return "\n".join(
         ["# Metrics", "", about, "", "| key | unit | meaning |", "|---|---|---|", *rows]

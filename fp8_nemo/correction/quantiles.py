@@ -9,7 +9,7 @@ leaves the loss.
 from __future__ import annotations
 
 import bisect
-import json
+import math
 from argparse import ArgumentTypeError
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from fp8_nemo.recipe.checks import Mistake, verb_line
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
+from fp8_nemo.recipe.plain import read_json, to_json
 
 POINTS = 1000  # quantiles 0, 1/1000, ..., 1: a share is known to a tenth of a point
 VETO = "min-token"
@@ -97,7 +98,7 @@ class Measurement:
 
     def to_json(self) -> str:
         """Return the measurement as a file's text, which `read_measurement` reads back."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return to_json(asdict(self), indent=1) + "\n"
 
 
 def read_measurement(file: Path) -> Measurement:
@@ -107,7 +108,9 @@ def read_measurement(file: Path) -> Measurement:
         MeasurementError: there is no such file, or it holds something else.
     """
     try:
-        found = Measurement(**json.loads(file.read_text()))
+        found = Measurement(**read_json(file.read_text()))
+        for statistic, points in found.quantiles.items():  # null: a ratio beyond all numbers
+            found.quantiles[statistic] = [math.inf if each is None else each for each in points]
         if any(len(points) != POINTS + 1 for points in found.quantiles.values()):
             raise ValueError("quantiles")
     except OSError as error:

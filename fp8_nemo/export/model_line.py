@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from fp8_nemo.nemo_config.keys import hydra_value
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.recipe.checks import verb_line
-from fp8_nemo.recipe.compose import ComposeError
+from fp8_nemo.plan.memory import count
+from fp8_nemo.recipe.checks import Mistake, verb_line
+from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.recipe.options import Recipe
 
 GROUPS = ("model", "data")
 TAKES = re.compile(r"\+*(model|data|seed)\b")
+
+
+MOST_PARAMETERS = 3 * 10**9
+"""Of a model that is made: in FP32, with gradients and Adam's moments, 48 GB."""
 
 
 def read_model_line(words: list[str]) -> tuple[Path, Recipe]:
@@ -31,5 +37,16 @@ def read_model_line(words: list[str]) -> tuple[Path, Recipe]:
         raise ComposeError(f"{word}: a model is made of model, data, seed" for word in others)
     # A BF16 run of the model: what the model is made for does not bind how it is made.
     run = ["backend=local", "precision=bf16", f"model.path={hydra_value(words[0])}"]
-    [plan] = compose_plans([*words[1:], *run])
+    words = [*words, *run]
+    if lines := [str(each) for recipe in compose(words[1:]) for each in _too_large(recipe)]:
+        raise ComposeError(lines)
+    [plan] = compose_plans(words[1:])
     return Path(words[0]), plan.recipe
+
+
+def _too_large(recipe: Recipe) -> Iterator[Mistake]:
+    parameters = count(recipe.model.shape, recipe.precision).parameters
+    if parameters > MOST_PARAMETERS:
+        text = f"has {parameters / 1e9:.1f} billion parameters, and 3 are the most that are made"
+        remedy = "choose small-llama, or set model.shape.layers lower"
+        yield Mistake("model", recipe.model.name, text, remedy)

@@ -7,7 +7,6 @@ temporary files too; whoever goes on throws that folder away first.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.runs.metrics import sync
 
 PART = ".part"
@@ -68,7 +68,7 @@ def put(part: Path, file: Path) -> None:
 def write_json(file: Path, content: Any) -> None:
     """Replace a file by an object, whole."""
     part = part_of(file)
-    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.write_text(to_json(content, indent=1) + "\n")
     put(part, file)
 
 

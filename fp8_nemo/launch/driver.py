@@ -29,9 +29,8 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import load_problems, write_problems
-from fp8_nemo.runs import metrics, process, run_dir
+from fp8_nemo.runs import metrics, process, provenance, run_dir
 from fp8_nemo.runs.frozen_code import freeze_code, is_clone
-from fp8_nemo.runs.run_dir import starting_point
 
 SAVE_BY = "checkpoint_must_save_by"
 """NeMo RL's key of `checkpointing`: how long after its set-up it saves and ends, DD:HH:MM:SS."""
@@ -47,7 +46,7 @@ def run(plan: Plan, path: Path) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # NeMo RL saves by its own clock, `save_by`
     try:
         with run_dir.locked(path):
-            began = starting_point(plan.recipe, path)
+            began = provenance.starting_point(plan.recipe, path)
             return _logged(plan, path, began, run_dir.attempt_log(path))
     except (metrics.RunDirError, OSError) as error:
         print(error, file=sys.stderr)
@@ -68,9 +67,6 @@ def _logged(plan: Plan, path: Path, began: dict[str, str], log: Path) -> int:
         print(f"{path}: {_reason(error)} (full traceback: {log})", file=sys.stderr)
         return 1
     steps = metrics.steps_done(metrics.read_metrics(path))
-    if (saved := _last_saved(path)) > steps:  # killed between a step's checkpoint and its metrics
-        steps = saved
-        metrics.append_metrics(path, {"step": steps})
     finished = steps >= plan.recipe.grpo.steps
     print(f"{path}: finished, {steps} steps" if finished else f"{path}: stopped at step {steps}")
     return 0
@@ -81,18 +77,12 @@ def _attempt(plan: Plan, path: Path, began: dict[str, str]) -> None:
     root = root_of(plan.recipe)
     assert root, "preflight refuses a plan without a checkout"
     prepare(plan, root)
-    run_dir.write_environment(path, **began)
     if plan.recipe.data.is_made:
         problems = load_problems(plan.recipe.data, plan.recipe.seed)
         write_problems(run_dir.data_dir(path), problems)
-    metrics.rewind_metrics(path, _last_saved(path))
-    with own_ray():
+    run_dir.rewind(path, plan.backend)
+    with provenance.attempt(path, **began), own_ray():
         train(plan, path, root)
-
-
-def _last_saved(path: Path) -> int:
-    """Return the step of the last checkpoint; -1 without one."""
-    return max(map(run_dir.checkpoint_step, run_dir.checkpoints(path)), default=-1)
 
 
 CACHES = {
@@ -225,10 +215,17 @@ def train(plan: Plan, path: Path, root: Path) -> None:
         if health := metrics.append_judged(path, row, plan.recipe.grpo.stop_when_unstable):
             print(f"{plan.cell}  {health}")
 
+    def keep(folder: Path) -> None:
+        """Copy the rows into a checkpoint, tmp_step_7: NeMo RL saves before it logs the step."""
+        step = int(folder.name.rpartition("_")[2])
+        metrics.keep_rows(path, folder, logger.row_so_far(step, parts.policy.row))
+
     with session.opened(plan, path, root) as parts:
+        logger = OverheardLogger(parts.logger, parts.policy.take_row, write)
+        parts.policy.keep_rows = keep
         # Computed only here: NeMo RL counts from the end of its set-up, which takes minutes.
         parts.config.checkpointing.update(save_by(plan.recipe, time.time()))
-        session.run_grpo(parts, OverheardLogger(parts.logger, parts.policy.take_row, write))
+        session.run_grpo(parts, logger)
 
 
 def save_by(recipe: Recipe, now: float) -> dict[str, str | None]:

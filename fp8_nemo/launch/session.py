@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +36,7 @@ from fp8_nemo.nemo_config.own.environments import classes
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options import Recipe
-from fp8_nemo.recipe.plain import leaves
+from fp8_nemo.recipe.plain import leaves, to_json
 
 CONVERSIONS = "NRL_MEGATRON_CHECKPOINT_DIR"
 """NeMo RL's environment variable: the folder of models in Megatron's format."""
@@ -172,7 +171,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
 def _prove_engine(parts: Session, plan: Plan, record: Path) -> None:
     """Record the engine's dtypes, compare them with the plan, and check the layout for refits."""
     dtypes = engine_dtypes(parts.generation)
-    record.write_text(json.dumps(dtypes, indent=1) + "\n")
+    record.write_text(to_json(dtypes, indent=1) + "\n")
     check_engine(dtypes, plan.recipe)
     if settings_of(plan.recipe).needs_plugin:
         check_receivers(parts.generation)
@@ -246,7 +245,7 @@ def conversion_dir(recipe: Recipe) -> Path:
     state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     changed = {key: keys[key] for key in keys if key.startswith("policy.hf_config_overrides")}
     name = model.hf_id or model.name
-    digest = hashlib.sha256(json.dumps([name, state, changed]).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(to_json([name, state, changed]).encode()).hexdigest()[:8]
     given = os.environ.get(CONVERSIONS)
     parent = Path(given) if given else Path(recipe.outputs) / ".megatron"
     folder = parent.absolute() / f"{name.replace('/', '--')}-{digest}"

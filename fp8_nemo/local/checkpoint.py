@@ -6,7 +6,6 @@ appear by one rename (`run_dir.new_checkpoint`).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.local.policy import Policy
+from fp8_nemo.recipe.plain import read_json, to_json
 from fp8_nemo.runs.run_dir import checkpoint_step, new_checkpoint
 
 TENSORS, STATE = "state.safetensors", "state.json"
@@ -62,7 +62,7 @@ def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
             state = {
                 "step": progress.step, "kv_scales": progress.kv_scales, "prompts": progress.prompts
             }  # fmt: skip
-            (folder / STATE).write_text(json.dumps(state))
+            (folder / STATE).write_text(to_json(state))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{run_dir}: step {progress.step} cannot be saved, {error}; make room, and the same "
@@ -77,10 +77,19 @@ def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:
         CheckpointError: a file is missing, cut short or of another model; or it is whole, and was
             saved with a GPU where there is none, or without; or it does not fit here now.
     """
-    broken = (FileNotFoundError, SafetensorError, ValueError, KeyError)
+    broken = (
+        FileNotFoundError,
+        NotADirectoryError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+    )
     try:
         tensors = load_file(checkpoint / TENSORS, device=str(policy.device))
-        state: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
+        state: dict[str, Any] = read_json((checkpoint / STATE).read_bytes())
+        if state["step"] != checkpoint_step(checkpoint) or not isinstance(state["kv_scales"], dict):
+            raise ValueError(f"{STATE} is of another step, or none")
         if tensors["rng.sampler"].shape != progress.sampler.get_state().shape:
             raise RuntimeError(f"saved on another kind of device than the {policy.device.type}")
         _restore(tensors, policy, progress)
@@ -95,7 +104,6 @@ def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:
         )
         why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise CheckpointError(f"{checkpoint}: cannot be read ({why}); {remedy}") from error
-    assert progress.step == checkpoint_step(checkpoint)
 
 
 def _restore(tensors: dict[str, Tensor], policy: Policy, progress: Progress) -> None:

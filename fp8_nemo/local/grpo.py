@@ -120,6 +120,7 @@ class GrpoLoop:
             UnstableError: a step was unstable, and the recipe stops at one.
             DynamicSamplingError: a step found too few prompts to learn from.
             CheckpointError: the last checkpoint is damaged.
+            RunDirError: rows that the run had are nowhere.
         """
         with torch.random.fork_rng():
             self._resume_or_start(report)
@@ -135,13 +136,11 @@ class GrpoLoop:
         return self.progress.step
 
     def _resume_or_start(self, report: Report) -> None:
-        saved = run_dir.checkpoints(self.path)
+        saved = run_dir.rewind(self.path, "local")
         if saved:
-            checkpoint.load(saved[-1], self.policy, self.progress)
-            metrics.rewind_metrics(self.path, self.progress.step)
+            checkpoint.load(saved, self.policy, self.progress)
             self._refit()
             return
-        metrics.rewind_metrics(self.path, -1)
         row: dict[str, Any] = {"step": 0}
         if self.fp8_kv:
             self.progress.kv_scales = self._scales_of_prompts()

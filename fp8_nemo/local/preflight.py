@@ -9,9 +9,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.model_dir import damage, model_mistakes
+from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.model_dir import damage, model_mistakes, model_path, positions
 from fp8_nemo.recipe.own.reward import reward_problems
-from fp8_nemo.recipe.problems import DataError, load_problems
+from fp8_nemo.recipe.problems import (
+    TRAIN_FILE,
+    VALIDATION_FILE,
+    DataError,
+    load_problems,
+    read_numbered,
+)
 from fp8_nemo.runs.run_dir import checkpoints, run_path
 
 NEEDED_PACKAGES = ("torch", "transformers", "safetensors", "jinja2")
@@ -22,14 +29,53 @@ def problems_with(plan: Plan) -> list[str]:
     """Return one line for each thing that would stop this plan after it has started."""
     here = plan.recipe.cluster.kind == "here" or "RAY_ADDRESS" in os.environ  # no login node
     lines = _not_installed(NEEDED_PACKAGES) if here else []
-    lines += map(str, model_mistakes(plan.recipe, pads=True))
-    lines += _checkpoint_mistakes(run_path(plan))
+    found = [*map(str, model_mistakes(plan.recipe, pads=True))]
+    lines += [*found, *_checkpoint_mistakes(run_path(plan))]
     try:
         problems = load_problems(plan.recipe.data, plan.recipe.seed)
+        lines += () if found or lines else _length_mistakes(plan)
     except DataError as error:
         return [*lines, str(error)]
     lines += reward_problems(plan.recipe.data, problems.train[0])
     return lines
+
+
+def _length_mistakes(plan: Plan) -> Iterator[str]:
+    """Yield what has no place in the model's positions: the answers, or prompts with theirs."""
+    folder, data = model_path(plan.recipe.model), plan.recipe.data
+    most, answer = positions(folder), plan.settled.response_tokens
+    if most is None:
+        return
+    if answer >= most:
+        text = f"{folder} has {most:,} positions, for a prompt and its answer"
+        yield str(Mistake("grpo.max_new_tokens", answer, text, "lower it"))
+        return
+    for file in (TRAIN_FILE, VALIDATION_FILE) if not data.is_made else ():
+        path = Path(data.path or "") / file
+        if lines := _long_prompts(path, folder, most - answer):
+            more = f", and {len(lines) - 1} lines more" if len(lines) > 1 else ""
+            number, tokens = lines[0]
+            yield (
+                f"{path}:{number}: {tokens:,} tokens, with grpo.max_new_tokens={answer} more than "
+                f"the model's {most:,} positions{more}; take it out, or shorten it"
+            )
+
+
+def _long_prompts(path: Path, model: Path, room: int) -> list[tuple[int, int]]:
+    """Return line and tokens of each problem of a file that has more tokens than there is room.
+
+    A text has at most as many tokens as bytes, so only long ones are given to the tokenizer. The
+    chat's own tokens are not counted.
+    """
+    problems = read_numbered(path).items()
+    longer = {n: each.input for n, each in problems if len(each.input.encode()) > room}
+    if not longer or not find_spec("tokenizers"):  # a login node may have none
+        return []
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokens = {number: len(tokenizer.encode(text).ids) for number, text in longer.items()}
+    return [each for each in tokens.items() if each[1] > room]
 
 
 def require(packages: Collection[str] = NEEDED_PACKAGES) -> None:

@@ -30,10 +30,11 @@ from fp8_nemo.local.grpo import GrpoLoop, Report
 from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.local.rollout import DynamicSamplingError
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.model_dir import model_path
+from fp8_nemo.recipe.own.model import ModelError
 from fp8_nemo.recipe.own.reward import RewardError
 from fp8_nemo.runs import metrics, process, run_dir
-from fp8_nemo.runs.provenance import environment
-from fp8_nemo.runs.run_dir import starting_point
+from fp8_nemo.runs.provenance import attempt, environment, starting_point
 from fp8_nemo.runs.terminal import console, tell
 
 DIVERGED = (
@@ -66,7 +67,7 @@ def run(plan: Plan, path: Path) -> int:
     try:
         with run_dir.locked(path):
             step = _attempt(plan, path, stop)
-    except (CheckpointError, metrics.RunDirError, OSError, *DIVERGED) as error:
+    except (ModelError, CheckpointError, metrics.RunDirError, OSError, *DIVERGED) as error:
         if logging.getLogger().hasHandlers():  # there is a log: the directory is this attempt's
             logging.exception("stopped")
         print(error if str(path) in str(error) else f"{path}: {error}", file=sys.stderr)
@@ -119,10 +120,25 @@ def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:
     log = run_dir.attempt_log(path)
     logging.raiseExceptions = False  # a full disk is told in one line, by what the run stops at
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(message)s")
-    run_dir.write_environment(path, **starting_point(plan.recipe, path))
-    logging.info("environment %s", environment())
-    with progress(plan) as report:
-        return GrpoLoop(plan, path).train(report, stop.is_set)
+    with attempt(path, **starting_point(plan.recipe, path)), progress(plan) as report:
+        logging.info("environment %s", environment())
+        return _loaded(plan, path).train(report, stop.is_set)
+
+
+def _loaded(plan: Plan, path: Path) -> GrpoLoop:
+    """Load model and tokenizer.
+
+    Raises:
+        ModelError: they cannot be, though each file is whole.
+    """
+    try:
+        loop = GrpoLoop(plan, path)
+        loop.chat.prompt("1+1")
+    except Exception as error:  # what transformers, tokenizers and jinja2 raise is theirs
+        folder = model_path(plan.recipe.model)
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ModelError(f"{folder}: this model cannot be loaded ({why})") from error
+    return loop
 
 
 @contextmanager

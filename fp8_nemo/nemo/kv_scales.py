@@ -40,6 +40,7 @@ from fp8_nemo.glue.recalibrate import (
 )
 from fp8_nemo.glue.wire import kv_scale_names
 from fp8_nemo.recipe.options import Recalibrate
+from fp8_nemo.recipe.plain import to_json
 
 
 class KvScales:
@@ -102,7 +103,7 @@ class KvScales:
     def save(self, file: Path) -> None:
         """Write history and scales to a file, so that a resumed run starts with them."""
         content = {"amax_SL3": self.history.read().tolist(), "kv_scales": self.in_force}
-        file.write_text(json.dumps(content) + "\n")
+        file.write_text(to_json(content) + "\n")
 
     def restore(self, file: Path) -> None:
         """Read what `save` wrote; do nothing for a checkpoint that stock NeMo RL saved.

@@ -75,6 +75,7 @@ class WatchedPolicy(Policy):
         self.row: dict[str, float] = {}
         self.refit_info: dict[str, Any] = {}
         self.proofs: Callable[[], list[dict[str, Any]]] = list
+        self.keep_rows: Callable[[Path], None] = lambda folder: None
         self.kv_scales = KvScales(settings.shape.layers, settings.glue.recalibrate)
         if settings.needs_plugin:
             arguments["worker_extension_cls_fqn"] = WORKER
@@ -169,8 +170,9 @@ class WatchedPolicy(Policy):
         )
 
     def save_checkpoint(self, weights_path: str, *arguments: Any, **options: Any) -> None:
-        """Run `Policy.save_checkpoint`, and write the ranges beside the weights."""
+        """Run `Policy.save_checkpoint`; keep ranges beside the weights, and the run's rows."""
         super().save_checkpoint(weights_path, *arguments, **options)
+        self.keep_rows(Path(weights_path).parents[1])
         if self.settings.observes:
             self.kv_scales.save(ranges_file(weights_path))
 

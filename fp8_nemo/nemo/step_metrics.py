@@ -81,6 +81,10 @@ class OverheardLogger:
                 self._row["time/step"] -= self._validation + metrics.get("checkpointing", 0.0)
             self._close(step)
 
+    def row_so_far(self, step: int, seen: dict[str, float]) -> dict[str, Any]:
+        """Return what is known of a step before NeMo RL has logged it; its rest may never come."""
+        return {"step": step} | {key: seen[key] for key in seen if key != OPENED} | self._row
+
     def _close(self, step: int) -> None:
         seen = self._take_row()
         if not seen.pop(OPENED, False):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fp8_nemo
 from fp8_nemo.recipe.options import Correction, Glue, Precision, Recipe, Shape
-from fp8_nemo.recipe.plain import from_plain
+from fp8_nemo.recipe.plain import from_plain, to_json
 
 VARIABLE = "FP8_NEMO_WORKERS"
 PLUGIN = "fp8_nemo"
@@ -59,7 +59,7 @@ class WorkerSettings:
 
     def to_environment(self) -> dict[str, str]:
         """Return the workers' environment variable; empty if no worker runs code of ours."""
-        return {VARIABLE: json.dumps(asdict(self))} if self.needs_plugin else {}
+        return {VARIABLE: to_json(asdict(self))} if self.needs_plugin else {}
 
     @property
     def observes(self) -> bool:

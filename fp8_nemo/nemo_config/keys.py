@@ -6,10 +6,11 @@ mode, where a misspelled key is an error, and typed as a stock command line.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from fp8_nemo.recipe.plain import to_json
 
 GENERATION = "policy.generation"
 VLLM = f"{GENERATION}.vllm_cfg"
@@ -250,4 +251,4 @@ def hydra_value(value: Any) -> str:
         return "[" + ",".join(map(hydra_value, value)) + "]"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{hydra_value(each)}" for key, each in value.items()) + "}"
-    return json.dumps(value)
+    return to_json(value)

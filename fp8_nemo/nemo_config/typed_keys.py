@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +19,7 @@ from fp8_nemo.nemo_config.keys import ABSENT, OPTIONAL, OURS, PINNED, may_be_add
 from fp8_nemo.nemo_config.seams import ENGINE, GRPO
 from fp8_nemo.nemo_config.versions import Source
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.plain import leaves
+from fp8_nemo.recipe.plain import leaves, to_json
 from fp8_nemo.recipe.settled import Settled
 
 ROOTS = {"": (GRPO, "MasterConfig"), "policy.generation.": (f"{ENGINE}/config.py", "VllmConfig")}
@@ -59,7 +58,7 @@ def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> I
             yield Mistake(named, value, f"is written by {option}", "set that instead")
         elif key in refused and value != refused[key][0]:
             allowed, reason = refused[key]
-            yield Mistake(named, value, f"must be {json.dumps(allowed)}: {reason}")
+            yield Mistake(named, value, f"must be {to_json(allowed)}: {reason}")
         elif key not in known and not may_be_added(key, host.declared):
             near = difflib.get_close_matches(key, known, n=1)
             where = (

@@ -9,7 +9,7 @@ from fp8_nemo.correction.quantiles import verdict_of
 from fp8_nemo.nemo_config.host import MAIN, Host, HostError
 from fp8_nemo.plan.checkpoint import checkpoint_mistakes
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
-from fp8_nemo.recipe.compose import ComposeError, compose_cells, refuse_cells
+from fp8_nemo.recipe.compose import Cell, ComposeError, compose_cells, refuse_cells
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.settled import Layout
 
@@ -31,7 +31,7 @@ def compose_plans(
             included, or because two cells are one and the same run.
     """
     cells = compose_cells(arguments)
-    planned = [_plan(cell.recipe, host_of, layout_of) for cell in cells]
+    planned = [_plan(cell, host_of, layout_of) for cell in cells]
     refuse_cells([cell.words for cell in cells], [lines for _, lines in planned])
     plans = [plan for plan, _ in planned if plan]
     _refuse_duplicates([cell.words for cell in cells], plans)
@@ -39,11 +39,12 @@ def compose_plans(
 
 
 def _plan(
-    recipe: Recipe,
+    cell: Cell,
     host_of: Callable[[Recipe], Host],
     layout_of: Callable[[Plan], Layout | None],
 ) -> tuple[Plan | None, list[str]]:
     """Return one cell's plan, or None and why it cannot run; a measurement's notes come last."""
+    recipe = cell.recipe
     measured = verdict_of(recipe.correction)
     lines = [str(each) for each in (*measured.mistakes, *checkpoint_mistakes(recipe.model))]
     try:
@@ -52,7 +53,7 @@ def _plan(
             plan = plan_recipe(recipe, host_of(recipe), first)
     except (PlanError, HostError) as error:
         return None, lines + str(error).splitlines()
-    return dataclasses.replace(plan, notes=(*plan.notes, *measured.notes)), lines
+    return dataclasses.replace(plan, notes=(*plan.notes, *cell.notes, *measured.notes)), lines
 
 
 def _refuse_duplicates(cells: list[list[str]], plans: list[Plan]) -> None:

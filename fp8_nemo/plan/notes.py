@@ -13,7 +13,7 @@ from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.memory import HEADROOM, MemoryByPhase, memory_per_gpu
 from fp8_nemo.recipe.checks import SBATCH_KEYS
 from fp8_nemo.recipe.options import Recalibrate, Recipe
-from fp8_nemo.recipe.problems import longest_answer
+from fp8_nemo.recipe.problems import longest_answer, shared_problems
 from fp8_nemo.recipe.settled import PROMPT, SHARE, Settled
 
 WITHOUT_KL = ("dapo", "cispo", "gspo")
@@ -62,6 +62,10 @@ def local_notes(settled: Settled) -> Iterator[str]:
         "glue.transfer": (glue.transfer != "fp8", "the local backend sends what it holds"),
         "model.parallel": (recipe.model.parallel != usual.model.parallel, "one device is used"),
         "cluster.nodes": (recipe.cluster.nodes > 1, "the local backend runs on the first node"),
+        "model.hf_id": (
+            recipe.model.hf_id and recipe.model.name.startswith("tiny-"),
+            "the local backend reads a folder, model.path, or the model that ships here",
+        ),
     })  # fmt: skip
     limit = settled.response_tokens
     if recipe.data.is_made and limit < (needed := longest_answer(recipe.data)):
@@ -169,9 +173,14 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         "data.path": (data.name != "jsonl" and data.path, f"data={data.name} reads no file"),
         "data.difficulty": (not data.is_made and data.difficulty, "problems are read"),
     })  # fmt: skip
+    if data.name == "jsonl" and (shared := shared_problems(data))[0]:
+        yield (
+            f"data.path: {shared[0]} of {shared[1]} validation problems are among those to train "
+            "on; val/accuracy then says what was learned by heart"
+        )
     # No mistake: `cluster=here` may end a job's line on purpose.
     here = f"cluster={recipe.cluster.name} is this machine; cluster=slurm, or a site's own file, "
-    for key in SBATCH_KEYS if recipe.cluster.kind == "here" else ():
+    for key in (*SBATCH_KEYS, "python") if recipe.cluster.kind == "here" else ():
         if getattr(recipe.cluster, key):
             yield f"cluster.{key}: no effect, {here}queues it"
 

@@ -28,7 +28,7 @@ from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Recipe, Replay
-from fp8_nemo.recipe.plain import from_plain
+from fp8_nemo.recipe.plain import from_plain, leaves
 from fp8_nemo.recipe.settled import LOCAL_BASE, PROMPT, VALIDATED, Layout, Settled, settle
 
 NOT_IN_HASH = ("cluster", "logging", "outputs")
@@ -113,7 +113,7 @@ class Plan:
         shape = content["model"]["shape"]
         shape["qkv_bias"] = shape["qkv_bias"] or None  # null says the same, and has no part in it
         content = _with_values(content, HASHED_AS)
-        text = json.dumps([self.backend, _given(content)], sort_keys=True)
+        text = json.dumps([self.backend, _given(content)], sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:6]
 
     @property
@@ -291,10 +291,10 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             f"backend=local reads {', '.join(TASKS)} or jsonl",
             "choose data=arithmetic, or data=jsonl data.path=FOLDER",
         )
-    for key in recipe.nemo:
+    for key, value in leaves(recipe.nemo).items():
         yield Mistake(
             f"nemo.{key}",
-            recipe.nemo[key],
+            value,
             "backend=local has no NeMo RL configuration",
             "drop it, or run with backend=nemo",
         )

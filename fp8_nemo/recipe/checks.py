@@ -7,6 +7,7 @@ Types and unknown keys are checked by `compose.py`, what a measurement says agai
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -24,8 +25,13 @@ from fp8_nemo.recipe.options import (
     Data,
     Recipe,
 )
+from fp8_nemo.recipe.plain import leaves
 
 WEEK = 7 * 86400
+ABSURD = 10**9
+"""Where a number without a limit of its own ends: no run has so many of anything."""
+LONGEST_NAME, LONGEST_PATH = 255, 3500
+"""Bytes of a file's name, and of a path to which a run adds its own: Linux takes 4,095."""
 
 
 class Mistake(NamedTuple):
@@ -38,7 +44,8 @@ class Mistake(NamedTuple):
 
     def __str__(self) -> str:
         """Return one line: key, value, what is allowed, what to do."""
-        return f"{self.key}={as_typed(self.got)}: " + "; ".join(filter(None, self[2:]))
+        text = f"{self.key}={as_typed(self.got)}: " + "; ".join(filter(None, self[2:]))
+        return printable(text)
 
 
 def as_typed(value: Any) -> str:
@@ -78,6 +85,7 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
         *_replay_mistakes(recipe),
         *_data_mistakes(recipe.data),
         *_cluster_mistakes(recipe.cluster),
+        *_nemo_mistakes(recipe.nemo),
     ]
 
 
@@ -108,8 +116,10 @@ def _limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
         yield Mistake(key, value, "must be one of " + ", ".join(limits["one_of"]))
     if "short_name" in limits and not re.fullmatch(r"[\w-][\w.+-]*", value):
         yield Mistake(key, value, "must be letters, digits, dots, dashes, pluses and underscores")
-    if "least" in limits and not _in_range(value, **limits):
-        yield Mistake(key, value, "must be " + _range_text(**limits))
+    if "least" in limits:
+        limits = {**limits, "most": ABSURD if limits["most"] is None else limits["most"]}
+        if not _in_range(value, **limits):
+            yield Mistake(key, value, "must be " + _range_text(**limits))
 
 
 def _in_range(value: float, least: float | None, above: float | None, most: float | None) -> bool:
@@ -269,6 +279,7 @@ def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         "data.path": recipe.data.path,
         "data.reward": recipe.data.reward,
         "model.path": recipe.model.path,
+        "correction.measurement": recipe.correction.measurement,
         "cluster.nemo_root": recipe.cluster.nemo_root,
         "cluster.python": recipe.cluster.python,
         "cluster.container": recipe.cluster.container,
@@ -276,6 +287,13 @@ def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     for key, path in paths.items():
         if path and path.startswith(("~", "$")):
             yield Mistake(key, path, "names a path that is called so", f'write "{key}=$HOME/..."')
+        longest = max((len(part.encode()) for part in (path or "").split("/")), default=0)
+        if path and (longest > LONGEST_NAME or len(path.encode()) > LONGEST_PATH):
+            cut = f"{path[:40]}..."
+            text = f"a name in it has {longest:,} bytes, and {LONGEST_NAME} is the most"
+            if longest <= LONGEST_NAME:
+                text = f"has {len(path.encode()):,} bytes, and {LONGEST_PATH:,} is the most"
+            yield Mistake(key, cut, text)
     if not recipe.outputs:
         yield Mistake("outputs", "", "must name a folder")
 
@@ -289,12 +307,19 @@ def _data_mistakes(data: Data) -> Iterator[Mistake]:
             "give data.path=FOLDER with train.jsonl and validation.jsonl",
         )
     task = TASKS.get(data.name)
-    if task and data.difficulty and not task.least <= data.difficulty <= task.most:
+    if task and data.difficulty is not None and not task.least <= data.difficulty <= task.most:
         yield Mistake(
             "data.difficulty",
             data.difficulty,
             f"must be from {task.least} to {task.most}, the {task.measure} of data={data.name}",
         )
+
+
+def _nemo_mistakes(nemo: dict[str, Any]) -> Iterator[Mistake]:
+    """Refuse what plan.json cannot hold: JSON has neither NaN nor infinities."""
+    for key, value in leaves(nemo).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Mistake(f"nemo.{key}", value, "must be a finite number")
 
 
 SBATCH_KEYS = (

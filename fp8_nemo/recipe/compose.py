@@ -39,17 +39,17 @@ from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes, printable
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.own.model import ModelError, read_shape
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
-from fp8_nemo.recipe.secrets import secrets_of, secrets_of_line, unparsed
-from fp8_nemo.recipe.trees import Trees
+from fp8_nemo.recipe.secrets import secrets_of, secrets_of_line
+from fp8_nemo.recipe.trees import Trees, WordError, first_line, overruled, read_word
 
 CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
-NAMES_A_CELL = ("experiment", "model", "precision", "correction")
+SET_AGAIN = "cluster"
+"""The group that a line may end with: `cluster=here` takes a job's line to this machine."""
 OPEN = "nemo"
 ADDED = "cluster.extra"
 """A list to which a line adds, where Hydra would replace the one of the site's file."""
 SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.qos")
-QUOTE = "quote a value that holds = , : or brackets: \"key='a=b'\", \"key=['a=b']\""
 UNREADABLE = (ValueError, TypeError, AttributeError, AssertionError, RecursionError, YAMLError)
 """What Hydra raises of a file whose `defaults` is no list, that is not UTF-8, or names itself."""
 WORDS = {
@@ -75,6 +75,8 @@ class Cell(NamedTuple):
 
     words: list[str]
     recipe: Recipe
+    notes: tuple[str, ...] = ()
+    """What the line overrules, in a file that it chose or in itself."""
 
 
 def compose(arguments: Iterable[str]) -> list[Recipe]:
@@ -136,24 +138,29 @@ def compose_cells(arguments: Iterable[str]) -> list[Cell]:
     with initialize_config_module("fp8_nemo.conf", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         overrides = _parse(texts, loader)
-        if flags:
-            _refuse_repeated(overrides)
+        _refuse_repeated(overrides, loader, multirun=bool(flags))
         swept = _sweep_of(overrides, loader)
         cells = _cells(overrides + swept, multirun=bool(flags or swept))
         trees = Trees(CONFIG, loader, _plain_keys())
         composed = [_recipe_of(cell, trees) for cell in cells]
     refuse_cells(cells, [found for _, found in composed])
-    return [Cell(cell, recipe) for cell, (recipe, _) in zip(cells, composed, strict=True) if recipe]
+    notes = (*overruled(overrides, option_folder(""), but=ADDED),)
+    both = zip(cells, composed, strict=True)
+    return [Cell(cell, recipe, notes) for cell, (recipe, _) in both if recipe]
 
 
 def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
     parser = OverridesParser.create(config_loader=loader)
-    overrides, lines = [], []
+
+    def options() -> dict[str, list[str]]:
+        return {group: option_names(group) for group in loader.list_groups("")}
+
+    overrides, lines = list[Override](), list[str]()
     for text in texts:
         try:
-            override = parser.parse_override(text)
-        except HydraException as error:
-            lines.append(f"{unparsed(text, _first_line(error))}; {QUOTE}")
+            override = read_word(parser, text, options)
+        except WordError as error:
+            lines.append(str(error))
             continue
         override.config_loader = loader  # `glob` asks it for the options
         overrides.append(override)
@@ -169,13 +176,16 @@ def _chooses_nothing(override: Override) -> bool:
     return chosen and override.value() is None
 
 
-def _refuse_repeated(overrides: list[Override]) -> None:
-    """Refuse two precisions in a sweep: an axis is meant, and Hydra would take the last alone."""
+def _refuse_repeated(overrides: list[Override], loader: ConfigLoader, *, multirun: bool) -> None:
+    """Refuse two options of a group: an axis is meant, or a slip; Hydra would take the last."""
     by_key: dict[str, list[str]] = {}
-    for each in (each for each in overrides if each.key_or_group in NAMES_A_CELL):
-        by_key.setdefault(each.key_or_group, []).append(each.get_value_string())
+    groups = {*loader.list_groups("")} - {SET_AGAIN}
+    for each in overrides:
+        if each.key_or_group in groups:
+            by_key.setdefault(each.key_or_group, []).append(each.get_value_string())
     lines = [
-        f"{key}={values[-1]}: is on the line {len(values)} times; write {key}={','.join(values)}"
+        f"{key}={values[-1]}: is on the line {len(values)} times; "
+        + (f"write {key}={','.join(values)}" if multirun else "leave one")
         for key, values in by_key.items()
         if len(values) > 1
     ]
@@ -236,7 +246,7 @@ def _sweep_of(overrides: list[Override], loader: ConfigLoader) -> list[Override]
     try:
         found = hydra_compose(CONFIG, chosen, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, *UNREADABLE) as error:
-        raise ComposeError([f"{chosen[0]}: {_first_line(error)}"]) from error
+        raise ComposeError([f"{chosen[0]}: {first_line(error)}"]) from error
     params = found.hydra.sweeper.params or {}
     typed = {each.key_or_group for each in overrides}
     return _parse([f"{key}={value}" for key, value in params.items() if key not in typed], loader)
@@ -274,11 +284,11 @@ def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]
         if found := [*secrets_of(leaves(tree))]:
             return None, found
     except (HydraException, OmegaConfBaseException) as error:
-        return None, [_first_line(error)]
+        return None, [first_line(error)]
     except YAMLError as error:  # in a site's own file, which it names with line and column
         return None, [" ".join(str(error).split())]
     except UNREADABLE as error:
-        return None, [f"{' '.join(cell)}: cannot be composed, {_first_line(error)}"]
+        return None, [f"{' '.join(cell)}: cannot be composed, {first_line(error)}"]
     if beside in tree:
         group, _, key = ADDED.partition(".")
         own, more = tree[group][key], tree.pop(beside)
@@ -396,9 +406,3 @@ def _fields(group: type = Recipe, prefix: str = "") -> dict[str, Any]:
         if dataclasses.is_dataclass(hint):
             known |= _fields(typing.cast(type, hint), f"{prefix}{name}.")
     return known
-
-
-def _first_line(error: Exception) -> str:
-    said = " ".join(" ".join(str(error).split("\n")[:2]).split())
-    remedy = "; for a shell's variable write $NAME, or \\${NAME}" * ("Interpolation" in said)
-    return said + remedy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 import struct
 from collections.abc import Iterator
@@ -15,9 +14,11 @@ from typing import Any
 from fp8_nemo.recipe.checks import Mistake, as_typed, verb_line
 from fp8_nemo.recipe.options import TASKS, Data, Model, Recipe
 from fp8_nemo.recipe.own.model import NUMBERS, shape_of
+from fp8_nemo.recipe.plain import read_json
 
 SHIPPED = Path(__file__).parent / "models"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
+NO_FOLDER = "no such folder"
 
 
 def model_path(model: Model) -> Path:
@@ -52,14 +53,19 @@ def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
         line = shlex.join([str(folder), *_made_by(recipe)])
         makes = f"{verb_line('make_model')} {line} makes it"
         remedy = makes if recipe.data.is_made else "give the folder of a model"
-        yield Mistake("model.path", folder, "no such folder", remedy)
+        is_file = folder.exists()
+        text, remedy = ("is a file", "give the model's folder") if is_file else (NO_FOLDER, remedy)
+        yield Mistake("model.path", folder, text, remedy)
         return
     missing = [name for name in NEEDED if not (folder / name).is_file()]
     if missing:
         lacks, remedy = f"lacks {', '.join(missing)}", "it must be in Hugging Face format"
         yield Mistake("model.path", folder, lacks, remedy)
         return
-    yield from _config_mistakes(folder, model, pads)
+    found = [*_config_mistakes(folder, model, pads)]
+    yield from found
+    if not (found or model.path is None):
+        yield from _tokenizer_mistakes(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         yield Mistake("model.path", folder, "holds no *.safetensors")
@@ -81,14 +87,9 @@ def _made_by(recipe: Recipe) -> Iterator[str]:
 def _config_mistakes(folder: Path, model: Model, pads: bool) -> Iterator[Mistake]:
     """Check the numbers that the plan counts with, and the tokens that sampling needs."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-        tokens = json.loads((folder / "tokenizer_config.json").read_text())
+        config, tokens = (_read_object(folder / NEEDED[at]) for at in (0, 2))
     except ValueError as error:
-        yield Mistake("model.path", folder, f"holds broken JSON ({error})", "copy it again")
-        return
-    if not (isinstance(config, dict) and isinstance(tokens, dict)):
-        text = "holds JSON that is no object, in config.json or tokenizer_config.json"
-        yield Mistake("model.path", folder, text, "copy it again")
+        yield Mistake("model.path", folder, f"{error} is no JSON object", "copy it again")
         return
     yield from shape_mistakes(config, folder, model)
     for name in ("eos_token", "pad_token") if pads else ("eos_token",):
@@ -96,6 +97,41 @@ def _config_mistakes(folder: Path, model: Model, pads: bool) -> Iterator[Mistake
             yield Mistake("model.path", folder, f"its tokenizer has no {name}")
     if not (tokens.get("chat_template") or (folder / "chat_template.jinja").is_file()):
         yield Mistake("model.path", folder, "its tokenizer has no chat template")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: it is none; names the file.
+    """
+    try:
+        found = read_json(path.read_bytes())
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(path.name)
+    return found
+
+
+def _tokenizer_mistakes(folder: Path) -> Iterator[Mistake]:
+    """Check that the files which only transformers reads are what they are called."""
+    for name in ("tokenizer.json", "generation_config.json"):
+        if (folder / name).is_file():
+            try:
+                found = _read_object(folder / name)
+            except ValueError:
+                yield Mistake("model.path", folder, f"{name} is no JSON object", "copy it again")
+                continue
+            if name == "tokenizer.json" and not isinstance(found.get("model"), dict):
+                text = "tokenizer.json is no tokenizer, it has no model"
+                yield Mistake("model.path", folder, text, "copy it again")
+
+
+def positions(folder: Path) -> int | None:
+    """Return the positions of a model in a folder, `max_position_embeddings`; None if unsaid."""
+    found = _read_object(folder / "config.json").get("max_position_embeddings")
+    return found if type(found) is int else None
 
 
 def shape_mistakes(config: dict[str, Any], where: object, model: Model) -> Iterator[Mistake]:
@@ -132,7 +168,7 @@ def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:
             raise ValueError(f"{file.name} {reason}")
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(size))
+            header = read_json(stream.read(size))
         header.pop("__metadata__", None)
         found |= {name: tuple(each["shape"]) for name, each in header.items()}
     return found
@@ -149,7 +185,7 @@ def _snapshot(name: str) -> Path | None:
     index = folder / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.is_file():
-        files = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        files = set(read_json(index.read_bytes()).get("weight_map", {}).values())
     return folder if all((folder / each).is_file() for each in files) else None
 
 
@@ -169,7 +205,8 @@ def damage(file: Path) -> str:
     try:
         missing = missing_bytes(file)
     except ValueError as error:
-        return f"has a broken header ({error})"
+        why = str(error) if type(error) is ValueError else "it is no JSON"
+        return f"has a broken header ({why})"
     return f"is cut short by {missing} bytes" if missing else ""
 
 
@@ -193,9 +230,11 @@ def missing_bytes(file: Path) -> int:
             raise ValueError(f"a header of {header_size:,} bytes")
         if 8 + header_size > size:
             return 8 + header_size - size
-        header = json.loads(stream.read(header_size))
+        header = read_json(stream.read(header_size))
     try:
         ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-        return max(0, 8 + header_size + max(ends, default=0) - size)
-    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        if not ends or {*map(type, ends)} != {int}:
+            raise TypeError
+        return max(0, 8 + header_size + max(ends) - size)
+    except (AttributeError, LookupError, TypeError) as error:
         raise ValueError("it names no tensors and offsets") from error

@@ -290,7 +290,7 @@ class Data:
     """Made here (the first two), files, or a set that NeMo RL fetches."""
     path: str | None = None
     """For `jsonl`: a folder with train.jsonl and validation.jsonl, objects of `input`, `output`."""
-    difficulty: int | None = number(None, least=1)
+    difficulty: int | None = None
     """Of problems that are made (`TASKS`): digits of an operand, numbers of a sum."""
     reward: str | None = None
     """A Python file of yours with `reward(answer, output)`; null: right answers get 1, others 0."""

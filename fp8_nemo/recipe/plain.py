@@ -1,8 +1,10 @@
-"""Turn nested data into dataclasses and flat keys, without OmegaConf."""
+"""Turn nested data into JSON, dataclasses and flat keys, without OmegaConf."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import re
 import types
 import typing
@@ -10,6 +12,31 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def to_json(content: Any, indent: int | None = None) -> str:
+    """Write standard JSON: NaN and the infinities, for which it has no word, are `null`."""
+    return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def read_json(text: str | bytes) -> Any:
+    """Read JSON, also of earlier versions, which wrote `NaN` and `Infinity`.
+
+    Raises:
+        ValueError: it is none, or nested beyond all use.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: _finite(each) for key, each in content.items()}
+    return [_finite(each) for each in content] if isinstance(content, list | tuple) else content
 
 
 def from_plain(cls: type[T], content: Any, at: str = "") -> T:

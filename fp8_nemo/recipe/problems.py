@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8_nemo.recipe.options import Data
+from fp8_nemo.recipe.plain import to_json
 
 HELD_OUT_PAIRS = 256
 HELD_OUT_SUMS = 256
@@ -151,7 +152,12 @@ MAKERS: dict[str, Callable[[int, int], Split]] = {
 
 
 def read_jsonl(path: Path) -> list[Problem]:
-    """Read problems, an object on each line; blank lines are passed over, as NeMo RL does.
+    """Read problems, an object on each line; raises as `read_numbered`."""
+    return [*read_numbered(path).values()]
+
+
+def read_numbered(path: Path) -> dict[int, Problem]:
+    """Read problems by number of line; blank lines are passed over, as NeMo RL does.
 
     Raises:
         DataError: naming the file, and the line that is broken.
@@ -159,14 +165,17 @@ def read_jsonl(path: Path) -> list[Problem]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: cannot be read ({error}); it must be UTF-8") from error
+        why = f"byte {error.start + 1} is no text in UTF-8"
+        raise DataError(f"{path}: cannot be read, {why}; save it as UTF-8") from error
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); data.path must be a folder with "
             f"{TRAIN_FILE} and {VALIDATION_FILE}"
         ) from error
     lines = enumerate(text.split("\n"), start=1)  # splitlines would split texts at U+2028 too
-    found = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip(" \t\r")]
+    found = {
+        number: _parse(line, f"{path}:{number}") for number, line in lines if line.strip(" \t\r")
+    }
     if not found:
         raise DataError(f"{path}: holds no problem")
     return found
@@ -176,7 +185,7 @@ def write_problems(folder: Path, split: Split) -> None:
     """Write train.jsonl and validation.jsonl, as NeMo RL and `data=jsonl` read them."""
     for name, problems in zip((TRAIN_FILE, VALIDATION_FILE), split, strict=True):
         lines = [
-            json.dumps({"input": problem.input, "output": problem.output}) + "\n"
+            to_json({"input": problem.input, "output": problem.output}) + "\n"
             for problem in problems
         ]
         (folder / name).write_text("".join(lines), encoding="utf-8")
@@ -218,13 +227,50 @@ def _sum_of(numbers: Sequence[int]) -> Problem:
 
 def _parse(line: str, where: str) -> Problem:
     try:
-        fields = json.loads(line)
-        problem = Problem(fields["input"], fields["output"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f'{where}: not an object with "input" and "output" ({error!r})') from error
+        fields = json.loads(line, object_pairs_hook=_Once)
+    except _TwiceError as error:
+        raise DataError(f'{where}: has "{error}" twice; leave one') from None
+    except (ValueError, RecursionError):
+        why = "is cut short, or no JSON"
+        raise DataError(f'{where}: {why}; a line is {{"input": "1+2", "output": "3"}}') from None
+    if not isinstance(fields, dict):
+        why = "is no object"
+        raise DataError(f'{where}: {why}; a line is {{"input": "1+2", "output": "3"}}')
+    if lacking := [name for name in ("input", "output") if name not in fields]:
+        has = ", ".join(fields) or "nothing"
+        raise DataError(f'{where}: lacks "{lacking[0]}", has {has}')
+    problem = Problem(fields["input"], fields["output"])
     if not all(_is_text(each) for each in (problem.input, problem.output)):
         raise DataError(f'{where}: "input" and "output" must be texts in UTF-8, not blank')
     return problem
+
+
+class _TwiceError(ValueError):
+    """Name a key that an object has twice, of which readers take one or the other."""
+
+
+class _Once(dict[str, object]):
+    """Hold a JSON object whose keys differ."""
+
+    def __init__(self, pairs: list[tuple[str, object]]) -> None:
+        super().__init__(pairs)
+        for key in self:
+            if sum(key == each for each, _ in pairs) > 1:
+                raise _TwiceError(key)
+
+
+def shared_problems(data: Data) -> tuple[int, int]:
+    """Count the validation problems that stand among those to train on, of how many.
+
+    Returns:
+        0 of 0 for files that cannot be read, which is refused elsewhere.
+    """
+    try:
+        train, validation = _read(data)
+    except DataError:
+        return 0, 0
+    known = {problem.input for problem in train}
+    return sum(problem.input in known for problem in validation), len(validation)
 
 
 def _is_text(value: object) -> bool:

@@ -22,7 +22,8 @@ from fp8_nemo.plan.plan import ONLY_CHECKED
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.options import Correction, Precision
 from fp8_nemo.report.runs import FinishedRun
-from fp8_nemo.runs.run_dir import ENVIRONMENT
+from fp8_nemo.runs.metrics import METRICS, spans
+from fp8_nemo.runs.provenance import ENVIRONMENT
 
 BEGUN_WITH = ("weights", "problems")
 """Keys of environment.json that are digests of what a run began with, not of where it ran."""
@@ -213,7 +214,7 @@ def compare(runs: Iterable[FinishedRun], damaged: Iterable[str] = ()) -> Compari
     """
     runs, groups = list(runs), defaultdict(list)
     for run in runs:
-        groups[json.dumps(run.settings, sort_keys=True)].append(run)
+        groups[json.dumps(run.settings, sort_keys=True, allow_nan=False)].append(run)
     repeated = [line for group in groups.values() for line in _drop_repeated(group)]
     runs = [run for group in groups.values() for run in group]
     labels = _labels([group[0] for group in groups.values()])
@@ -222,9 +223,15 @@ def compare(runs: Iterable[FinishedRun], damaged: Iterable[str] = ()) -> Compari
         for label, group in zip(labels, groups.values(), strict=True)
     )
     emulation = [EMULATION] if any(run.plan.backend == "local" for run in runs) else []
-    return Comparison(
-        cells, (*damaged, *repeated, *emulation, *_unmatched(cells), *_environments(cells))
-    )
+    known = (*damaged, *_holes(runs), *repeated, *emulation)
+    return Comparison(cells, (*known, *_unmatched(cells), *_environments(cells)))
+
+
+def _holes(runs: Iterable[FinishedRun]) -> Iterator[str]:
+    for run in runs:
+        if run.holes:
+            lost = f"{METRICS} lacks step {spans(run.holes)} of {run.steps}"
+            yield f"{run.path}: {lost}: its curves have a hole, its means are over the rest"
 
 
 def _drop_repeated(group: list[FinishedRun]) -> list[str]:

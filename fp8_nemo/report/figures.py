@@ -204,7 +204,8 @@ def _draw_seeds(axes: Axes, cell: Cell, index: int, curve: Curve, width: int) ->
     seeds = [series for run in cell.runs if (series := run.series(curve.key))]
     for series in seeds if len(seeds) > 1 else ():
         color = OKABE_ITO[index % len(OKABE_ITO)]
-        axes.plot(*_points(series, width), color=color, linewidth=0.7, alpha=0.4)
+        points = _points(series, width, _apart(curve, cell))
+        axes.plot(*points, color=color, linewidth=0.7, alpha=0.4)
 
 
 def _draw_mean(axes: Axes, cell: Cell, index: int, curve: Curve, width: int, label: str) -> None:
@@ -212,17 +213,53 @@ def _draw_mean(axes: Axes, cell: Cell, index: int, curve: Curve, width: int, lab
     seeds = [series for run in cell.runs if (series := run.series(curve.key))]
     color, dashes, marker = (each[index % len(each)] for each in (OKABE_ITO, DASHES, MARKERS))
     shared = sorted(set.intersection(*map(set, seeds)))
-    steps, means = _points({step: fmean(each[step] for each in seeds) for step in shared}, width)
+    mean = {step: fmean(each[step] for each in seeds) for step in shared}
+    steps, means = _points(mean, width, _apart(curve, cell))
     every = max(1, len(steps) // 8)
     axes.plot(
         steps, means, color=color, linestyle=dashes, marker=marker, linewidth=2, markersize=5,
-        markevery=(index % every, every), label=label,
+        markevery=[*range(index % every, len(steps), every), *_alone(means)], label=label,
     )  # fmt: skip
 
 
-def _points(series: Mapping[int, float], width: int) -> tuple[list[float], list[float]]:
-    """Return the steps and values, each the mean of `width` neighbours."""
-    pairs = list(series.items())
-    groups = [pairs[start : start + width] for start in range(0, len(pairs), width)]
-    steps = [fmean(step for step, _ in group) for group in groups]
-    return steps, [fmean(value for _, value in group) for group in groups]
+def _apart(curve: Curve, cell: Cell) -> int:
+    """Return how far apart two neighbours of a curve are at most: beyond it a point is missing."""
+    return cell.runs[0].recipe.grpo.validate_every if curve.key == "val/accuracy" else 1
+
+
+def _points(series: Mapping[int, float], width: int, apart: int) -> tuple[list[float], list[float]]:
+    """Return steps and values, each the mean of `width` neighbours, with NaN where one is missing.
+
+    A line is drawn from point to point, and ends at NaN: it must not cross a hole.
+
+    Args:
+        series: step -> value; one that is NaN is missing.
+        width: points of the series in a point of the figure.
+        apart: steps between neighbours, at most.
+    """
+    pieces: list[list[tuple[int, float]]] = []
+    for step, value in series.items():
+        if not math.isfinite(value):
+            continue
+        if not pieces or step - pieces[-1][-1][0] > apart:
+            pieces.append([])
+        pieces[-1].append((step, value))
+    steps, values = [], []
+    for piece in pieces:
+        for start in range(0, len(piece), width):
+            group = piece[start : start + width]
+            steps.append(fmean(step for step, _ in group))
+            values.append(fmean(value for _, value in group))
+        steps.append(math.nan)
+        values.append(math.nan)
+    return steps[:-1], values[:-1]
+
+
+def _alone(values: Sequence[float]) -> list[int]:
+    """Return the points between two holes, of which no line would tell."""
+    walled = [math.nan, *values, math.nan]
+    return [
+        at
+        for at, value in enumerate(values)
+        if not math.isnan(value) and math.isnan(walled[at]) and math.isnan(walled[at + 2])
+    ]

@@ -20,7 +20,7 @@ from fp8_nemo.report.against_bf16 import EQUAL, KL_FORMAT, AgainstBaseline, agai
 from fp8_nemo.report.compare import COLUMNS, SECTIONS, Cell, Comparison, given, markdown_table
 from fp8_nemo.report.runs import FinishedRun
 from fp8_nemo.report.verdict import choices
-from fp8_nemo.runs.metrics import write_whole
+from fp8_nemo.runs.metrics import spans, write_whole
 from fp8_nemo.runs.run_dir import report_dir, short_path
 from fp8_nemo.runs.terminal import table
 
@@ -212,10 +212,14 @@ def meanings(section: str) -> str:
 def run_table(comparison: Comparison) -> str:
     """List every run and how far it came."""
     runs = [
-        (escape_markdown(run.path), run.steps, run.recipe.grpo.steps, run.state)
+        (escape_markdown(run.path), run.steps, run.recipe.grpo.steps, _state(run))
         for run in comparison.runs
     ]
     return markdown_table([("run", "steps", "of", "state"), *runs])
+
+
+def _state(run: FinishedRun) -> str:
+    return f"{run.state}, without step {spans(run.holes)}" if run.holes else run.state
 
 
 def health(comparison: Comparison) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,9 +14,18 @@ from typing import Any
 from fp8_nemo.plan.plan import ONLY_CHECKED, Plan, plan_from_json
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.options import Recipe
-from fp8_nemo.recipe.plain import leaves
-from fp8_nemo.runs.metrics import METRICS, RunDirError, read_metrics, steps_done
-from fp8_nemo.runs.run_dir import ENVIRONMENT, PLAN, State, read_plan, state_of
+from fp8_nemo.recipe.plain import leaves, read_json
+from fp8_nemo.runs.metrics import (
+    FIRST_STEP,
+    METRICS,
+    RunDirError,
+    missing_steps,
+    read_metrics,
+    steps_done,
+    valued,
+)
+from fp8_nemo.runs.provenance import ATTEMPTS, read_environment
+from fp8_nemo.runs.run_dir import PLAN, State, read_plan, state_of
 
 ARCHIVE = ".jsonl.gz"
 """A folder of runs as one file: a line a run, with its path, plan, environment and rows."""
@@ -38,7 +46,7 @@ class FinishedRun:
     rows: list[dict[str, Any]]
     """metrics.jsonl, one object a step; step 0 is before training."""
     environment: dict[str, str]
-    """environment.json as `{dotted key: text}`; empty if it was not written."""
+    """environment.json less its times, as `{dotted key: text}`; empty if it was not written."""
 
     @property
     def recipe(self) -> Recipe:
@@ -54,6 +62,11 @@ class FinishedRun:
     def state(self) -> State:
         """Return whether the plan's last step is done."""
         return state_of(self.plan, self.steps)
+
+    @cached_property
+    def holes(self) -> list[int]:
+        """Return the steps behind it that have no row."""
+        return missing_steps(self.rows, FIRST_STEP[self.plan.backend], self.steps)
 
     @cached_property
     def settings(self) -> dict[str, str]:
@@ -103,15 +116,16 @@ def read_run(run_dir: Path) -> FinishedRun:
     try:
         if packed:
             plan = plan_from_json(packed["plan"])
-            return FinishedRun(run_dir, plan, packed["rows"], _as_typed(packed["environment"]))
-        path = run_dir / ENVIRONMENT
-        plan, rows = read_plan(run_dir), read_metrics(run_dir)
-        environment = _as_typed(json.loads(path.read_text())) if path.exists() else {}
+            rows, environment = [valued(row) for row in packed["rows"]], packed["environment"]
+        else:
+            plan, rows = read_plan(run_dir), read_metrics(run_dir)
+            environment = read_environment(run_dir)
     except RunDirError:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunDirError(f"{run_dir}: cannot be read ({error})") from error
-    return FinishedRun(run_dir, plan, rows, environment)
+    environment = {key: value for key, value in environment.items() if key != ATTEMPTS}
+    return FinishedRun(run_dir, plan, rows, _as_typed(environment))
 
 
 def _archive_of(path: Path) -> Path | None:
@@ -129,7 +143,7 @@ def _read_archive(archive: Path, written: int) -> dict[Path, dict[str, Any]]:
     """Read an archive: by path, the plan, environment and rows of each run that it holds."""
     folder = Path(str(archive).removesuffix(ARCHIVE))
     with gzip.open(archive, "rt") as lines:
-        return {folder / each["run"]: each for each in map(json.loads, lines)}
+        return {folder / each["run"]: each for each in map(read_json, lines)}
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[str]]:

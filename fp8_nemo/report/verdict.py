@@ -15,7 +15,6 @@ better health decides, then fewer bytes a refit, then the smaller possible loss.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shlex
 from collections import defaultdict
@@ -26,7 +25,7 @@ from fp8_nemo.correction.health import STATES
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.recipe.options import Recipe
-from fp8_nemo.recipe.plain import leaves
+from fp8_nemo.recipe.plain import leaves, to_json
 from fp8_nemo.report.against_bf16 import EQUAL, AgainstBaseline, against_baselines, baseline_of
 from fp8_nemo.report.compare import STUDENT, Cell, Comparison
 
@@ -289,7 +288,7 @@ def _settings(recipe: Recipe, base: Recipe) -> Iterator[str]:
     usual = leaves(dataclasses.asdict(base))
     for key, value in leaves(dataclasses.asdict(recipe)).items():
         if key != "seed" and value != usual.get(key):
-            text = json.dumps(value) if isinstance(value, list) else as_typed(value)
+            text = to_json(value) if isinstance(value, list) else as_typed(value)
             yield f"{'' if key in usual else '+'}{key}={text}"
 
 

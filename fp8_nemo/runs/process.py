@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import verb_line
@@ -15,6 +17,7 @@ from fp8_nemo.runs.run_dir import Frozen, freeze
 from fp8_nemo.runs.sbatch import container_notes
 from fp8_nemo.runs.terminal import console, tell
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INTERRUPTED = 130  # exit code, as a shell reports SIGINT
 
 
@@ -68,10 +71,26 @@ def _tell_notes(notes: Iterable[str]) -> None:
         tell(f"note: {note}")
 
 
+def _ends_with_its_parent() -> Callable[[], None] | None:
+    """Return what a child calls before it becomes another program; nothing but on Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
+    parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it was killed before this could ask
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return ask
+
+
 def call_verb(verb: str, *arguments: str) -> int:
     """Run one of the recipes in a fresh process of this interpreter; its exit code.
 
-    A child that a signal killed could not say so: it is said here, and the code is a shell's.
+    On Linux it ends with this process, as if SIGTERM had come, also where that is killed: else it
+    would train on unseen. A child that a signal killed could not say so: it is said here, and the
+    code is a shell's.
     Ctrl-C reaches the child too, SIGTERM is passed on; the child stops and says so, this waits for
     it, and gives INTERRUPTED however the child ended.
     """
@@ -80,7 +99,8 @@ def call_verb(verb: str, *arguments: str) -> int:
     if before is not signal.SIG_IGN:  # as in a script's background, where the child ignores it too
         # An exception could fall between the child's end and the reading of its code, then 0.
         signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
-    child = subprocess.Popen([sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments])
+    command = [sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments]
+    child = subprocess.Popen(command, preexec_fn=_ends_with_its_parent())
 
     def pass_on(number: int, _: object) -> None:
         """Pass SIGTERM on, which reaches this process alone."""

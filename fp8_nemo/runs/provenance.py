@@ -1,14 +1,31 @@
-"""Record what a number was measured on: versions, commit and hardware, and no secret."""
+"""Record what a run was measured on, and when: versions, commit, hardware, times; no secret."""
 
 from __future__ import annotations
 
 import math
 import os
 import platform
+import signal
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from fp8_nemo.recipe.model_dir import model_path, weights_digest
+from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.own.reward import reward_digest
+from fp8_nemo.recipe.plain import read_json, to_json
+from fp8_nemo.recipe.problems import problems_digest
+from fp8_nemo.runs.metrics import RunDirError, write_whole
+from fp8_nemo.runs.run_dir import checkpoints
+
+ENVIRONMENT = "environment.json"
+ATTEMPTS = "attempts"
+"""Key of ENVIRONMENT: `{"started": TIME, "ended": TIME}` of each attempt; a kill leaves no end."""
 
 VERSIONS_OF = (
     "fp8-nemo",
@@ -112,3 +129,121 @@ def _processor() -> str:
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def changed_versions(run_dir: Path) -> list[str]:
+    """List each package that is not the one that the run's checkpoints were made with.
+
+    Raises:
+        RunDirError: environment.json is damaged.
+    """
+    before, now = began_with(run_dir).get("versions", {}), environment()["versions"]
+    return [
+        f"{run_dir}: began with {name} {before[name]}, here is {now.get(name, 'none')}; install "
+        "that again, or set cluster.other_versions=allow"
+        for name in before
+        if now.get(name) != before[name]
+    ]
+
+
+def began_with(run_dir: Path) -> dict[str, Any]:
+    """Return the environment that a run with checkpoints began in; empty for one without."""
+    return read_environment(run_dir) if checkpoints(run_dir) else {}
+
+
+def starting_point(recipe: Recipe, path: Path) -> dict[str, str]:
+    """Return digests of weights and problems for `environment.json`: as the run began.
+
+    A run that went on with another model in the same folder, or other lines in the same file, would
+    show one curve of two experiments.
+
+    Args:
+        recipe: of the run.
+        path: its directory.
+
+    Raises:
+        RunDirError: they are others now, and `cluster.other_versions` is not `allow`.
+        OSError: a file of the model's or of the problems' cannot be read.
+    """
+    now, began = dict(_digests(recipe)), began_with(path)
+    for name, digest in now.items():
+        if began.get(name, digest) != digest and recipe.cluster.other_versions == "refuse":
+            raise RunDirError(
+                f"{path}: began with {name} {began[name]}, here are {digest}; put back what was "
+                "there, give the run other outputs, or set cluster.other_versions=allow"
+            )
+    return now | {name: began[name] for name in now if name in began}
+
+
+def _digests(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Digest what lies in files: NeMo RL may fetch a hub's model or data only later."""
+    if not recipe.model.hub_id:
+        yield "weights", weights_digest(model_path(recipe.model))
+    if not recipe.data.is_on_hub:
+        yield "problems", problems_digest(recipe.data, recipe.seed)
+    if recipe.data.reward:
+        yield "reward", reward_digest(Path(recipe.data.reward))
+
+
+def read_environment(run_dir: Path) -> dict[str, Any]:
+    """Return what environment.json holds; empty without one.
+
+    Raises:
+        RunDirError: it is damaged.
+    """
+    path = run_dir / ENVIRONMENT
+    try:
+        found = read_json(path.read_bytes()) if path.exists() else {}
+        if not isinstance(found, dict) or not isinstance(found.get("versions", {}), dict):
+            raise ValueError("no environment")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is damaged"
+        remedy = "delete the file, and the same line writes it again"
+        raise RunDirError(f"{path}: cannot be read, {why}; {remedy}") from error
+    return found
+
+
+@contextmanager
+def attempt(run_dir: Path, **began: str) -> Iterator[None]:
+    """Record in environment.json what an attempt runs on, when it starts, and when it ends.
+
+    Each attempt's times are kept, the rest is the last one's; its log keeps its own. SIGTERM ends
+    a block that has no handler for it, as it would without this, once the time is written.
+
+    Args:
+        run_dir: of the run.
+        began: `starting_point`.
+    """
+    write_environment(run_dir, **began)
+
+    def end(number: int, _: object) -> None:
+        """Write the end, and end."""
+        _end_attempt(run_dir)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        _end_attempt(run_dir)
+
+
+def write_environment(run_dir: Path, **began: str) -> None:
+    """Begin an attempt in environment.json."""
+    earlier = read_environment(run_dir).get(ATTEMPTS, [])
+    content = environment() | began | {ATTEMPTS: [*earlier, {"started": _now()}]}
+    write_whole(run_dir / ENVIRONMENT, to_json(content, indent=1) + "\n")
+
+
+def _end_attempt(run_dir: Path) -> None:
+    content = read_environment(run_dir)
+    content[ATTEMPTS][-1]["ended"] = _now()
+    write_whole(run_dir / ENVIRONMENT, to_json(content, indent=1) + "\n")
+
+
+def _now() -> str:
+    """Return the time as `2026-11-22T09:30:00+00:00`, in UTC whatever the machine's zone."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

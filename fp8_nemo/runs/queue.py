@@ -21,6 +21,8 @@ from fp8_nemo.runs.terminal import table
 
 GONE = "Invalid job id"
 """What squeue says of one job that Slurm has forgotten."""
+UNREACHED = ("resolve_ctls_from_dns_srv", "establish a configuration source", "Unable to contact")
+"""What Slurm's commands say of a machine that is no part of a cluster, among other lines."""
 SAID = re.compile(r"^\[\S+ (?:job )?\S+\] (.+)$", re.M)
 """A line of grpo.sbatch's or node.sh's in a job's log."""
 LAST_BYTES = 8192
@@ -178,6 +180,8 @@ def cancel(numbers: Sequence[str]) -> None:
 
 def bare(said: str) -> str:
     """Return Slurm's message without its prefixes."""
+    if any(word in said for word in UNREACHED):
+        return "no Slurm controller is reached from here; ask on a login node of the cluster"
     last = said.strip().splitlines()[-1] if said.strip() else "nothing"
     prefixes = ("sbatch: error: ", "allocation failure: ", "Batch job submission failed: ")
     for prefix in (*prefixes, "squeue: error: ", "slurm_load_jobs error: ", "scancel: error: "):

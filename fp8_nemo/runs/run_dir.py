@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import json
 import os
 import platform
 import shutil
@@ -23,23 +22,29 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fp8_nemo.plan.plan import Plan, plan_from_json
-from fp8_nemo.recipe.model_dir import model_path, weights_digest
-from fp8_nemo.recipe.options import Recipe
-from fp8_nemo.recipe.own.reward import reward_digest
-from fp8_nemo.recipe.plain import escape_interpolation
-from fp8_nemo.recipe.problems import problems_digest
+from fp8_nemo.recipe.plain import escape_interpolation, read_json, to_json
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout
-from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done, sync, write_whole
-from fp8_nemo.runs.provenance import environment
+from fp8_nemo.runs.metrics import (
+    FIRST_STEP,
+    RunDirError,
+    keep_rows,
+    missing_steps,
+    read_metrics,
+    rewind_metrics,
+    rows_until,
+    steps_done,
+    sync,
+)
 
-PLAN, RECIPE, ENVIRONMENT = "plan.json", "recipe.yaml", "environment.json"
+PLAN, RECIPE = "plan.json", "recipe.yaml"
 LOCK = ".lock"
 
 State = Literal["new", "unfinished", "finished"]
@@ -89,12 +94,12 @@ def read_plan(run_dir: Path) -> Plan:
         RunDirError: there is none, or it was cut short or changed by hand.
     """
     try:
-        return plan_from_json(json.loads((run_dir / PLAN).read_text()))
+        return plan_from_json(read_json((run_dir / PLAN).read_text()))
     except OSError as error:
         raise RunDirError(
             f"{run_dir}: no run directory, {PLAN} cannot be read ({error.strerror})"
         ) from error
-    except (ValueError, KeyError, TypeError, OmegaConfBaseException) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OmegaConfBaseException) as error:
         raise RunDirError(
             f"{run_dir / PLAN}: not a plan ({str(error).splitlines()[0]}); "
             "delete the file, and the same line again writes it"
@@ -124,20 +129,31 @@ def locked(run_dir: Path) -> Iterator[None]:
         RunDirError: another process runs it, or it is somebody else's.
     """
     try:
-        lock = (run_dir / LOCK).open("w")
+        lock = (run_dir / LOCK).open("a+")
     except OSError as error:
         raise RunDirError(f"{run_dir}: cannot be written ({error.strerror})") from error
     with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunDirError(f"{run_dir}: another process is running it; wait for it") from error
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            remedy = "wait for it, or end it"
+            raise RunDirError(f"{run_dir}: {holder} is running it; {remedy}") from error
         except OSError as error:
             raise RunDirError(
                 f"{run_dir}: cannot be locked ({error.strerror}); set outputs=FOLDER on a file "
                 "system with locks, or have this one mounted with them (Lustre: flock)"
             ) from error
+        file.truncate(0)
+        file.write(f"another process, {os.getpid()} on {platform.node()}, since {_now()},")
+        file.flush()
         yield
+        file.truncate(0)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def attempt_log(run_dir: Path) -> Path:
@@ -218,7 +234,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
     folder = run_dir / "checkpoints"
     if _exists(folder) and not os.access(folder, os.R_OK | os.X_OK):
         raise RunDirError(f"{folder}: cannot be read (Permission denied)")
-    return sorted(folder.glob("step[-_]*[0-9]"), key=checkpoint_step)
+    found = (each for each in folder.glob("step[-_]*") if each.name[5:].isdecimal())
+    return sorted(filter(Path.is_dir, found), key=checkpoint_step)
 
 
 def _exists(path: Path) -> bool:
@@ -240,9 +257,23 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step")[1:])
 
 
+def rewind(run_dir: Path, backend: str) -> Path | None:
+    """Make metrics.jsonl what it was when the last checkpoint was saved; return that, if any.
+
+    Raises:
+        RunDirError: rows that the run had are nowhere.
+    """
+    last = next(reversed(checkpoints(run_dir)), None)
+    rewind_metrics(run_dir, last, checkpoint_step(last) if last else -1, FIRST_STEP[backend])
+    return last
+
+
 @contextmanager
 def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
-    """Yield a folder to save into; it becomes step-NNNNNN whole or not at all. Prune older ones."""
+    """Yield a folder to save into; it becomes step-NNNNNN whole or not at all. Prune older ones.
+
+    A copy of the run's rows is put there too.
+    """
     folder = run_dir / "checkpoints"
     folder.mkdir(exist_ok=True)
     tidy_checkpoints(run_dir)
@@ -250,6 +281,7 @@ def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
     saving.mkdir()
     try:
         yield saving
+        keep_rows(run_dir, saving)
         for file in (*saving.iterdir(), saving, run_dir):
             sync(file)
         target = folder / f"step-{step:06d}"
@@ -268,78 +300,37 @@ def tidy_checkpoints(run_dir: Path) -> None:
         shutil.rmtree(each)
 
 
-def changed_versions(run_dir: Path) -> list[str]:
-    """List each package that is not the one that the run's checkpoints were made with."""
-    before, now = began_with(run_dir).get("versions", {}), environment()["versions"]
-    return [
-        f"{run_dir}: began with {name} {before[name]}, here is {now.get(name, 'none')}; install "
-        "that again, or set cluster.other_versions=allow"
-        for name in before
-        if now.get(name) != before[name]
-    ]
-
-
-def began_with(run_dir: Path) -> dict[str, Any]:
-    """Return the environment that a run with checkpoints began in; empty for one without."""
-    path = run_dir / ENVIRONMENT
-    return json.loads(path.read_text()) if checkpoints(run_dir) and path.exists() else {}
-
-
-def starting_point(recipe: Recipe, path: Path) -> dict[str, str]:
-    """Return digests of weights and problems for `environment.json`: as the run began.
-
-    A run that went on with another model in the same folder, or other lines in the same file, would
-    show one curve of two experiments.
-
-    Args:
-        recipe: of the run.
-        path: its directory.
-
-    Raises:
-        RunDirError: they are others now, and `cluster.other_versions` is not `allow`.
-        OSError: a file of the model's or of the problems' cannot be read.
-    """
-    now, began = dict(_digests(recipe)), began_with(path)
-    for name, digest in now.items():
-        if began.get(name, digest) != digest and recipe.cluster.other_versions == "refuse":
-            raise RunDirError(
-                f"{path}: began with {name} {began[name]}, here are {digest}; put back what was "
-                "there, give the run other outputs, or set cluster.other_versions=allow"
-            )
-    return now | {name: began[name] for name in now if name in began}
-
-
-def _digests(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Digest what lies in files: NeMo RL may fetch a hub's model or data only later."""
-    if not recipe.model.hub_id:
-        yield "weights", weights_digest(model_path(recipe.model))
-    if not recipe.data.is_on_hub:
-        yield "problems", problems_digest(recipe.data, recipe.seed)
-    if recipe.data.reward:
-        yield "reward", reward_digest(Path(recipe.data.reward))
-
-
-def write_environment(run_dir: Path, **more: str) -> None:
-    """Record what this attempt runs on; each attempt's log keeps its own."""
-    write_whole(run_dir / ENVIRONMENT, json.dumps(environment() | more, indent=1) + "\n")
-
-
 def _existing(plan: Plan) -> Frozen:
     path = run_path(plan)
     if not _exists(path):
         return Frozen(path, "new", 0)
     with locked(path):
         tidy_checkpoints(path)
-        steps, saved = steps_done(read_metrics(path)), checkpoints(path)
-    if saved:  # a kill may fall between the last row and its checkpoint
-        steps = min(steps, checkpoint_step(saved[-1]))
-    elif steps < plan.recipe.grpo.steps:
+        rows, saved = read_metrics(path), checkpoints(path)
+    steps = steps_done(rows)
+    if saved:
+        return _saved(plan, path, rows, saved[-1])
+    if steps < plan.recipe.grpo.steps:
         if steps > plan.recipe.grpo.checkpoint_every or _was_finished(path, steps):
             raise RunDirError(
                 f"{path}: its checkpoints are gone, so it cannot go on; delete it to start again"
             )
         steps = 0
     return Frozen(path, state_of(plan, steps), steps)
+
+
+def _saved(plan: Plan, path: Path, rows: list[dict[str, float]], last: Path) -> Frozen:
+    """Find a run that has checkpoints: it is finished with its last row and its last checkpoint.
+
+    Raises:
+        RunDirError: it goes on, and rows that it had are nowhere.
+    """
+    step, first = checkpoint_step(last), FIRST_STEP[plan.backend]
+    steps = min(steps_done(rows), step)  # a kill may fall between the last row and its checkpoint
+    state = state_of(plan, steps)
+    if state != "finished" and missing_steps(rows, first, step):
+        rows_until(path, last, step, first)
+    return Frozen(path, state, steps)
 
 
 def _was_finished(path: Path, steps: int) -> bool:
@@ -413,7 +404,7 @@ def _unmake(folder: Path) -> None:
 def _write(plan: Plan, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     recipe = escape_interpolation(dataclasses.asdict(plan.recipe))
-    (folder / PLAN).write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+    (folder / PLAN).write_text(to_json(plan.to_json(), indent=1) + "\n")
     (folder / RECIPE).write_text(OmegaConf.to_yaml(OmegaConf.create(recipe)))
     for each in (folder / PLAN, folder / RECIPE, folder):
         sync(each)

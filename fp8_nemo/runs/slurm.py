@@ -143,6 +143,10 @@ def submit_problems(plans: Iterable[Plan]) -> list[str]:
         tried = subprocess.run(call, capture_output=True, text=True)
         if tried.returncode:
             said = [line for line in tried.stderr.strip().splitlines() if line]
+            whole = bare(tried.stderr)
+            if not tried.stderr.strip().endswith(whole):
+                lines.append(f"cluster.kind=slurm: {whole}, or run here with cluster=here")
+                continue
             lines.append(
                 f"{plan.cell}: sbatch says {'; '.join(dict.fromkeys(map(bare, said)))} "
                 f"({_asked(plan)})"

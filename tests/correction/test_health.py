@@ -1,8 +1,20 @@
 """Verdicts on a run's rows: which state, for which reason, and only for what was measured."""
 
+import math
+
 import pytest
 
-from fp8_nemo.correction.health import GROWTH, KL, SIGNALS, WINDOW, UnstableError, judge, worst
+from fp8_nemo.correction.health import (
+    GROWTH,
+    KL,
+    SIGNALS,
+    STILL,
+    WINDOW,
+    ZEROS,
+    UnstableError,
+    judge,
+    worst,
+)
 from fp8_nemo.runs.metrics import append_judged, read_metrics
 
 FINE = {
@@ -11,6 +23,9 @@ FINE = {
     "correction/ess": 0.99,
     "correction/masked_fraction": 0.01,
     "recalibrate/saturated_fraction": 0.1,
+    "train/entropy": 0.3,
+    "reward/mean": 0.4,
+    "train/grad_norm": 0.7,
 }
 
 
@@ -49,6 +64,35 @@ def test_growth_is_the_last_window_against_the_first(factor, state):
     verdict = judge(rows)
     assert verdict.state == state
     assert not verdict.reasons or verdict.reasons[0].startswith(GROWTH.key)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("key", [KL, "reward/mean", "train/grad_norm", "train/entropy"])
+def test_a_number_that_is_none_is_unstable_and_named(key, broken, tmp_path):
+    verdict = judge([FINE] * 2 * WINDOW + [FINE | {key: broken}])
+    assert verdict.state == "unstable"
+    assert verdict.reasons[0].startswith(f"{key} is not a finite number: ")
+    append_judged(tmp_path, FINE | {"step": 1, key: broken}, stop=False)
+    assert judge(read_metrics(tmp_path)) == judge([FINE | {key: broken}]), (
+        "read back it is the same"
+    )
+
+
+@pytest.mark.parametrize("key", ZEROS)
+def test_a_zero_is_to_be_watched_once_it_stays(key):
+    zero = FINE | {key: 0.0}
+    assert judge([FINE, *[zero] * (STILL - 1)]).state == "healthy"
+    verdict = judge([FINE, *[zero] * STILL])
+    assert verdict.state == "watch" and verdict.reasons == [
+        f"{key} 0 in {STILL} steps: {ZEROS[key]}"
+    ]
+    assert judge([*[zero] * STILL, FINE]).state == "healthy"
+    assert judge([{"step": 0}] * STILL).state == "healthy", "not measured is not zero"
+
+
+def test_growth_is_of_the_steps_that_have_a_number():
+    rows = [FINE | {KL: math.nan}] + [FINE] * WINDOW + [FINE | {KL: 3.1e-3}] * WINDOW
+    assert judge(rows).reasons[0].startswith(GROWTH.key)
 
 
 def test_growth_from_nothing_is_measured_against_what_bf16_shows():

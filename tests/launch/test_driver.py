@@ -16,12 +16,12 @@ from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED, weights_digest
+from fp8_nemo.runs.metrics import append_metrics
+from fp8_nemo.runs.provenance import starting_point, write_environment
 from fp8_nemo.runs.run_dir import (
     checkpoint_step,
     checkpoints,
     freeze,
-    starting_point,
-    write_environment,
 )
 
 NEMO = ("backend=nemo", "glue=stock")
@@ -64,6 +64,7 @@ def made_run(tmp_path):
     plan, path = again()
     write_environment(path, **starting_point(plan.recipe, path))
     (path / "checkpoints" / "step_1").mkdir(parents=True)
+    append_metrics(path, {"step": 1})
     return again
 
 
@@ -126,7 +127,8 @@ def test_workers_inherit_the_plan_and_a_variable_of_the_users_own_is_kept_and_to
 ):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_NO_USAGE_STATS": "0"})
-    [plan] = compose_plans([*NEMO, "model=tiny-llama", "glue=ours", f"outputs={tmp_path}/outputs"])
+    line = [NEMO[0], "model=tiny-llama", "glue=ours", f"outputs={tmp_path}/outputs"]
+    [plan] = compose_plans(line)
     driver.prepare(plan, tmp_path)
     told = "VLLM_NO_USAGE_STATS=0: as the environment has it, the plan says 1\n"
     assert capsys.readouterr().out == told and os.environ["VLLM_NO_USAGE_STATS"] == "0"

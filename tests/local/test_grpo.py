@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import GrpoLoop
 from fp8_nemo.local.loss import clipped_loss, group_advantages, k3
-from fp8_nemo.local.run import progress
+from fp8_nemo.local.run import progress, run
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.model_dir import SHIPPED
 from fp8_nemo.recipe.options import GRPO
 from fp8_nemo.recipe.problems import Problem, read_jsonl, running_sum
 from fp8_nemo.runs import metrics, run_dir
@@ -24,7 +26,7 @@ from tests.recipe.test_conf import CELLS
 
 MODELS = ["tiny-llama", "tiny-qwen3-moe"]
 CORE_KEYS = {
-    "reward/mean", "rollout/tokens", "rollout/mean_length", "mismatch/kl",
+    "reward/mean", "rollout/tokens", "rollout/mean_length", "train/entropy", "mismatch/kl",
     "mismatch/token_mult_prob_error", "mismatch/abs_log_ratio_p99", "mismatch/abs_log_ratio_max",
     "mismatch/ess", "correction/multiplier_mean", "correction/ess", "correction/clipped_fraction",
     "correction/masked_fraction", "refit/bytes", "refit/verified_weights", "time/rollout",
@@ -143,6 +145,34 @@ def test_a_whole_checkpoint_of_another_kind_of_device_is_not_called_broken(make_
     with pytest.raises(CheckpointError, match="on another kind of device than the cpu") as error:
         GrpoLoop(plan, frozen.path).train(lambda row: None)
     assert "is left as it is" in str(error.value) and "delete" not in str(error.value)
+
+
+GARBAGE = ("[]", "3", "{}", '{"step": 1, "kv_scales": {}}', '{"step": 2, "kv_scales": []}')
+
+
+@pytest.mark.parametrize("state", GARBAGE)
+def test_a_state_of_garbage_is_named(make_plan, state):
+    [frozen] = run_dir.freeze([plan := make_plan()])
+    GrpoLoop(plan, frozen.path).train(lambda row: None)
+    [saved] = run_dir.checkpoints(frozen.path)
+    (saved / "state.json").write_text(state)
+    with pytest.raises(CheckpointError, match=r"step-000002: cannot be read .*; delete this"):
+        GrpoLoop(plan, frozen.path).train(lambda row: None)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [("config.json", ('"llama"', '"none-such"')), ("chat_template.jinja", ("{%", "{% if"))],
+)
+def test_a_model_that_cannot_be_loaded_is_one_line(make_plan, tmp_path, capsys, file, change):
+    shutil.copytree(SHIPPED / "tiny-llama", tmp_path / "model")
+    path = tmp_path / "model" / file
+    path.write_text(path.read_text().replace(*change))
+    plan = make_plan(f"model.path={tmp_path}/model")
+    [frozen] = run_dir.freeze([plan])
+    assert run(plan, frozen.path) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/model: this model cannot be loaded (" in line
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_checkpoint_before_it(make_plan):

@@ -92,3 +92,56 @@ def test_nemo_rl_pads_with_the_end_where_a_tokenizer_has_nothing_to_pad_with(mak
     file.write_text(json.dumps({**json.loads(file.read_text()), "pad_token": None}))
     recipe = make_plan(f"model.path={copy}").recipe
     assert not list(model_mistakes(recipe, pads=False)) and list(model_mistakes(recipe, pads=True))
+
+
+BROKEN = {"list": b"[]", "number": b"3", "empty": b"", "deep": b"[" * 100_000, "bytes": b"\xff\x00"}
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=list(BROKEN))
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_garbage_is_named(make_plan, copy, name, content):
+    (copy / name).write_bytes(content)
+    [line] = problems_with(make_plan(f"model.path={copy}"))
+    assert line == f"model.path={copy}: {name} is no JSON object; copy it again"
+
+
+def test_a_tokenizer_without_a_model_is_none(make_plan, copy):
+    (copy / "tokenizer.json").write_text("{}")
+    [line] = problems_with(make_plan(f"model.path={copy}"))
+    assert "tokenizer.json is no tokenizer, it has no model" in line
+
+
+OFFSETS = (
+    b"{}",
+    b"[" * 90_000,
+    *(b'{"a": {"data_offsets": %s}}' % at for at in (b'["x"]', b"[0]")),
+)
+
+
+@pytest.mark.parametrize("header", OFFSETS)
+def test_a_header_of_garbage_is_named(make_plan, copy, header):
+    (copy / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    [line] = problems_with(make_plan(f"model.path={copy}"))
+    assert "model.safetensors: has a broken header (" in line
+
+
+def test_a_file_in_a_folders_place_is_said_to_be_one(make_plan, copy):
+    [line] = problems_with(make_plan(f"model.path={copy}/config.json"))
+    assert line == f"model.path={copy}/config.json: is a file; give the model's folder"
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused(make_plan, tmp_path):
+    [line] = problems_with(make_plan("grpo.max_new_tokens=100000"))
+    assert line.startswith("grpo.max_new_tokens=100000: ") and "has 2,048 positions" in line
+    usual, longest = '{"input": "1+2", "output": "3"}\n', "1+" * 1021 + "1"
+    for extra, refused in (("", False), ("+1", True)):
+        problem = json.dumps({"input": longest + extra, "output": "3"})
+        (tmp_path / "train.jsonl").write_text(f"{usual}\n{problem}\n{problem}\n")
+        (tmp_path / "validation.jsonl").write_text(usual)
+        found = problems_with(make_plan("data=jsonl", f"data.path={tmp_path}"))
+        assert len(found) == refused
+        assert not refused or found[0] == (
+            f"{tmp_path}/train.jsonl:3: 2,045 tokens, with grpo.max_new_tokens=5 more than the "
+            "model's 2,048 positions, and 1 lines more; take it out, or shorten it"
+        )

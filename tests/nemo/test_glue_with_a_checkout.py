@@ -462,7 +462,10 @@ def test_a_resumed_run_starts_with_the_saved_ranges_and_scales(watched_policy, t
     policy, workers = watched_policy()
     workers.ranges = 8.0
     step(policy)
+    kept = []
+    policy.keep_rows = kept.append
     policy.save_checkpoint(str(tmp_path / "weights"))
+    assert kept == [tmp_path.parent], "the checkpoint's own folder, above the policy's"
     resumed, workers = watched_policy(weights_path=str(tmp_path / "weights"))
     assert resumed.kv_scales.in_force == policy.kv_scales.in_force
     assert resumed.calibrate_qkv_fp8_scales("prompts")["layers"] == policy.kv_scales.in_force

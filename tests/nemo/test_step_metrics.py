@@ -53,6 +53,14 @@ def test_a_refit_is_timed_where_one_opened_the_step():
     }  # fmt: skip
 
 
+def test_what_is_known_of_a_step_when_its_checkpoint_is_saved_is_its_row_so_far():
+    _, rows, logger = overheard()
+    logger.log_metrics({"accuracy": 0.75}, 3, prefix="validation")
+    seen = {"mismatch/kl": 0.25, OPENED: True}
+    assert logger.row_so_far(3, seen) == {"step": 3, "mismatch/kl": 0.25, "val/accuracy": 0.75}
+    assert OPENED in seen and len(rows) == 3, "nothing is taken"
+
+
 def test_nemo_rls_own_log_hears_everything_and_keeps_its_other_methods():
     logged, rows, logger = overheard()
     assert len(logged) == 9 and len(rows) == 3 and logger.log_plot == "plot"

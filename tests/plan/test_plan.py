@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
 
@@ -114,7 +115,7 @@ def test_a_slurm_cell_needs_an_image_for_nemo_rls_own_environments():
             ["data=openmath-2"],
             "data=openmath-2: backend=local reads arithmetic, running-sum or jsonl",
         ),
-        (["+nemo.grpo.x=1"], "nemo.grpo={'x': 1}: backend=local has no NeMo RL configuration"),
+        (["+nemo.grpo.x=1"], "nemo.grpo.x=1: backend=local has no NeMo RL configuration"),
         (
             ["grpo=paper", "grpo.updates_per_step=3"],
             "grpo.updates_per_step=3: must divide the step's 512 sequences",
@@ -197,3 +198,15 @@ def test_a_proof_frozen_by_its_name_of_before_goes_on_as_the_present_default(bef
     again = plan_from_json(json.loads(json.dumps(content)))
     assert again.recipe.glue.verify == now
     assert (again.run_name == plan().run_name) is (now == "bytes")
+
+
+@pytest.mark.parametrize(
+    ("word", "note"),
+    [
+        ("model.hf_id=foo", "model.hf_id: no effect, the local backend reads a folder"),
+        ("cluster.python=/nope/python", "cluster.python: no effect, cluster=here is this machine"),
+    ],
+)
+def test_what_the_local_backend_does_not_look_at_is_told(word, note):
+    [plan] = compose_plans(["model=tiny-llama", word])
+    assert [each for each in plan.notes if each.startswith(note)]

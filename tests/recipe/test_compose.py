@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from fp8_nemo.recipe.compose import (
     _unquoted,
     choices,
     compose,
+    compose_cells,
     option_names,
 )
 from fp8_nemo.recipe.options import Cluster
@@ -76,13 +78,132 @@ def test_the_choices_name_every_group_and_its_options():
     assert all(len(line) <= 80 for line in told.splitlines())
 
 
-def test_two_options_of_one_group_in_a_sweep_are_meant_as_an_axis():
-    words = ["precision=bf16", "grpo.steps=2", "precision=fp8-linear", "grpo.steps=3"]
-    words += ["cluster=slurm", "cluster=here"]  # what is no cell's name may be set again
-    [line] = lines("-m", *words)
-    assert line == "precision=fp8-linear: is on the line 2 times; write precision=bf16,fp8-linear"
-    [recipe] = compose(words)  # without a sweep the last one wins, as everywhere in Hydra
-    assert (recipe.precision.name, recipe.grpo.steps) == ("fp8-linear", 3)
+@pytest.mark.parametrize("group", ["precision=bf16,fp8-linear", "data=arithmetic,running-sum"])
+def test_two_options_of_one_group_are_refused_and_in_a_sweep_meant_as_an_axis(group):
+    name, _, values = group.partition("=")
+    words = [f"{name}={value}" for value in values.split(",")]
+    said = f"{words[1]}: is on the line 2 times; "
+    assert lines(*words) == [f"{said}leave one"]
+    assert lines("-m", *words) == [f"{said}write {group}"]
+
+
+def test_a_key_or_the_cluster_may_be_set_again_and_a_note_says_which_counts():
+    [cell] = compose_cells(["grpo.steps=2", "cluster=slurm", "grpo.steps=3", "cluster=here"])
+    assert (cell.recipe.grpo.steps, cell.recipe.cluster.kind) == (3, "here")
+    assert cell.notes == (
+        "grpo.steps: is on the line 2 times; the last counts, 3",
+        "cluster: is on the line 2 times; the last counts, here",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("experiment=bf16 precision=fp8-linear", "precision=fp8-linear: the line wins over experime"
+         "nt=bf16, which has precision=bf16"),
+        ("experiment=fp8-linear-tis correction=mis", "correction=mis: the line wins over experiment"
+         "=fp8-linear-tis, which has correction=tis"),
+        ("-m sweep=precision precision=bf16", "precision=bf16: the line wins over sweep=precision, "
+         "which has precision="),
+    ],
+)  # fmt: skip
+def test_what_a_line_overrules_in_its_experiment_or_sweep_is_told(words, note):
+    [cell, *_] = compose_cells(words.split())
+    [told] = cell.notes
+    assert told.startswith(note)
+    assert words.endswith(f"{told.partition(':')[0]}")
+    [plan, *_] = compose_plans(words.split())
+    assert told in plan.notes
+
+
+@pytest.mark.parametrize(
+    "words", ["experiment=bf16", "experiment=bf16 precision=bf16", "experiment=null seed=7"]
+)
+def test_what_agrees_is_not_told(words):
+    assert compose_cells(words.split())[0].notes == ()
+
+
+@pytest.mark.parametrize(
+    "key", ["grpo.steps", "grpo.prompts_per_step", "cluster.nodes", "glue.recalibrate.history"]
+)
+def test_no_number_is_absurd(key):
+    [line] = lines(f"{key}=99999999999999999999999")
+    assert line.startswith(f"{key}=99999999999999999999999: must be at least 1 and at most 1000000")
+
+
+@pytest.mark.parametrize("key", ["outputs", "model.path", "data.path", "correction.measurement"])
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("x" * 256, "a name in it has 256 bytes, and 255 is the most"),
+     ("é" * 128, "a name in it has 256 bytes"),
+     ("/y" * 1800, "has 3,600 bytes, and 3,500 is the most")],
+)  # fmt: skip
+def test_a_path_longer_than_any_can_be_is_refused(key, path, said):
+    [line] = lines(f"{key}='{path}'")
+    assert line.startswith(f"{key}={path[:40]}...: {said}")
+
+
+def test_a_difficulty_out_of_range_is_one_line():
+    for value in (-1, 0, 99):
+        [line] = lines(f"data.difficulty={value}")
+        assert line.startswith(f"data.difficulty={value}: must be from 1 to 6, the digits")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_that_json_has_not_are_refused_in_nemo_rls_keys(value):
+    [line] = lines("model=llama31-8b", f"+nemo.grpo.max_grad_norm={value}")
+    assert line == f"nemo.grpo.max_grad_norm={value}: must be a finite number"
+
+
+NOISE = re.compile(
+    r"token recognition|EOF|expecting|viable|EQUAL|BRACKET|Exception|evaluating|Union"
+)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (
+            "precision=fp8\u2011linear",
+            "\u2011 is not the character that it looks like; write precis",
+        ),
+        (
+            "grpo.steps=\uff11\uff10",
+            "\uff11 is not the character that it looks like; write grpo.steps=10",
+        ),
+        ("precision", "it is no KEY=VALUE"),
+        ("llama31-8b", "it is no KEY=VALUE; did you mean model=llama31-8b?"),
+        ("precision:bf16", "it is no KEY=VALUE; did you mean precision=bf16?"),
+        ("precision==bf16", "it has two equals signs; write precision=bf16"),
+        (
+            "outputs=~/runs",
+            'no shell puts a folder in the place of ~ there; write "outputs=$HOME',
+        ),
+        ("outputs=🦊", "🦊 can stand only in quotes: \"outputs='🦊'\""),
+        ("outputs=a#b", "# can stand only in quotes: \"outputs='a#b'\""),
+        ("outputs='it''s'", "quote a value that holds"),
+        ("precision=bf16\n", "it has a line break"),
+        ("outputs=[a", "a quote or a bracket is not closed; quote a value"),
+        ('outputs="a', "a quote or a bracket is not closed; quote a value"),
+        ("a b=3", "before = stands a key, of letters, digits, dots and underscores"),
+        ("grpo..steps=3", "before = stands a key, of letters, digits, dots and underscores"),
+        ("precision=bf16,", "a value is missing beside a comma"),
+        ("precision=,bf16", "a value is missing beside a comma"),
+        ("seed=range(a,b)", "range takes numbers: seed=range(1,4)"),
+        ("seed=many(1)", "many(...) is no list of values; write them with commas: seed=a,b"),
+    ],
+)
+def test_a_word_that_cannot_be_read_is_told_in_our_own_words(word, said):
+    for flags in ([], ["-m"]):
+        [line] = lines(*flags, word)
+        shown = word.replace("\n", "\\n")
+        assert line.startswith(f"{shown}: cannot be read, {said}")
+        assert not NOISE.search(line)
+
+
+def test_a_reference_to_no_key_is_told_with_its_key():
+    [line] = lines("outputs=${foo}")
+    assert line.startswith("outputs: refers to foo, which is no key; for a shell's variable write")
 
 
 @pytest.mark.parametrize("argument", list(MISTAKES))

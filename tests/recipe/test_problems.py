@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import re
 
 import pytest
 
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.options import Data
 from fp8_nemo.recipe.problems import (
     DataError,
@@ -187,3 +189,41 @@ def test_plain_arithmetic_is_what_it_was_in_every_byte():
     """So that starting models and run names of earlier days still mean the same."""
     text = repr([(p.input, p.output) for side in arithmetic(2, 42) for p in side])
     assert hashlib.sha256(text.encode()).hexdigest()[:12] == "04d72dfe2212"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"input": "1", "answer": "2"}', 'lacks "output", has input, answer'),
+        ('["1", "2"]', "is no object; a line is"),
+        ("null", "is no object; a line is"),
+        ('{"input": "1", "out', "is cut short, or no JSON; a line is"),
+        ("[" * 100_000, "is cut short, or no JSON; a line is"),
+        ('{"input": "1", "input": "2", "output": "3"}', 'has "input" twice; leave one'),
+    ],
+)
+def test_what_a_line_lacks_is_told_without_pythons_words(tmp_path, line, said):
+    file = tmp_path / "train.jsonl"
+    file.write_text(f'{{"input": "1", "output": "2"}}\n{line}\n')
+    with pytest.raises(DataError) as error:
+        read_jsonl(file)
+    assert str(error.value).startswith(f"{file}:2: {said}")
+    assert not re.search(r"Error|codec|NoneType", str(error.value))
+
+
+def test_bytes_that_are_no_text_are_placed(tmp_path):
+    (tmp_path / "train.jsonl").write_bytes(b'{"input": "\xe9"}')
+    with pytest.raises(DataError, match="byte 12 is no text in UTF-8; save it as UTF-8"):
+        read_jsonl(tmp_path / "train.jsonl")
+
+
+def test_validation_problems_that_are_trained_on_are_told(tmp_path):
+    lines = [f'{{"input": "{n}+1", "output": "{n + 1}"}}\n' for n in range(8)]
+    for train, notes in ((lines, ["3 of 3"]), (lines[1:], ["2 of 3"]), (lines[3:], [])):
+        (tmp_path / "train.jsonl").write_text("".join(train))
+        (tmp_path / "validation.jsonl").write_text("".join(lines[:3]))
+        [plan] = compose_plans(["data=jsonl", f"data.path={tmp_path}"])
+        told = [
+            f"data.path: {each} validation problems are among those to train on" for each in notes
+        ]
+        assert [note.partition(";")[0] for note in plan.notes if "data.path" in note] == told

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -287,6 +288,22 @@ def test_a_run_is_finished_once_extended_by_more_steps_and_else_left_alone(tmp_p
     assert [row["step"] for row in curve(path)] == [0, 1, 2, 3]
     assert curve(path)[:2] == whole[:2]
     assert len(list((path / "log").iterdir())) == 2
+    whole = curve(path)
+    (path / "metrics.jsonl").unlink()
+    assert verb("grpo", *line, "grpo.steps=3").returncode == 0
+    assert curve(path) == whole, "from the checkpoint"
+    attempts = json.loads((path / "environment.json").read_text())["attempts"]
+    assert [[*each] for each in attempts] == [["started", "ended"]] * 3
+
+
+def test_a_damaged_environment_is_one_line(tmp_path):
+    line = [*SMALL, f"outputs={tmp_path}/outputs", "precision=fp8-linear"]
+    assert verb("grpo", *line).returncode == 0
+    [path] = (tmp_path / "outputs").glob("*/*/*")
+    (path / "environment.json").write_text('{"versions": {')
+    refused = verb("grpo", *line, "grpo.steps=3")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert f"{path}/environment.json: cannot be read, it is damaged; delete" in refused.stderr
 
 
 def test_a_mismatch_is_measured_and_a_plan_held_against_it(tmp_path):
@@ -440,7 +457,27 @@ def test_a_checkpoint_cut_short_is_named_and_the_one_before_it_serves(tmp_path):
 
 def test_a_run_directory_that_is_none_is_refused(tmp_path):
     assert_refused(verb("run", tmp_path), "no run directory")
-    assert_refused(verb("run"), "the following arguments are required: RUN_DIR")
+    assert_refused(verb("run"), "RUN_DIR: must be given")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("compare", "PATH: must be given"),
+        ("compare x --htm", "--htm: no such flag or argument; --help lists them"),
+        ("measure_mismatch x --reject", "--reject: needs a value"),
+        ("measure_mismatch x --reject x", "--reject=x: must be a number"),
+        ("measure_mismatch x --reject 2", "--reject: 2 must be above 0 and below 1"),
+        ("measure_mismatch x --mask k3", "--mask=k3: must be one of "),
+    ],
+)
+def test_what_a_verb_cannot_read_is_told_in_our_own_words(line, said, capsys):
+    name, *words = line.split()
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"fp8_nemo.recipes.{name}").main(words)
+    assert ended.value.code == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert f"error: {said}" in told
 
 
 def test_a_sweep_runs_every_cell_and_compare_reads_them(tmp_path):
@@ -529,6 +566,32 @@ def test_a_sweep_that_is_asked_to_end_does_also_where_its_cell_ends_well_or_by_i
     assert done.stdout.splitlines()[-1] == "130" and not done.stderr
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone tells a child")
+def test_a_run_ends_with_the_process_that_started_it_and_goes_on_later(tmp_path):
+    line = [*SMALL, "grpo.steps=2000", "grpo.checkpoint_every=1000", f"outputs={tmp_path}/outputs"]
+    command = [sys.executable, "-m", "recipes.grpo", *line]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not list((tmp_path / "outputs").glob("*/*/*/metrics.jsonl")):
+        assert parent.poll() is None
+        time.sleep(0.02)
+    [child] = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    parent.kill()
+    parent.wait()
+    [path] = (tmp_path / "outputs").glob("*/*/*")
+    until = time.monotonic() + 60
+    while "ended" not in json.loads((path / "environment.json").read_text())["attempts"][0]:
+        assert time.monotonic() < until, f"{child} trains on"
+        time.sleep(0.05)
+    [saved] = run_dir.checkpoints(path)
+    assert 0 < run_dir.checkpoint_step(saved) < 1000, "it saved where it was asked to end"
+
+
+def test_no_model_beyond_this_machine_is_made(tmp_path):
+    said = "model=llama31-8b: has 8.0 billion parameters, and 3 are the most"
+    assert_refused(verb("make_model", tmp_path / "new", "model=llama31-8b"), said)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_that_another_process_runs_is_refused(tmp_path):
     line = [*SMALL, f"outputs={tmp_path}/outputs"]
     assert verb("grpo", *line).returncode == 0
@@ -536,7 +599,7 @@ def test_a_directory_that_another_process_runs_is_refused(tmp_path):
     before = curve(path)
     with run_dir.locked(path):
         result = verb("grpo", *line, "grpo.steps=3")
-    assert_refused(result, "another process is running it")
+    assert_refused(result, f"another process, {os.getpid()} on ", " is running it; wait")
     assert curve(path) == before
 
 

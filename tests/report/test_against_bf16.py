@@ -37,7 +37,8 @@ def run(precision, correction=NONE, seed=1, *, last=0.5, kl=0.01, step=1.0, envi
         Recipe(precision=precision, correction=correction, seed=seed, grpo=Grpo(steps=steps),
                **recipe)
     )  # fmt: skip
-    rows = [
+    rows: list[dict] = [{"step": 0}]
+    rows += [
         {"step": n, "mismatch/kl": kl, "health/state": state * (n == 2),
          "time/step": step * (10 if n == 1 else 1), "time/rollout": step / 2}
         for n in range(1, steps + 1)
@@ -256,12 +257,12 @@ def test_a_cell_of_which_a_seed_died_gets_no_word_on_accuracy():
 
 def test_a_run_that_is_not_as_far_is_compared_over_the_steps_of_both():
     def grows(made):
-        rows = [row | {"time/step": row["step"], "mismatch/kl": row["step"]} for row in made.rows]
-        return dataclasses.replace(made, rows=rows)
+        rows = [row | dict.fromkeys(("time/step", "mismatch/kl"), row["step"]) for row in made.rows]
+        return dataclasses.replace(made, rows=[{"step": 0}, *rows[1:]])
 
     baselines = [grows(nemo(BF16, seed=seed, steps=100)) for seed in (1, 2)]
     cells = [grows(nemo(FP8, seed=seed, steps=100)) for seed in (1, 2)]
-    cells = [dataclasses.replace(each, rows=each.rows[:20]) for each in cells]
+    cells = [dataclasses.replace(each, rows=each.rows[:21]) for each in cells]
     found = only(*baselines, *cells)
     assert found.step.mean == 1 and found.speed_word == "equal"
     assert found.kl.mean == found.baseline_kl.mean == pytest.approx(10.5)

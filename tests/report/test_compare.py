@@ -31,7 +31,7 @@ from fp8_nemo.report.compare import EMULATION, SECTIONS, compare
 from fp8_nemo.report.figures import CURVES, draw_figures, finding, save_figures
 from fp8_nemo.report.page import comparison_table, to_markdown
 from fp8_nemo.report.runs import find_runs, read_run, read_runs
-from fp8_nemo.runs import run_dir
+from fp8_nemo.runs import provenance, run_dir
 from fp8_nemo.runs.metrics import append_metrics
 
 BF16 = Precision("bf16")
@@ -51,7 +51,8 @@ def metrics(step: int, **changes) -> dict:
         "correction/clipped_fraction": 0.0, "correction/masked_fraction": 0.0,
         "refit/bytes": 1000, "refit/verified_weights": 14, "time/step": 0.4,
     }  # fmt: skip
-    return row | {key.replace("__", "/"): value for key, value in changes.items()}
+    row |= {key.replace("__", "/"): value for key, value in changes.items()}
+    return {key: value for key, value in row.items() if value is not None}
 
 
 @pytest.fixture
@@ -67,9 +68,9 @@ def make(tmp_path):
         plan = plan_recipe(Recipe(outputs=f"{tmp_path}/{folder}", **settings))
         [frozen] = run_dir.freeze([plan])
         if environment:
-            run_dir.write_environment(frozen.path)
-        if first is not None:
-            append_metrics(frozen.path, {"step": 0, "val/accuracy": first, "refit/bytes": 1000})
+            provenance.write_environment(frozen.path)
+        validated = {} if first is None else {"val/accuracy": first, "refit/bytes": 1000}
+        append_metrics(frozen.path, {"step": 0} | validated)
         for row in rows:
             append_metrics(frozen.path, row)
         return frozen.path
@@ -246,6 +247,47 @@ def test_a_missing_number_is_a_dash_and_a_zero_is_a_zero(make):
     assert shown(cell)["clip"] == "0.00%"
 
 
+def without(steps, rows):
+    return [row for row in rows if row["step"] not in steps]
+
+
+def test_missing_steps_are_named_in_notes_and_in_the_table_of_runs(make):
+    whole, holed = make(finished(), seed=1), make(without({1, 3}, finished()), seed=2)
+    comparison = compare([read_run(whole), read_run(holed)])
+    said = f"{holed}: metrics.jsonl lacks step 1, 3 of 4: its curves have a hole"
+    assert [note for note in comparison.notes if said in note]
+    assert not [note for note in comparison.notes if str(whole) in note]
+    assert "| finished, without step 1, 3 |" in to_markdown(comparison, {}, "make")
+
+
+@pytest.mark.parametrize(
+    ("key", "every", "values", "drawn"),
+    [
+        ("reward/mean", 10, {1: 0.1, 2: 0.2, 5: 0.5, 6: 0.6}, [1, 2, None, 5, 6]),
+        ("reward/mean", 10, {1: 0.1, 2: math.nan, 3: 0.3, 4: 0.4}, [1, None, 3, 4]),
+        ("val/accuracy", 10, {0: 0.1, 10: 0.2, 25: 0.3, 30: 0.4}, [0, 10, None, 25, 30]),
+        ("val/accuracy", 10, {0: 0.1, 10: 0.2, 20: 0.3, 25: 0.4}, [0, 10, 20, 25]),
+    ],
+)
+def test_no_line_crosses_a_hole(make, key, every, values, drawn):
+    rows = [{"step": step, key: value} for step, value in values.items() if step]
+    grpo = Grpo(steps=40, validate_every=every)
+    comparison = compare([read_run(make(rows, first=values.get(0), grpo=grpo))])
+    [curve] = [each for each in CURVES if each.key == key]
+    [figure] = [figure for each, figure in draw_figures(comparison) if each == curve]
+    [line] = figure.axes[0].lines
+    found = [None if math.isnan(step) else step for step in line.get_xdata()]
+    assert found == drawn
+    alone = [at for at, step in enumerate(drawn) if step == 1 and drawn[at + 1] is None]
+    assert {*alone} <= {*line.get_markevery()}, "no line would tell of it"
+
+
+def test_a_number_that_was_none_is_one_in_the_table_too(make):
+    rows = [metrics(step) for step in range(1, 4)] + [metrics(4, mismatch__kl=math.inf)]
+    texts = shown(only_cell(make(rows)))
+    assert texts["KL"] == "nan" and texts["p99"] == "0.460"
+
+
 def test_the_terminals_table_breaks_a_label_where_its_parts_meet(make):
     small = Grpo(steps=4, learning_rate=1e-3)
     runs = [make(finished()), make(finished(), grpo=small), make(finished(), precision=E2E_KV)]
@@ -307,7 +349,7 @@ def damage_metrics(path: Path) -> str:
 
 def damage_bytes(path: Path) -> str:
     (path / "metrics.jsonl").write_bytes(b"\xff\xfe\x00\n\n")
-    return "utf-8"
+    return "it is not UTF-8"
 
 
 def damage_environment(path: Path) -> str:

@@ -12,7 +12,7 @@ from fp8_nemo.recipe.compose import compose
 from fp8_nemo.report.compare import compare
 from fp8_nemo.report.runs import find_runs, read_runs
 from fp8_nemo.report.verdict import choices
-from fp8_nemo.runs import run_dir
+from fp8_nemo.runs import provenance, run_dir
 from fp8_nemo.runs.metrics import append_metrics
 
 BF16 = ("precision=bf16", "correction=none")
@@ -33,9 +33,9 @@ def write(tmp_path):
             [frozen] = run_dir.freeze([plan_recipe(mine)])
             environment = tmp_path / "environment.json"
             if not environment.exists():
-                run_dir.write_environment(frozen.path)
-                shutil.copy(frozen.path / run_dir.ENVIRONMENT, environment)
-            shutil.copy(environment, frozen.path / run_dir.ENVIRONMENT)
+                provenance.write_environment(frozen.path)
+                shutil.copy(frozen.path / provenance.ENVIRONMENT, environment)
+            shutil.copy(environment, frozen.path / provenance.ENVIRONMENT)
             append_metrics(frozen.path, {"step": 0, "val/accuracy": 0.4})
             for step in range(1, steps + 1):
                 row = {"step": step, "mismatch/kl": 0.001, "refit/bytes": sent}
@@ -102,7 +102,7 @@ def test_without_a_common_machine_speed_is_said_to_be_unknown(write, chosen, tmp
     write((*BF16, *NEMO))
     write((*E2E, *NEMO))
     for path in find_runs(tmp_path / "outputs"):
-        (path / run_dir.ENVIRONMENT).unlink()
+        (path / provenance.ENVIRONMENT).unlink()
     [caveat] = chosen().caveats
     assert caveat.startswith("Speed is not known: no step of both was timed")
 

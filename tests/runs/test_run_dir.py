@@ -4,13 +4,14 @@ import dataclasses
 import errno
 import json
 import os
+import platform
 import shutil
 
 import pytest
 
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.runs import metrics, run_dir
+from fp8_nemo.runs import metrics, provenance, run_dir
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_a_new_run_has_its_plan_and_recipe_and_nothing_of_the_environment(plan, 
     assert (frozen.state, frozen.steps) == ("new", 0)
     assert sorted(each.name for each in frozen.path.iterdir()) == ["plan.json", "recipe.yaml"]
     assert run_dir.read_plan(frozen.path) == plan
-    run_dir.write_environment(frozen.path)
+    provenance.write_environment(frozen.path)
     for file in frozen.path.iterdir():
         assert "secret-word" not in file.read_text()
 
@@ -189,7 +190,7 @@ def test_a_last_line_cut_short_by_a_kill_is_dropped_and_a_broken_one_is_named(pl
 def test_rewinding_drops_later_steps(plan):
     [frozen] = run_dir.freeze([plan])
     run_steps(frozen.path, 0, 5)
-    metrics.rewind_metrics(frozen.path, 3)
+    metrics.rewind_metrics(frozen.path, None, 3, 0)
     assert [row["step"] for row in metrics.read_metrics(frozen.path)] == [0, 1, 2, 3]
 
 
@@ -218,3 +219,22 @@ def test_a_new_folder_is_made_or_empty(tmp_path):
     assert run_dir.new_folder(inner) == run_dir.new_folder(inner) == inner and inner.is_dir()
     with pytest.raises(FileExistsError, match="a: is not a folder that is new"):
         run_dir.new_folder(tmp_path / "a")
+
+
+def test_who_runs_a_directory_is_named_by_process_and_machine(plan):
+    [first] = run_dir.freeze([plan])
+    held = f"{first.path}: another process, {os.getpid()} on {platform.node()}, since 20"
+    for _ in range(2):  # what is refused leaves the holder's word
+        with run_dir.locked(first.path), pytest.raises(metrics.RunDirError) as refused:
+            run_dir.freeze([longer(plan, 40)])
+        assert str(refused.value).startswith(held)
+        assert str(refused.value).endswith(" is running it; wait for it, or end it")
+    assert (first.path / run_dir.LOCK).read_text() == ""
+
+
+def test_what_is_only_called_like_a_checkpoint_is_none(plan):
+    [first] = run_dir.freeze([plan])
+    run_steps(first.path, 0, 30)
+    (first.path / "checkpoints" / "step-x1").mkdir()
+    (first.path / "checkpoints" / "step-000099").touch()
+    assert [path.name for path in run_dir.checkpoints(first.path)] == ["step-000030"]

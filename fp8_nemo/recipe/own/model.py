@@ -6,7 +6,6 @@ whose blocks are not those of `KINDS` is refused by what it is, before anything 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import Model, Shape
+from fp8_nemo.recipe.plain import read_json, to_json
 
 NUMBERS = {
     "layers": "num_hidden_layers",
@@ -127,7 +127,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
         found["head_dim"] = kind.head_dim or found["hidden"] // found["heads"]
     for key, value in found.items():
         if not isinstance(value, int):
-            raise ValueError(f"its config.json has {NUMBERS[key]}={json.dumps(value)}")
+            raise ValueError(f"its config.json has {NUMBERS[key]}={to_json(value)}")
     return Shape(**found, qk_norm=kind.qk_norm, qkv_bias=kind.qkv_bias or None)
 
 
@@ -194,7 +194,7 @@ def _hub_config(name: str) -> dict[str, Any]:
 
 def _read_json(path: Path, where: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path.read_bytes())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"broken JSON, {error}"
         text = f"its config.json cannot be read ({reason})"
