@@ -23,6 +23,7 @@ OF_ARGPARSE = {
     r"^argument (\S+): invalid (?:float|token_share) value: '(.*)'": r"\1=\2: must be a number",
     r"^argument (\S+): invalid int value: '(.*)'": r"\1=\2: must be a whole number",
     r"^argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)": r"\1=\2: must be one of \3",
+    r"^argument (\S+): ignored explicit argument.*": r"\1: takes no value",
     r"^argument (\S+): ": r"\1: ",
 }
 """What argparse says, and what is said here instead."""

@@ -731,7 +731,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.non_colocated and "," in options.buffers:
         parser.error("--buffers: NeMo RL shares memory in a colocated refit alone")
-    cell = ["backend=nemo", "glue=ours", f"outputs={options.outputs}", *options.arguments]
+    cell = ["backend=nemo", f"outputs={options.outputs}", *options.arguments]
     [plan] = compose_plans(cell, host_of)
     model, trained = plan.recipe.model, plan.recipe.precision.train_linear
     layout = plan.settled.layout

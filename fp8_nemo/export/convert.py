@@ -79,7 +79,9 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
     strange = [word for word in settings if not word.startswith(("precision=", "precision."))]
     if strange:
         raise ConversionError(f"{strange[0]}: quantize_checkpoint takes precision alone")
-    [recipe] = compose(["precision=fp8-linear", *settings, f"model.shape.layers={count}"])
+    named = any(word.startswith("precision=") for word in settings)
+    usual = [] if named else ["precision=fp8-linear"]
+    [recipe] = compose([*usual, *settings, f"model.shape.layers={count}"])
     if not recipe.precision.rollout.is_quantized:
         set_to = [word for word in settings if word.startswith("precision.rollout_linear")]
         said = (set_to or [f"precision={recipe.precision.name}"])[-1]

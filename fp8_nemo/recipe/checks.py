@@ -116,10 +116,10 @@ def _limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
         yield Mistake(key, value, "must be one of " + ", ".join(limits["one_of"]))
     if "short_name" in limits and not re.fullmatch(r"[\w-][\w.+-]*", value):
         yield Mistake(key, value, "must be letters, digits, dots, dashes, pluses and underscores")
-    if "least" in limits:
-        limits = {**limits, "most": ABSURD if limits["most"] is None else limits["most"]}
-        if not _in_range(value, **limits):
-            yield Mistake(key, value, "must be " + _range_text(**limits))
+    if "least" in limits and not _in_range(value, **limits):
+        yield Mistake(key, value, "must be " + _range_text(**limits))
+    elif "least" in limits and value > ABSURD and limits["most"] is None:
+        yield Mistake(key, value, f"must be at most {ABSURD:,}")
 
 
 def _in_range(value: float, least: float | None, above: float | None, most: float | None) -> bool:

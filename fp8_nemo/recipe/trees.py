@@ -28,7 +28,7 @@ from fp8_nemo.recipe.secrets import OF_ENVIRONMENT, unparsed
 PLAIN = (str, int, float, bool, type(None))
 KEY = re.compile(r"[+~]{0,2}[\w$-]+([./@:][\w$-]+)*", re.ASCII)
 PAIRS = {"(": ")", "[": "]", "{": "}"}
-PLAIN_LETTER = re.compile(r"[\w ./:\\%@?*|+~$-]", re.ASCII)
+PLAIN_LETTER = re.compile(r"[\w ./:\\%@?*|+~$=,(){}'\"\[\]-]", re.ASCII)
 QUOTE = "quote a value that holds = , : or brackets: \"key='a=b'\", \"key=['a=b']\""
 
 

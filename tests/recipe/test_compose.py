@@ -128,7 +128,7 @@ def test_what_agrees_is_not_told(words):
 )
 def test_no_number_is_absurd(key):
     [line] = lines(f"{key}=99999999999999999999999")
-    assert line.startswith(f"{key}=99999999999999999999999: must be at least 1 and at most 1000000")
+    assert line.startswith(f"{key}=99999999999999999999999: must be at most 1,000,000,000")
 
 
 @pytest.mark.parametrize("key", ["outputs", "model.path", "data.path", "correction.measurement"])
