@@ -233,7 +233,9 @@ def submit(plans: list[Plan], jobs: list[Job]) -> list[Job]:
         if done:
             subprocess.run(["scancel", *(each.id or "" for each in done)], capture_output=True)
         if isinstance(error, OSError):
-            raise RunDirError(f"{error}; nothing is queued") from error
+            outputs = waiting[0].recipe.outputs
+            text = f"outputs={outputs}: cannot be written ({error.strerror}); nothing is queued"
+            raise RunDirError(text) from error
         raise
     return done
 
