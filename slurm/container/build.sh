@@ -32,12 +32,15 @@ inside() { # run a command in the root, with this machine's name server and cert
             SSL_CERT_FILE='$certificates' PIP_CERT='$certificates' UV_LINK_MODE=hardlink "$@"
     ' inside "$root" "$@"
 }
+held=(--overrides /opt/requirements/overrides.txt --constraints /opt/requirements/constraints.txt)
+install() { # packages into an environment, in the versions of NeMo RL's uv.lock
+    inside uv pip install --quiet --python "$1/bin/python" "${held[@]}" "${@:2}"
+}
 environment() { # make one, of a file of requirements; paths of the clone that it imports come after
     local folder=$1 list=$2
     [[ -e $root$folder/.made ]] && return
     inside uv venv --quiet --allow-existing --python /usr/bin/python3 "$folder"
-    inside uv pip install --quiet --python "$folder/bin/python" \
-        --overrides /opt/requirements/overrides.txt -r "/opt/requirements/$list.txt"
+    install "$folder" -r "/opt/requirements/$list.txt"
     printf '%s\n' "${@:3}" >"$root$folder/lib/$python/site-packages/nemo_rl.pth"
     touch "$root$folder/.made"
 }
@@ -69,16 +72,15 @@ environment $policy policy /opt/nemo-rl $bridge/src $bridge/3rdparty/Megatron-LM
 if ! [[ -e $root$policy/.compiled ]]; then # against the headers that torch's own CUDA packages bring
     packages=$policy/lib/$python/site-packages/nvidia
     cuda=13.0 # of the torch that NeMo RL pins
-    inside uv pip install --quiet --python $policy/bin/python \
-        --overrides /opt/requirements/overrides.txt \
+    inside uv pip install --quiet --python $policy/bin/python "${held[@]:0:2}" \
         nvidia-cuda-{nvcc,crt,cccl}==$cuda.\* nvidia-nvvm==$cuda.\*
     # Unoptimized, in half the time: without a GPU it is imported, and never run.
     printf '#!/bin/sh\nexec g++ "$@" -O0\n' >"$root/usr/local/bin/quick-g++"
     chmod +x "$root/usr/local/bin/quick-g++"
     inside env CUDA_HOME="$packages/cu13" NVTE_FRAMEWORK=pytorch MAX_JOBS="$(nproc)" CXX=quick-g++ \
         CPLUS_INCLUDE_PATH="$packages/cudnn/include:$packages/nccl/include" \
-        uv pip install --quiet --python $policy/bin/python --no-build-isolation \
-        --overrides /opt/requirements/overrides.txt 'transformer-engine[pytorch,core_cu13]==2.15.0'
+        uv pip install --quiet --python $policy/bin/python --no-build-isolation "${held[@]}" \
+        'transformer-engine[pytorch,core_cu13]==2.15.0'
     touch "$root$policy/.compiled"
 fi
 
