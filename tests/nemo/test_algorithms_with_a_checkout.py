@@ -15,8 +15,7 @@ import torch
 
 from fp8_nemo.nemo_config import checkout
 from fp8_nemo.nemo_config.overrides import path_overrides
-from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
-from fp8_nemo.plan.plan import PlanError, plan_recipe
+from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Correction, Glue, Precision, Shape
 from tests.nemo.test_with_a_checkout import ROOT, imports, random_batch
@@ -229,10 +228,6 @@ def test_nemo_rls_model_takes_an_algorithm_and_its_loss_every_correction(name, h
 
 def test_nemo_rl_takes_the_replay_of_routes_and_asks_vllm_for_them(host, tmp_path):
     words = ("model=small-qwen3-moe", "replay=r3")
-    if host.defects == V0_7_0_DEFECTS:
-        with pytest.raises(PlanError, match="drops the routed experts"):
-            plan_of(host, *words)
-        return
     from nemo_rl.models.megatron.router_replay import (
         configure_vllm_for_router_replay,
         router_replay_enabled,
