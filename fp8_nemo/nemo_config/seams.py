@@ -221,10 +221,6 @@ SEAMS = {
         "assert self.lr_warmup_steps < self.lr_decay_steps",
         "a warm-up as long as its schedule is cut short",
     ),
-    "no-replay": Seam(
-        V0_7_0, GRPO, (2556,), '"sample_mask": repeated_batch["loss_multiplier"]',
-        "the loop's batch for training carries no routed experts",
-    ),
     "fused-router": Seam(
         MEGATRON, "megatron/core/transformer/moe/moe_utils.py", (838,),
         "return fused_topk_with_score_function(",

@@ -269,22 +269,6 @@ def _without_hf_overrides(settled: Settled, has: bool) -> Limit:
     )
 
 
-def _drops_routed_experts(source: Source) -> bool:
-    """Find a synchronous loop whose batch for training does not carry the engine's routes."""
-    return "routed_experts" not in source.text(GRPO)
-
-
-def _without_replay(settled: Settled, has: bool) -> Limit:
-    return Limit(
-        "replay",
-        settled.recipe.replay.name,
-        has and settled.recipe.replay.is_on,
-        "this NeMo RL's synchronous loop drops the routed experts before training",
-        f"v0.7.0: {SEAMS['no-replay'].path}",
-        f"{LATER}replay=none",
-    )
-
-
 OPTIMIZER_ALWAYS_MOVED, POW2_BROKEN = "optimizer-always-moved", "pow2-broken"
 DEFECTS = (
     Defect("kv-scales-dropped", _drops_kv_scales, _without_fp8_kv),
@@ -292,7 +276,6 @@ DEFECTS = (
     Defect(POW2_BROKEN, _breaks_pow2, _without_pow2),
     Defect(OPTIMIZER_ALWAYS_MOVED, _always_moves_optimizer, _without_kept_optimizer),
     Defect("hf-overrides-lost", _loses_hf_overrides, _without_hf_overrides),
-    Defect("routed-experts-dropped", _drops_routed_experts, _without_replay),
 )
 """In the order in which users see them."""
 V0_7_0_DEFECTS = frozenset(each.name for each in DEFECTS)

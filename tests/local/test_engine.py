@@ -82,11 +82,9 @@ def test_a_prompt_is_answered_alike_alone_and_padded_among_longer_ones():
     policy, engine, _ = pair_of("tiny-llama", Precision())
     chat = Chat.load(SHIPPED / "tiny-llama")
     batch = sample(engine, "tiny-llama", ["5+5", "98-45"])
+    alone = batch.rows(0, 1)
     alone = dataclasses.replace(
-        batch,
-        **{
-            k: v[:1, 2:] if k in ("tokens_BT", "mask_BT") else v[:1] for k, v in vars(batch).items()
-        },
+        alone, tokens_BT=alone.tokens_BT[:, 2:], mask_BT=alone.mask_BT[:, 2:]
     )
     assert (batch.tokens_BT[0, :2] == chat.pad).all()
     difference = policy.logprobs(alone) - policy.logprobs(batch)[:1]

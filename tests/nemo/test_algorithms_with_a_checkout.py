@@ -15,8 +15,7 @@ import torch
 
 from fp8_nemo.nemo_config import checkout
 from fp8_nemo.nemo_config.overrides import path_overrides
-from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
-from fp8_nemo.plan.plan import PlanError, plan_recipe
+from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Correction, Glue, Precision, Shape
 from tests.nemo.test_with_a_checkout import ROOT, imports, random_batch
@@ -53,8 +52,8 @@ def host():
     return checkout.read_host(Path(ROOT or ""))
 
 
-def plan_of(host, *arguments):
-    [recipe] = compose(["backend=nemo", "model=small-llama", "precision=fp8-linear", *arguments])
+def plan_of(host, *arguments, model="small-llama"):
+    [recipe] = compose(["backend=nemo", f"model={model}", "precision=fp8-linear", *arguments])
     return plan_recipe(recipe, host)
 
 
@@ -64,6 +63,11 @@ def configured(plan, host, tmp_path):
 
     written = plan.nemo.overrides | path_overrides(plan.recipe, tmp_path, Path(host.root))
     return MasterConfig(**checkout.config_of(Path(host.root), plan.nemo.base_config, written))
+
+
+def of(group, name):
+    """A key of a group, which is a dictionary in v0.7.0 and a model in main."""
+    return group[name] if isinstance(group, dict) else getattr(group, name)
 
 
 def loss_of(plan, host):
@@ -211,7 +215,9 @@ def test_the_local_rewards_are_nemo_rls_scaled_and_shaped_ones(words, host, tmp_
     batch["message_log"] = [
         [{"role": "assistant", "token_ids": torch.zeros(int(n))}] for n in lengths_B
     ]
-    batch = apply_reward_shaping(scale_rewards(batch, config.reward_scaling), config.reward_shaping)
+    batch = apply_reward_shaping(
+        scale_rewards(batch, of(config, "reward_scaling")), of(config, "reward_shaping")
+    )
     ours_B = shaped_rewards(
         right_B, lengths_B, truncated_B, plan.recipe.algorithm.filled, longest=64
     )
@@ -221,24 +227,19 @@ def test_the_local_rewards_are_nemo_rls_scaled_and_shaped_ones(words, host, tmp_
 @pytest.mark.parametrize("name", NAMES)
 def test_nemo_rls_model_takes_an_algorithm_and_its_loss_every_correction(name, host, tmp_path):
     config = configured(plan_of(host, f"algorithm={name}", "correction=tis"), host, tmp_path)
-    assert config.grpo.use_dynamic_sampling == (name == "dapo")
+    assert of(config.grpo, "use_dynamic_sampling") == (name == "dapo")
     for correction in ("none", "tis", "mis", "seq-tis", "geo-mis"):
         loss_fn, _ = loss_of(plan_of(host, f"algorithm={name}", f"correction={correction}"), host)
         assert loss_fn.sequence_level_importance_ratios == (name == "gspo")  # its asserts held
 
 
 def test_nemo_rl_takes_the_replay_of_routes_and_asks_vllm_for_them(host, tmp_path):
-    words = ("model=small-qwen3-moe", "replay=r3")
-    if host.defects == V0_7_0_DEFECTS:
-        with pytest.raises(PlanError, match="drops the routed experts"):
-            plan_of(host, *words)
-        return
     from nemo_rl.models.megatron.router_replay import (
         configure_vllm_for_router_replay,
         router_replay_enabled,
     )
 
-    policy = configured(plan_of(host, *words), host, tmp_path).policy
+    policy = configured(plan_of(host, "replay=r3", model="small-qwen3-moe"), host, tmp_path).policy
     assert router_replay_enabled(policy)
     configure_vllm_for_router_replay(policy)
     given = policy["generation"]

@@ -3,7 +3,6 @@
 import pytest
 
 from fp8_nemo.nemo_config.overrides import native_correction
-from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
 from fp8_nemo.plan.plan import LATER_GROUPS, PlanError, plan_from_json
 from fp8_nemo.recipe.compose import ComposeError, compose
 from tests.nemo_config.test_plans import FILES, host, overrides, plan
@@ -168,10 +167,10 @@ def test_the_fused_router_is_refused_beside_replay_alone():
         plan(*MOE, "replay=r3", word, host=host("main"))
 
 
-def test_replay_is_refused_on_v0_7_0_whose_loop_drops_the_routes():
-    assert "routed-experts-dropped" in V0_7_0_DEFECTS
-    with pytest.raises(PlanError, match=r"replay=r3: .* drops the routed experts .*replay=none"):
-        plan(*MOE, "replay=r3", host=host("v0.7.0"))
+@pytest.mark.parametrize("version", FILES)
+def test_both_versions_replay_in_the_synchronous_loop(version):
+    found = plan(*MOE, "replay=r3", host=host(version)).nemo.overrides
+    assert found["policy.router_replay.enabled"] is True
 
 
 @pytest.mark.parametrize("version", FILES)
