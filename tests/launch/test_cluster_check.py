@@ -31,7 +31,9 @@ def without_a_checkout(monkeypatch):
 def nemo_plan(*words):
     cell = ["backend=nemo", "glue=stock", "precision=fp8-kv-attn"]
     cell += ["cluster.interpreter=system", "cluster.gpus_per_node=2"]
-    return plan_recipe(compose([*cell, *words])[0])
+    given = {word.partition("=")[0] for word in words}
+    kept = [word for word in cell if word.partition("=")[0] not in given]
+    return plan_recipe(compose([*kept, *words])[0])
 
 
 def seen(**changes):

@@ -142,7 +142,8 @@ def test_workers_inherit_the_plan_and_a_variable_of_the_users_own_is_kept_and_to
 def test_workers_with_packages_of_their_own_see_our_vllm_plugin_of_a_clone(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(os, "environ", {**os.environ, "PYTHONPATH": ""})
-    [plan] = compose_plans([*NEMO, "model=tiny-llama", "glue=ours", f"outputs={tmp_path}/outputs"])
+    line = [NEMO[0], "model=tiny-llama", "glue=ours", f"outputs={tmp_path}/outputs"]
+    [plan] = compose_plans(line)
     driver.prepare(plan, tmp_path)
     venv.create(tmp_path / "worker")
     names = "import importlib.metadata as m; print(*m.entry_points(group='vllm.general_plugins'))"
