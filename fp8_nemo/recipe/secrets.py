@@ -16,7 +16,7 @@ SECRET_VARIABLE = re.compile(rf"(?:.*_)?{NAME}(?:_id)?", re.IGNORECASE)
 """Names of environment variables, where `token` means no piece of a text."""
 SECRET_KEY = re.compile(rf"(?:.*_)?(?!token){NAME}|(?:hf|wandb|auth|bearer)_token", re.IGNORECASE)
 SECRET_VALUE = re.compile(
-    r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"\b(?:hf_[a-zA-Z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16})"
 )
 """How Hugging Face, OpenAI, GitHub, GitLab, Slack and AWS begin theirs."""

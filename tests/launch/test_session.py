@@ -79,8 +79,8 @@ def test_a_model_that_was_made_again_is_converted_again(tmp_path, monkeypatch):
     source.mkdir()
     (source / "model.safetensors").write_bytes(b"one")
 
-    def folder(*words):
-        line = ["backend=nemo", "model=tiny-llama", f"model.path={source}", *words]
+    def folder(*words, model="tiny-llama"):
+        line = ["backend=nemo", f"model={model}", f"model.path={source}", *words]
         return session.conversion_dir(compose([*line, f"outputs={tmp_path}/outputs"])[0])
 
     first = folder()
@@ -89,7 +89,7 @@ def test_a_model_that_was_made_again_is_converted_again(tmp_path, monkeypatch):
     assert folder("+nemo.policy.hf_config_overrides.rope_theta=1e4") != first
     (source / "model.safetensors").write_bytes(b"another")
     assert folder() != first
-    hub = folder("model=llama31-8b", "model.path=null")
+    hub = folder("model.path=null", model="llama31-8b")
     assert hub.name.startswith("meta-llama--Llama-3.1-8B-Instruct-")
     monkeypatch.setenv(session.CONVERSIONS, str(tmp_path / "own"))
     assert folder().parent == tmp_path / "own"
