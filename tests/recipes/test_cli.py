@@ -466,7 +466,7 @@ def test_a_run_directory_that_is_none_is_refused(tmp_path):
         ("compare", "PATH: must be given"),
         ("compare x --htm", "--htm: no such flag or argument; --help lists them"),
         ("measure_mismatch x --reject", "--reject: needs a value"),
-        ("measure_mismatch x --reject x", "--reject=x: must be a number"),
+        ("measure_mismatch x --reject x", "--reject: x must be a number, as 0.02"),
         ("measure_mismatch x --reject 2", "--reject: 2 must be above 0 and below 1"),
         ("measure_mismatch x --mask k3", "--mask=k3: must be one of "),
     ],
