@@ -51,12 +51,18 @@ VLLM = "policy.generation.vllm_cfg"
 MEGATRON = "policy.megatron_cfg"
 
 
+def once(*words):
+    """A line that names each key once: the last time counts."""
+    return [*{word.partition("=")[0]: word for word in words}.values()]
+
+
 def cell(model, precision, correction, *more):
-    return [*NEMO, f"model={model}", f"precision={precision}", f"correction={correction}", *more]
+    words = f"model={model}", f"precision={precision}", f"correction={correction}"
+    return once(*NEMO, *words, *more)
 
 
 def plan(*arguments, host=MAIN):
-    [recipe] = compose([*NEMO, *arguments])
+    [recipe] = compose(once(*NEMO, *arguments))
     return plan_recipe(recipe, host)
 
 
@@ -406,7 +412,7 @@ REJECTED_LATER = [
 @pytest.mark.parametrize(("arguments", "line"), FORBIDDEN)
 def test_what_the_host_forbids_is_refused_at_compose_time(arguments, line):
     with pytest.raises(ComposeError) as caught:
-        compose_plans([*NEMO, *arguments])
+        compose_plans(once(*NEMO, *arguments))
     assert any(each.startswith(line) for each in caught.value.lines), caught.value.lines
 
 
@@ -620,7 +626,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
     lines = []
     for arguments in cases:
         with pytest.raises(ComposeError) as caught:
-            compose_plans([*NEMO, *arguments], lambda recipe: there)
+            compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
     assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 41
@@ -673,7 +679,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
 )
 def test_keys_under_nemo_are_held_against_what_is_known(argument, line):
     with pytest.raises(ComposeError) as caught:
-        compose_plans([*NEMO, "model=llama31-8b", argument])
+        compose_plans(once(*NEMO, "model=llama31-8b", argument))
     assert caught.value.lines[0].startswith(line)
 
 

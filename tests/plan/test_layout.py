@@ -69,8 +69,9 @@ def test_four_tensor_ranks_score_and_train_in_equal_batches():
 
 def test_v0_7_0_never_keeps_the_optimizer():
     there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
-    assert layout("precision=bf16").keeps_optimizer
-    assert not layout("precision=bf16", host=there).keeps_optimizer
+    words = ("precision=bf16", "cluster.gpu=h200")
+    assert layout(*words).keeps_optimizer
+    assert not layout(*words, host=there).keeps_optimizer
 
 
 def test_where_nothing_fits_the_least_is_taken_and_said():
