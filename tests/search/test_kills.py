@@ -86,7 +86,8 @@ def conversions(tmp_path: Path, kills: int, seed: int) -> None:
 
 def comparisons(tmp_path: Path, kills: int, seed: int) -> None:
     for precision in ("bf16", "fp8-linear"):
-        line = [*RUN, f"precision={precision}", f"outputs={tmp_path}/outputs"]
+        line = [word for word in RUN if not word.startswith("precision=")]
+        line += [f"precision={precision}", f"outputs={tmp_path}/outputs"]
         undisturbed(tmp_path / "output", trained, *line)
     words = ["compare", f"{tmp_path}/outputs", "--html"]
     killed(kills, seed, tmp_path / "output", tmp_path / "outputs" / "report", verb, *words)
