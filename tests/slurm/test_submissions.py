@@ -13,6 +13,8 @@ from tests.slurm.conftest import Job, Slurm
 
 __all__ = ["disk"]  # a fixture
 
+pytestmark = pytest.mark.long  # each of them queues real jobs, again and again
+
 
 def submitted(environment: dict[str, str], *words: str) -> int:
     """Submit a line in this process."""
