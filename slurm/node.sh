@@ -112,7 +112,7 @@ ray_folder=${RAY_TMPDIR:-/tmp}/fp8-nemo-${attempt##*/job-}
 (umask 077 && mkdir -p "$ray_folder") || { stage="$ray_folder cannot be made, RAY_TMPDIR names its parent,"; exit 1; }
 export RAY_TMPDIR=$ray_folder RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 export FP8_NEMO_RAY=$ray_folder:$me # what Ray starts here has it, and no other node's that shares a host
-# The log is a file: a bar's line at most every 30 seconds, no colours. (Under TQDM_DISABLE vLLM 0.25.1
+# The log is a file: a bar's line every 30 seconds at most, Ray's prefixes plain. (Under TQDM_DISABLE vLLM 0.25.1
 # divides by the zero seconds of a bar that is not shown.)
 export TQDM_MININTERVAL=${TQDM_MININTERVAL:-30} RAY_COLOR_PREFIX=${RAY_COLOR_PREFIX:-0}
 python=("$FP8_NEMO_PYTHON" -P) # never the folder that the job was submitted from
