@@ -20,8 +20,8 @@ test-slurm: $(VENV)/installed
 	sh .ci/install-slurm
 	$(BIN)/python -m pytest -q tests/slurm --slurm
 
-# NeMo RL's container layout without a GPU: builds it (root, 15 GB, half an hour once) of the clone in
-# NEMO_RL_ROOT, and runs jobs of two nodes in it until they ask for a GPU. ROOT stays: rm -rf it.
+# NeMo RL's container layout without a GPU: builds it (as root; 18 GB, 41 minutes once) of the clone in
+# NEMO_RL_ROOT, and runs jobs of two nodes in it until they ask for a GPU. ROOT stays: remove it.
 test-container: $(VENV)/installed
 	sh .ci/install-slurm
 	command -v mmdebstrap >/dev/null || apt-get install -y -qq mmdebstrap

@@ -4,6 +4,7 @@ The root folder is slurm/container/build.sh's. A job goes through it until it as
 """
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -81,6 +82,26 @@ print(ours.__file__, importlib.util.find_spec("megatron.bridge"))
 """
     receiver, bridge = inside("vLLM", program)[-1].split()
     assert "/.code/" in receiver and bridge == "None"
+
+
+def test_a_run_on_one_node_from_a_clone_gets_as_far_as_asking_for_a_gpu(image, tmp_path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "-C", ROOT, "checkout-index", "-a", f"--prefix={clone}/"], check=True)
+    words = [
+        "python",
+        "-m",
+        "recipes.grpo",
+        *CELL,
+        "cluster.gpus_per_node=1",
+        f"outputs={tmp_path}/o",
+    ]
+    command = f"pip install -q --no-deps --no-build-isolation -e . && exec {shlex.join(words)}"
+    variables = [f"NEMO_RL_ROOT={CLONE}", "NRL_VIRTUAL_CLUSTER_MAX_RETRIES=1"]
+    done = subprocess.run(
+        [ENTER, image, f"{tmp_path}:{tmp_path}", clone, "env", *variables, "bash", "-c", command],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and "ResourceInsufficientError: " in done.stderr, done.stderr
 
 
 @pytest.fixture
