@@ -50,7 +50,8 @@ OPEN = "nemo"
 ADDED = "cluster.extra"
 """A list to which a line adds, where Hydra would replace the one of the site's file."""
 SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.qos")
-UNREADABLE = (ValueError, TypeError, AttributeError, AssertionError, RecursionError, YAMLError)
+WRONG_KIND = (ValueError, TypeError, AttributeError, AssertionError, RecursionError)
+UNREADABLE = (*WRONG_KIND, OSError, YAMLError)
 """What Hydra raises of a file whose `defaults` is no list, that is not UTF-8, or names itself."""
 WORDS = {
     int: "a whole number",
