@@ -219,6 +219,8 @@ def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mis
 
 def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
     group = override.key_or_group
+    if override.is_sweep_override() and not override.is_discrete_sweep():
+        return  # an interval, which `_cells` refuses
     options = loader.get_group_options(group, ObjectType.CONFIG)
     values = (
         override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
