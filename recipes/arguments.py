@@ -71,9 +71,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say a mistake in one line, without the usage, and without a secret that was typed."""
+        message = hidden(message)
         for theirs, ours in OF_ARGPARSE.items():
             message = re.sub(theirs, ours, message)
-        self.exit(2, f"{self.prog}: error: {hidden(message)}\n")
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def cells_parser(verb: str, text: str | None) -> Parser:

@@ -50,7 +50,8 @@ OPEN = "nemo"
 ADDED = "cluster.extra"
 """A list to which a line adds, where Hydra would replace the one of the site's file."""
 SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.qos")
-UNREADABLE = (ValueError, TypeError, AttributeError, AssertionError, RecursionError, YAMLError)
+WRONG_KIND = (ValueError, TypeError, AttributeError, AssertionError, RecursionError)
+UNREADABLE = (*WRONG_KIND, OSError, YAMLError)
 """What Hydra raises of a file whose `defaults` is no list, that is not UTF-8, or names itself."""
 WORDS = {
     int: "a whole number",
@@ -218,6 +219,8 @@ def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mis
 
 def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
     group = override.key_or_group
+    if override.is_sweep_override() and not override.is_discrete_sweep():
+        return  # an interval, which `_cells` refuses
     options = loader.get_group_options(group, ObjectType.CONFIG)
     values = (
         override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]

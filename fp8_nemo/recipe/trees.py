@@ -197,6 +197,7 @@ class Trees:
 def first_line(error: Exception) -> str:
     """Say what Hydra or OmegaConf found, on one line; an interpolation in our own words."""
     said = " ".join(" ".join(str(error).split("\n")[:2]).split())
+    said = said or f"a file of options cannot be read ({type(error).__name__})"
     if not (named := re.match(r"Interpolation key '(.*)' not found", said)):
         return said
     key = getattr(error, "full_key", "") or "a key"

@@ -1,8 +1,7 @@
 """No secret is printed or written: refused by its key's name, its form, or where it comes from."""
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from fp8_nemo.recipes import compare, measure_mismatch
 from fp8_nemo.recipe import secrets
 from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.runs.frozen_code import freeze_code
+from tests.search.children import Child, trained
 
 ROOT = Path(__file__).parents[2]
 VALUE = "hf_SEKRETsekretSEKRETsekret"
@@ -84,7 +84,7 @@ def test_a_verbs_own_parser_does_not_repeat_a_secret(words, capsys):
     with pytest.raises(SystemExit):
         compare.main(["outputs", *words])
     said = capsys.readouterr().err
-    assert "no such flag or argument" in said and "SEKRET" not in said
+    assert "***: no such flag or argument" in said and "SEKRET" not in said
 
 
 @pytest.mark.parametrize("word", TAKEN)
@@ -104,27 +104,30 @@ def test_no_key_of_nemo_rls_own_is_taken_for_a_secret():
             assert list(secrets.secrets_of(base)) == []
 
 
+def with_secrets(secrets, *words):
+    """Train with these in the environment; in a process of its own."""
+    os.environ.update(secrets)
+    return trained(*words)
+
+
 def test_nothing_in_a_run_directory_or_beside_it_holds_what_lay_in_the_environment(
     tmp_path, monkeypatch
 ):
     """Of a run that ends, of one that fails, and of what is made of them; code and logs too."""
     words = ["model=tiny-llama", "precision=fp8-linear", "correction=tis", "grpo.steps=1"]
-    words += ["grpo.validate_first=false", f"outputs={tmp_path}"]
+    words += ["grpo.validate_first=false", f"outputs={tmp_path}/outputs"]
     words += ["cluster.setup='export HF_TOKEN=$MY_TOKEN'", "cluster.env=[MY_PASSWORD]"]
     marks = {"HF_TOKEN": VALUE, "WANDB_API_KEY": "SEKRET-of-wandb", "MY_PASSWORD": "SEKRET-word"}
     for name, value in marks.items():
         monkeypatch.setenv(name, value)
-    for more, code in (([], 0), (["correction.high=1e-9", "correction.mask=token"], 1)):
-        line = [*words, "grpo.stop_when_unstable=true"] if more else words
-        done = subprocess.run(
-            [sys.executable, "-m", "recipes.grpo", *line, *more], capture_output=True, text=True,
-            cwd=ROOT, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == code, done.stderr[-2000:]
-        assert "SEKRET" not in done.stdout + done.stderr
-    assert compare.main([str(tmp_path), "--html"]) == 0
-    assert measure_mismatch.main([str(next(tmp_path.glob("*/*/*")))]) == 0
-    freeze_code(tmp_path)
+    fails = ["correction.high=1e-9", "correction.mask=token", "grpo.stop_when_unstable=true"]
+    for more, code in (([], 0), (fails, 1)):
+        child = Child(tmp_path / "output", with_secrets, marks, *words, *more)
+        assert child.end() == code, child.error
+        assert "SEKRET" not in child.said + child.error
+    assert compare.main([f"{tmp_path}/outputs", "--html"]) == 0
+    assert measure_mismatch.main([str(next(tmp_path.glob("outputs/*/*/*")))]) == 0
+    freeze_code(tmp_path / "outputs")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {
@@ -134,6 +137,6 @@ def test_nothing_in_a_run_directory_or_beside_it_holds_what_lay_in_the_environme
         "mismatch.json",
         "report.html",
     } <= names
-    assert list(tmp_path.glob(".code/*/fp8_nemo/recipe/secrets.py"))
+    assert list(tmp_path.glob("outputs/.code/*/fp8_nemo/recipe/secrets.py"))
     for path in files:
         assert b"SEKRET" not in path.read_bytes(), path

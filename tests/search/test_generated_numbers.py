@@ -142,7 +142,7 @@ NEAR = ["token-k2", "token-k3", "mean-k3", "max-k3", "sum-k3"]
 
 def nothing_near_is_rejected(pair: LogprobPair, mask: str) -> None:
     """A distance is never below zero, by rounding either: its lower bound is 0."""
-    correction = dataclasses.replace(CORRECTIONS["none"], mask=mask, high=1e9)
+    correction = dataclasses.replace(CORRECTIONS["none"], mask=mask, high=1e12)
     assert torch.equal(correct(pair, correction).kept_BT, pair.mask_BT)
 
 
