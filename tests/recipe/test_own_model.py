@@ -293,7 +293,8 @@ def plan_of_hub(tmp_path, *words, **environment):
 def test_the_hub_gives_numbers_and_headers_and_offline_its_cache_does(made, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, directory=str(made("qwen2"))))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    here = f"http://127.0.0.1:{server.server_port}"
+    hub = {"HF_ENDPOINT": here, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
     try:
         line = "model.hf_id=org/model"
         assert plan_of_hub(tmp_path, line, **hub) == f"model {SHAPES['qwen2']}"

@@ -23,7 +23,9 @@ LAYOUT = (
 
 
 def plan_of(*arguments):
-    usual = ["backend=nemo", "model=llama31-8b", "cluster=slurm", "cluster.interpreter=system"]
+    usual = ["backend=nemo", "cluster=slurm", "cluster.interpreter=system"]
+    if not any(word.startswith("model=") for word in arguments):
+        usual.append("model=llama31-8b")
     [recipe] = compose([*usual, *LAYOUT, "correction=tis", "grpo=paper", *arguments])
     return plan_recipe(recipe)
 
