@@ -43,6 +43,7 @@ from fp8_nemo.recipe.plain import read_json, to_json
 from fp8_nemo.recipe.problems import Problem
 from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS
 from fp8_nemo.runs.frozen_code import code_dir
+from fp8_nemo.runs.metrics import write_whole
 from fp8_nemo.runs.provenance import commit
 
 RUNS = "runs.jsonl"
@@ -134,9 +135,8 @@ def _now() -> str:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the runs that a file holds; a line that a kill cut short is none."""
-    lines = file.read_text().split("\n") if file.exists() else []
-    return [read_json(line.encode()) for line in lines[:-1]]
+    """Return the runs that a file holds, a line each."""
+    return [read_json(line) for line in file.read_text().splitlines()]
 
 
 def main() -> int:
@@ -154,17 +154,17 @@ def main() -> int:
     repeat_exactly()
     options.folder.mkdir(parents=True, exist_ok=True)
     file = options.folder / RUNS
-    done = {(line["cell"], line["run"]) for line in read(file)}
+    file.touch()
+    done = {line["run"] for line in read(file)}
     made_by = {"commit": commit(), "sources": code_dir(options.folder).name, "line": words}
     for plan in plans:
-        if (plan.cell, plan.run_name) in done:
+        if plan.run_name in done:
             continue
         named = {"cell": plan.cell, "seed": plan.recipe.seed, "run": plan.run_name}
         start = time.process_time()
         found = named | made_by | {"weights": weights_digest(model_path(plan.recipe.model))}
         found |= outcome(plan) | {"cpu_seconds": round(time.process_time() - start, 1)}
-        with file.open("a") as out:
-            out.write(to_json(found) + "\n")
+        write_whole(file, file.read_text() + to_json(found) + "\n")
         area = fmean(value for step, value in found["validations"]["bf16"].items() if step)
         print(f"{plan.run_name}: area {100 * area:.1f}, {found['cpu_seconds']:.0f} s", flush=True)
     return 0
