@@ -1,4 +1,4 @@
-"""Do FP8 recipes learn like BF16? Applies the rule of docs/research/experiment.md to runs.
+"""Do FP8 recipes learn like BF16? Applies the rule of docs/research/earlier-studies.md to runs.
 
 python -m recipes.grpo -m sweep=experiment
 python -m benchmarks.learning.experiment outputs/small-llama --out FILE.json
@@ -300,7 +300,7 @@ def row(cell: Cell) -> dict[str, Any]:
 def judged(comparison: Comparison) -> dict[str, Any]:
     """Return all of the results file: rows, verdicts, baselines, notes, and the runs."""
     return {
-        "rule": "docs/research/experiment.md",
+        "rule": "docs/research/earlier-studies.md",
         "rows": [row(cell) for cell in comparison.cells],
         "verdicts": [each._asdict() for each in verdicts(cells_of(comparison))],
         "against_baselines": [asdict(each) for each in against_baselines(comparison)],

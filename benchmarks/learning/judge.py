@@ -1,7 +1,7 @@
 """Judge recipes against BF16: pooled variance, Dunnett's intervals, an equivalence test.
 
 python -m benchmarks.learning.judge study/gate study/eight --out FILE.json
-python -m benchmarks.learning.judge --earlier benchmarks/results/study --out FILE.json
+python -m benchmarks.learning.judge --earlier benchmarks/results --out FILE.json
 
 The first line judges runs of `benchmarks.learning.study`, the second the runs that earlier studies
 kept, whose own rule was another one. docs/research/study-rule.md has the rule; it was
@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+import scipy
 from scipy import stats
 
 from benchmarks.learning.experiment import FEWEST, LEARNS, MARGIN, gain, late_accuracy
@@ -198,7 +199,7 @@ def validation_area(run: FinishedRun) -> float | None:
 def earlier(folder: Path) -> dict[str, Any]:
     """Judge the runs of earlier studies again, by late accuracy as they were and by area."""
     rows = []
-    for archive in sorted(folder.glob("*.jsonl.gz")):
+    for archive in sorted(folder.rglob("*.jsonl.gz")):
         runs = read_runs(find_runs(archive.with_name(archive.name.removesuffix(".jsonl.gz"))))[0]
         kept: dict[tuple[str, str], dict[str, list[FinishedRun]]] = defaultdict(dict)
         for run in runs:
@@ -259,7 +260,7 @@ def main() -> None:
         for model, rows in content["rows"].items():
             print(model, content["gate"][model], content["spreads"].get(model))
             show(model, [shown(row, ("learning", "as served", "serving")) for row in rows])
-    keep(options.out, options.commit, **content)
+    keep(options.out, options.commit, scipy=scipy.__version__, **content)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rule of docs/research/experiment.md: known verdicts, and runs that were kept."""
+"""The rule of docs/research/earlier-studies.md: known verdicts, and runs that were kept."""
 
 import json
 import subprocess
