@@ -77,25 +77,31 @@ def decode(file, precision, regime="resident"):
     return " to ".join(texts)
 
 
-def points(study, cell, model="tiny-llama"):
-    """Points against BF16 in the last third, with half of the interval: `-5.1 ±4.0`."""
-    said = [
-        row["evidence"].partition(" (")[0] for row in of(study, lambda it: it["verdicts"])
-        if row["model"] == model and row["claim"].startswith(f"{cell} ") and "bf16" in row["claim"]
-    ]  # fmt: skip
-    return said[0]
+def again(study, cell, model="tiny-llama"):
+    """Late accuracy of an earlier study, judged again: its row's estimate."""
+    rows = of("judged-again", lambda it: it["rows"])
+    key = (study, cell, model)
+    row = next(r for r in rows if (r["study"], r["cell"], r["model"]) == key)
+    return row["late accuracy"]
 
 
-def lost(study, cell):
-    """Points lost against BF16, as correction.md writes them: `5.1 +- 4.0`."""
-    return points(study, cell).removeprefix("-").replace("±", "+- ").replace("  ", " ")
+def told(study, cell, model="tiny-llama"):
+    """As a page tells it: `-3.1 (-7.9 to +1.6), open`, without the word where it is decided."""
+    found = again(study, cell, model)
+    text = "{difference:+.1f} ({low:+.1f} to {high:+.1f})".format_map(found)
+    return text + (", open" if found["verdict"] == "open" else "")
+
+
+def told_row(study, cells):
+    """A row of precision.md's stress tests: its last three columns."""
+    model = MOE if study == "moe" else "tiny-llama"
+    return f"| {' | '.join(told(study, cell, model) for cell in cells)} |"
 
 
 def losses():
     """The smallest and the largest loss of an FP8 cache that a stress test shows for certain."""
-    found = [points(study, f"{KV}-{cell}") for study in (TINY, WORKING) for cell in ("none", "tis")]
-    pairs = [[abs(float(number)) for number in each.split(" ±")] for each in found]
-    certain = [loss for loss, half in pairs if loss > half]
+    found = [again(study, f"{KV}-{cell}") for study in (TINY, WORKING) for cell in ("none", "tis")]
+    certain = [-each["difference"] for each in found if each["verdict"] == "loses"]
     return f"{min(certain):.0f} to {max(certain):.0f} points"
 
 
@@ -205,7 +211,9 @@ def h100_decode():
 
 MOE_DECODE = partial(decode, "rollout-30b-h200", "fp8-linear-deepgemm")
 TINY, WORKING, STUDY = "stress-tiny", "stress-working-more", "experiment-h200"
-MOE = "small-qwen3-moe"
+MOE, LLAMA = "small-qwen3-moe", "small-llama"
+KV_CELLS = (f"{KV}-none", f"{KV}-tis", f"{E2E}-none")
+LINEAR_CELLS = (f"{LINEAR}-none", f"{LINEAR}-tis", f"{E2E}-tis")
 STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"), (KV, "none"),
            (KV, "tis"), (E2E, "none"))  # fmt: skip
 SAID = {
@@ -225,7 +233,7 @@ SAID = {
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",
         lambda: f"decode alone {MOE_DECODE().replace(' to', 'x to')}x |",
-        lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama').lstrip('+')} points above BF16",
+        lambda: "from {low:+.1f} to {high:+.1f}".format_map(again("dense", "fp8-e2e-tis", LLAMA)),
         lambda: f"lost {losses()} in\nstress tests",
         lambda: f"{disk('llama31-8b')} GB",
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
@@ -244,15 +252,11 @@ SAID = {
         *(partial(predicted, mask) for mask in ("token", "geometric", "mean-k3", "max-k3")),
         *(partial(bounds, signal) for signal in SIGNALS),
         lambda: f"above {GROWTH.watch:g} | above {GROWTH.unstable:g} |",
-        lambda: f"{lost(TINY, 'fp8-kv-attn-none')} points without correction",
-        lambda: f"{lost(TINY, 'fp8-kv-attn-tis')} with\n`tis`",
-        lambda: f"{lost(TINY, 'fp8-kv-attn-mis')} with `mis`",
-        lambda: (
-            f"{lost(WORKING, 'fp8-kv-attn-none')}, {lost(WORKING, 'fp8-kv-attn-tis')} and "
-            f"{lost(WORKING, 'fp8-kv-attn-mis')}, with `seq-tis` "
-            f"{lost(WORKING, 'fp8-kv-attn-seq-tis')}"
-        ),
-        lambda: f"with FP8 on both sides {lost(WORKING, 'fp8-e2e-none')}",
+        lambda: f"without correction, {told(TINY, 'fp8-kv-attn-none')} points",
+        lambda: f"`mis`, {told(TINY, 'fp8-kv-attn-mis')}; with `tis` it is open",
+        lambda: told(TINY, "fp8-kv-attn-tis").removesuffix(", open"),
+        lambda: f"`mis` loses most, {told(WORKING, 'fp8-kv-attn-mis')}, then",
+        lambda: f"`tis`, {told(WORKING, 'fp8-kv-attn-tis')}; no correction",
     ],
     "notebooks/01-precision.ipynb": [
         lambda: f"{times(SHORT, E2E):.2f} times as fast as BF16 at answers of 2,000",
@@ -261,7 +265,7 @@ SAID = {
         lambda: f"| {gain(AGAIN, E2E)} to {gain(SHORT, E2E)}% of a step |",
     ],
     "notebooks/03-end-to-end.ipynb": [
-        lambda: f"ends {points(STUDY, 'fp8-e2e-tis', 'small-llama')} points from BF16",
+        lambda: f"ends {told('dense', 'fp8-e2e-tis', LLAMA).removesuffix(', open')} points",
     ],
     "docs/precision.md": [
         lambda: f"a gain of {gain(AGAIN, E2E)} to {gain(SHORT, E2E)}%",
@@ -282,18 +286,11 @@ SAID = {
         lambda: f"{times(AGAIN, BOTH):.2f} to {times(SHORT, BOTH):.2f} | {times(LONG, BOTH):.2f} |",
         lambda: f"decodes {decode('rollout-8b-h200', KV, 'limited')} times as fast",
         lambda: f"{decode('rollout-30b-h200', 'fp8-linear-deepgemm')} times as fast on an H200",
-        lambda: f"| {points(TINY, 'fp8-kv-attn-none')} points | {points(TINY, 'fp8-kv-attn-tis')}",
-        lambda: f"{points(TINY, 'fp8-e2e-none')}, open",
-        lambda: (
-            f"| {points(WORKING, 'fp8-kv-attn-none')}, open | "
-            f"{points(WORKING, 'fp8-kv-attn-tis')} | {points(WORKING, 'fp8-e2e-none')}, open |"
+        *(
+            partial(told_row, study, cells)
+            for study, cells in ((TINY, KV_CELLS), (WORKING, KV_CELLS), ("moe", LINEAR_CELLS))
         ),
-        lambda: (
-            f"| {points(STUDY, 'fp8-linear-none', MOE)} | "
-            f"{points(STUDY, 'fp8-linear-tis', MOE)}, open | "
-            f"{points(STUDY, 'fp8-e2e-tis', MOE)}, open"
-        ),
-        lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama')} points",
+        lambda: "from {low:+.1f} to {high:+.1f}".format_map(again("dense", "fp8-e2e-tis", LLAMA)),
     ],
 }
 

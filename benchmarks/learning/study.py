@@ -90,6 +90,7 @@ def outcome(plan: Plan) -> dict[str, Any]:
         "validations": curves,
         "last": last,
         "reward": [round(row["reward/mean"], 4) for row in steps],
+        "kl": [float(f"{row['mismatch/kl']:.3g}") for row in steps],
         "means": {key: fmean(found) for key in MEANS if (found := _series(steps, key))},
         "largest": {key: max(found) for key in LARGEST if (found := _series(steps, key))},
     }
