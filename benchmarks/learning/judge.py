@@ -183,7 +183,21 @@ def study(runs: Sequence[Line]) -> dict[str, Any]:
         for model, cells in models.items()
         if len(cells) > 1
     }
-    return found | {"runs": list(runs)}
+    return found | {"runs": [_kept(run) for run in runs]}
+
+
+def whole(runs: Sequence[Line]) -> list[Line]:
+    """Return the runs of those seeds that every cell has: a study stops between two cells."""
+    seeds: dict[str, set[int]] = defaultdict(set)
+    for run in runs:
+        seeds[run["cell"]].add(run["seed"])
+    shared = set.intersection(*seeds.values())
+    return [run for run in runs if run["seed"] in shared]
+
+
+def _kept(run: Line) -> Line:
+    """Return a run without what the results file says once, and without its rewards."""
+    return {key: value for key, value in run.items() if key not in ("line", "reward", "kl")}
 
 
 def _areas(cells: Mapping[str, Sequence[Line]]) -> list[list[float]]:
@@ -256,7 +270,7 @@ def main() -> None:
         content = earlier(options.earlier)
         show("again", [shown(row, ("late accuracy", "area")) for row in content["rows"]])
     else:
-        content = study([run for folder in options.folders for run in read(folder / RUNS)])
+        content = study([run for each in options.folders for run in whole(read(each / RUNS))])
         for model, rows in content["rows"].items():
             print(model, content["gate"][model], content["spreads"].get(model))
             show(model, [shown(row, ("learning", "as served", "serving")) for row in rows])

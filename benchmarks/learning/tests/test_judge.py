@@ -76,6 +76,12 @@ def test_the_gate_wants_steady_learning_that_repeats_itself(runs, passes):
     assert gate(runs)["passes"] is passes
 
 
+def test_a_seed_that_one_cell_lacks_is_left_out():
+    runs = [{"cell": cell, "seed": seed} for seed in (1, 2) for cell in ("a", "b")]
+    assert judge.whole(runs) == runs
+    assert judge.whole(runs[:3]) == runs[:2]
+
+
 def test_learning_is_judged_in_bf16_and_serving_apart():
     cell = "tiny-llama/fp8-linear-none"
     worse = [run(0.4, 0.6, 0.7, cell=cell, own=-0.1), run(0.4, 0.61, 0.71, cell=cell, own=-0.1)]
