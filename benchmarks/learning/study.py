@@ -163,7 +163,8 @@ def main() -> int:
             continue
         named = {"cell": plan.cell, "seed": plan.recipe.seed, "run": plan.run_name}
         start = time.process_time()
-        found = named | made_by | {"weights": weights_digest(model_path(plan.recipe.model))}
+        found: dict[str, Any] = named | made_by
+        found |= {"weights": weights_digest(model_path(plan.recipe.model))}
         found |= outcome(plan) | {"cpu_seconds": round(time.process_time() - start, 1)}
         write_whole(file, file.read_text() + to_json(found) + "\n")
         area = fmean(value for step, value in found["validations"]["bf16"].items() if step)
