@@ -104,6 +104,13 @@ def _of_shape(settled: Settled) -> Iterator[Limit]:
     yield _divides(at, "tensor", shape.kv_heads, "the K/V heads", "megatron/core/transformer")
     yield _divides(at, "rollout_tensor", shape.heads, "the heads", "vllm, model config")
     yield Limit(
+        "lora.rank",
+        recipe.lora.rank,
+        (recipe.lora.rank or 0) % at.tensor != 0,
+        f"must be a multiple of model.parallel.tensor={at.tensor}, which shares it out",
+        SEAMS["shares-the-rank"].path,
+    )
+    yield Limit(
         "model.shape.hidden",
         shape.hidden,
         block > 0 and shape.hidden % block != 0,

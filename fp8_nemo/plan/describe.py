@@ -26,6 +26,7 @@ from fp8_nemo.plan.memory import (
     host_gib,
     kv_cache_tokens,
     memory_per_gpu,
+    trained_parameters,
 )
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
@@ -162,6 +163,12 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         rows["algorithm"] = _as_typed(recipe.algorithm, given=True)
     if recipe.replay.is_on:
         rows["replay"] = f"{recipe.replay.name}: the trainer's tokens go where the engine's went"
+    if recipe.lora.is_on:
+        trained = trained_parameters(plan.settled)
+        rows["lora"] = (
+            f"{trained:,} parameters are trained, {trained / counts.parameters:.2%} of all; "
+            f"{_as_typed(recipe.lora)}; a refit sends merged weights, as many bytes as without"
+        )
     rows |= _nemo_rows(plan, host) if plan.nemo else {}
     return [*rows.items(), *(("note", note) for note in plan.notes)]
 

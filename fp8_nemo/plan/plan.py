@@ -27,7 +27,7 @@ from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Recipe, Replay
+from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Lora, Recipe, Replay
 from fp8_nemo.recipe.plain import from_plain, leaves
 from fp8_nemo.recipe.settled import LOCAL_BASE, PROMPT, VALIDATED, Layout, Settled, settle
 
@@ -38,7 +38,11 @@ RETIRED = {"cluster": ("launcher",)}
 """Keys that earlier versions wrote into plan.json, which have no meaning now."""
 RENAMED = {("glue", "verify"): {"ledger": "bytes", "full": "bytes"}}
 """Values that earlier versions wrote into plan.json, to the values that such a run resumes with."""
-LATER_GROUPS = {"algorithm": asdict(Algorithm()), "replay": asdict(Replay())}
+LATER_GROUPS = {
+    "algorithm": asdict(Algorithm()),
+    "replay": asdict(Replay()),
+    "lora": asdict(Lora()),
+}
 """Groups that earlier versions lacked, at the values that such a run had."""
 HASHED_AS = {("glue", "verify"): {"bytes": "ledger"}}
 """Values that enter the hash by an older name, so that a run keeps its own."""
@@ -97,7 +101,7 @@ class Plan:
         """Six hex digits over the backend and most of the recipe.
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
-        null, `algorithm=grpo`, `replay=none`, cluster, logging, outputs, `grpo.steps`,
+        null, `algorithm=grpo`, `replay=none`, `lora=none`, cluster, logging, outputs, `grpo.steps`,
         `grpo.stop_when_unstable`, `correction.measurement` and `correction.max_reject`.
         """
         content = self.to_json()["recipe"]
