@@ -24,7 +24,7 @@ from fp8_nemo.nemo_config.limits import host_mistakes
 from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, configure
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.layout import choose
-from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.memory import MemoryByPhase, adapters, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Lora, Recipe, Replay
@@ -294,6 +294,13 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             recipe.data.name,
             f"backend=local reads {', '.join(TASKS)} or jsonl",
             "choose data=arithmetic, or data=jsonl data.path=FOLDER",
+        )
+    if any(each.in_experts for each in adapters(recipe.model.shape, recipe.lora)):
+        yield Mistake(
+            "lora.target_modules",
+            recipe.lora.name,
+            "backend=local has no adapters of experts",
+            "choose lora=attention, or run it with backend=nemo",
         )
     for key, value in leaves(recipe.nemo).items():
         yield Mistake(

@@ -18,7 +18,10 @@ from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.quantize import quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import named_shapes, wire_specs
+from fp8_nemo.nemo_config.keys import PEFT
 from fp8_nemo.plan.memory import adapters
+from fp8_nemo.plan.plan import plan_recipe
+from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import LORA_MODULES, Lora, Precision, Shape
 
 pytestmark = pytest.mark.skipif(
@@ -35,7 +38,6 @@ SHAPES = {
         **SIZES, vocab=128, qk_norm=True, experts=4, experts_per_token=2, expert_ffn=128
     ),
 }
-ALL = [*LORA_MODULES]
 RANK, ALPHA = 8, 32
 
 
@@ -86,15 +88,16 @@ def megatron_model(family, folder):
     return bridge, model
 
 
-def adapted(model, **lora):
-    """The model with adapters, made as NeMo RL's setup makes them."""
+def adapted(model, **other):
+    """The model with the adapters of a plan, made as NeMo RL's setup makes them."""
     from megatron.bridge.peft.lora import LoRA
 
-    return LoRA(
-        exclude_modules=[], dim=RANK, alpha=ALPHA, dropout=0.0, dropout_position="pre",
-        lora_A_init_method="xavier", lora_B_init_method="zero", a2a_experimental=False,
-        lora_dtype=None, **lora,
-    )(model, training=True)  # fmt: skip
+    words = ["model=small-llama", "backend=nemo", "precision=fp8-linear", "lora=all-linear"]
+    [recipe] = compose([*words, f"lora.rank={RANK}", f"lora.alpha={ALPHA}"])
+    keys = plan_recipe(recipe).nemo.overrides
+    given = {key.removeprefix(f"{PEFT}."): keys[key] for key in keys if key.startswith(PEFT)}
+    assert given.pop("enabled")
+    return LoRA(**given | other)(model, training=True)
 
 
 def exported(bridge, model):
@@ -120,7 +123,7 @@ def merge_by_hand(model):
 def test_a_refit_sends_the_merged_weights_by_the_names_and_shapes_of_a_full_run(family, tmp_path):
     bridge, model = megatron_model(family, tmp_path)
     base = exported(bridge, model)
-    model = adapted(model, target_modules=ALL)
+    model = adapted(model)
     first = exported(bridge, model)
     assert {name: tuple(each.shape) for name, each in first.items()} == named_shapes(SHAPES[family])
     assert all(torch.equal(first[name], base[name]) for name in base)  # B is 0
@@ -139,7 +142,7 @@ def test_a_refit_sends_the_merged_weights_by_the_names_and_shapes_of_a_full_run(
 
 def test_our_stream_and_proof_take_them(tmp_path):
     bridge, model = megatron_model("Llama", tmp_path)
-    model = adapted(model, target_modules=ALL)
+    model = adapted(model)
     for name, weight in model[0].named_parameters():
         if ".adapter.linear_out" in name:
             torch.nn.init.normal_(weight.data, std=0.05)
@@ -158,10 +161,10 @@ def test_our_stream_and_proof_take_them(tmp_path):
 
 def test_adapters_alone_are_trained_and_as_many_as_the_plan_counts(tmp_path):
     _, model = megatron_model("Qwen3", tmp_path)
-    model = adapted(model, target_modules=ALL)
+    model = adapted(model)
     trained = {n: w.numel() for n, w in model[0].named_parameters() if w.requires_grad}
     assert all(".adapter." in name for name in trained)
-    counted = adapters(SHAPES["Qwen3"], Lora("all-linear", RANK, ALPHA, ALL))
+    counted = adapters(SHAPES["Qwen3"], Lora("all-linear", RANK, ALPHA, [*LORA_MODULES]))
     assert sum(trained.values()) == 2 * RANK * sum(each.out + each.into for each in counted)
 
 
