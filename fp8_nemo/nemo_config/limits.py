@@ -25,6 +25,7 @@ from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
 
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
+MULTIPLE = "policy.make_sequence_length_divisible_by"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
 
 
@@ -208,6 +209,20 @@ def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
         SEAMS["packed-context"].path,
         "leave it out, or set model.parallel.context=1",
     )
+    multiple, longest = written[MULTIPLE], written["policy.max_total_sequence_length"]
+    cut = (2 * context if context > 1 else 1) * (
+        tensor if written[f"{MEGATRON}.sequence_parallel"] else 1
+    )
+    each = int(_number(multiple)) or cut
+    yield Limit(
+        f"nemo.{MULTIPLE}",
+        multiple,
+        packed and (each % cut != 0 or longest % each != 0),
+        f"must be a multiple of {cut}, which context and sequence parallelism ask for, and divide "
+        f"the longest sequence, {longest}",
+        SEAMS["cut-evenly"].path,
+        "leave it out",
+    )
     chunk, deferred = "policy.logprob_chunk_size", f"{MEGATRON}.defer_fp32_logits"
     yield Limit(
         f"nemo.{chunk}",
@@ -299,7 +314,7 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
         SEAMS["fused-router"].path,
         "leave it out, or set replay=none",
     )
-    multiple = written["policy.make_sequence_length_divisible_by"]
+    multiple = written[MULTIPLE]
     tokens = 8 * (tensor if by_sequence else 1)
     yield Limit(
         f"nemo.{PACKED}",

@@ -232,6 +232,11 @@ SEAMS = {
         "not self.config.sequence_parallel",
         "experts under tensor parallelism train with sequence parallelism",
     ),
+    "cut-evenly": Seam(
+        MAIN, "nemo_rl/models/megatron/data.py", (1290,),
+        "assert pad_individual_seqs_to_multiple_of % minimum_pad_factor == 0",
+        "context and sequence parallelism cut each packed sequence into equal parts",
+    ),
     "makes-adapters": Seam(
         MAIN, "nemo_rl/models/megatron/setup.py", (1782,), "peft = LoRA(",
         "every key of `peft` is read, without a default",

@@ -350,9 +350,10 @@ def _logits(settled: Settled, sequences: int, kept: int) -> float:
         sequences: sequences of full length in the micro-batch.
         kept: bytes of one logit that stay allocated while a chunk is computed.
     """
-    layout, tokens = settled.layout, settled.sequence_tokens * sequences
-    words = settled.recipe.model.shape.vocab / (layout.tensor * layout.context)
-    if layout.logits_chunk:
+    layout = settled.layout
+    words = settled.recipe.model.shape.vocab / layout.tensor
+    tokens = settled.sequence_tokens * sequences / layout.context
+    if layout.logits_chunk:  # of a rank's own tokens
         return (kept * tokens + CHUNK_LOGIT * min(tokens, layout.logits_chunk)) * words
     return WHOLE_LOGIT * tokens * words
 
