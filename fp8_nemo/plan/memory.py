@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -117,26 +117,31 @@ def _part(name: str) -> str:
 
 
 class Adapter(NamedTuple):
-    """Give the widths of one layer's adapter: `Adapter(6144, 4096, in_experts=False)`."""
+    """Give the widths of one layer's adapter: `Adapter(6144, 4096, 2**24, in_experts=False)`."""
 
     out: int
     """Rows of `B`: those of all linears that share an `A`."""
     into: int
     """Columns of `A`."""
+    largest: int
+    """Elements of the largest linear among them."""
     in_experts: bool
     """One for all experts that a GPU trains (seam shares-an-adapter)."""
 
 
 def adapters(shape: Shape, lora: Lora) -> list[Adapter]:
     """List the adapters that LoRA adds to one layer; none without LoRA."""
-    layer = named_shapes(dataclasses.replace(shape, layers=1, experts=min(1, shape.experts)))
+    if not lora.is_on:
+        return []
+    layer = named_shapes(replace(shape, layers=1, experts=min(1, shape.experts)))
     found = []
-    for module in lora.target_modules if lora.is_on else ():
+    for module in lora.target_modules:
         names = tuple(f".{each}.weight" for each in LORA_MODULES[module])
         sizes = {name: size for name, size in layer.items() if name.endswith(names)}
         in_experts = any(".experts." in name for name in sizes)
         _, into = next(iter(sizes.values()))
-        found.append(Adapter(sum(out for out, _ in sizes.values()), into, in_experts))
+        rows = [out for out, _ in sizes.values()]
+        found.append(Adapter(sum(rows), into, max(rows) * into, in_experts))
     return found
 
 
@@ -228,7 +233,8 @@ def memory_per_gpu(settled: Settled) -> MemoryByPhase:
         cache = layout.kv_cache_gib * GIB
     stays = any(kept.values())
     kept |= {"holes": 2 * own.trained if stays else 0.0, "allowance": allowance}
-    merging = MERGED_BYTES * _largest_merged(settled)
+    added = adapters(recipe.model.shape, recipe.lora)
+    merging = MERGED_BYTES * max((each.largest for each in added), default=0)
     refit = {"trainer": 2 * held, "merging": merging, "engine": engine, **kept}
     frozen = 2 * (held - own.trained)
     rollout = {"engine": engine, "KV cache": max(0.0, cache), "frozen weights": frozen, **kept}
@@ -309,15 +315,6 @@ def _shares(settled: Settled, dense: float, expert: float) -> tuple[float, float
     spread_dense = held_dense / max(1, gpus // ranks)
     spread_expert = held_expert / max(1, gpus // (layout.expert * layout.pipeline))
     return held_dense + held_expert, spread_dense + spread_expert
-
-
-def _largest_merged(settled: Settled) -> int:
-    """Count the elements of the largest weight that an adapter is added to; 0 without LoRA."""
-    shape, lora = settled.recipe.model.shape, settled.recipe.lora
-    modules = lora.target_modules if lora.is_on else ()
-    names = tuple(f".{each}.weight" for module in modules for each in LORA_MODULES[module])
-    sizes = (math.prod(size) for name, size in named_shapes(shape).items() if name.endswith(names))
-    return max(sizes, default=0) if names else 0
 
 
 def _moments(settled: Settled) -> int:

@@ -450,7 +450,8 @@ class Lora:
     alpha: int | None = number(None, least=1)
     """The engine's weight is `W + alpha / rank * B A`."""
     target_modules: list[str] = field(default_factory=list)
-    """Linears with adapters, as Megatron calls them: those of `LORA_MODULES`."""
+    """Linears with adapters, in Megatron's words: `linear_qkv`, `linear_proj` (attention's output),
+    `linear_fc1` (gate and up), `linear_fc2` (down)."""
 
     @property
     def is_on(self) -> bool:
