@@ -31,7 +31,7 @@ from fp8_nemo.plan.memory import (
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths
-from fp8_nemo.recipe.checks import as_typed
+from fp8_nemo.recipe.checks import as_typed, mistakes
 from fp8_nemo.recipe.compose import compose, option_names
 from fp8_nemo.recipe.options import Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
@@ -129,8 +129,11 @@ def _in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
     if not plan.nemo:
         return None
     [shipped] = compose([f"precision={name}"])
+    recipe = replace(plan.recipe, precision=shipped.precision)
+    if mistakes(recipe):  # LoRA excludes FP8 training
+        return None
     try:
-        return plan_recipe(replace(plan.recipe, precision=shipped.precision), host).settled
+        return plan_recipe(recipe, host).settled
     except PlanError:
         return None
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8_nemo.plan.describe import describe
+from fp8_nemo.plan.describe import describe, precisions
 from fp8_nemo.plan.memory import checkpoint_gib, host_gib, memory_per_gpu, trained_parameters
 from fp8_nemo.plan.plan import PlanError, plan_from_json
 from fp8_nemo.plan.step_time import step_seconds
@@ -108,6 +108,12 @@ def test_training_makes_no_gradient_of_frozen_weights_and_adapters_take_their_ow
     assert here.rollout == plain.rollout
     assert 0 < here.refit - plain.refit < 0.2
     assert here.optimizer < plain.optimizer / 50
+
+
+def test_the_gains_of_other_precisions_leave_out_those_that_lora_excludes():
+    [(_, told)] = precisions(plan(*LORA), MAIN)
+    assert "fp8-kv-attn" in told and "e2e" not in told
+    assert "fp8-e2e" in precisions(plan(*LLAMA), MAIN)[0][1]
 
 
 def test_a_plan_says_how_much_is_trained_and_what_adapters_bring_along():
