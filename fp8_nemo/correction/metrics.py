@@ -48,6 +48,9 @@ METRICS = {
     "replay/missing_fraction": Metric(SHARE, "routes that the engine did not report"),
     "refit/bytes": Metric("bytes", "sent by the last refit"),
     "refit/verified_weights": Metric("weights", "FP8 weights proven to have arrived; 0 unverified"),
+    "refit/changed_bytes": Metric(
+        SHARE, "of the engine's linears, scales too: bytes that the last refit changed; by a sample"
+    ),
     "recalibrate/saturated_fraction": Metric(
         SHARE, "of the Q, K and V ranges of all layers: those beyond the scale in force"
     ),
@@ -69,6 +72,19 @@ METRICS = {
     "time/recalibrate": Metric("seconds", "making KV scales"),
     "time/step": Metric("seconds", "the step, without validation and saving"),
 }
+
+
+def changed_bytes(changed: int, sampled: int) -> dict[str, float]:
+    """Return the metric of what a refit changed; none where nothing was compared.
+
+    A step may move all masters and change few bytes of the engine, because a format rounds a small
+    update away until several have added up. The rollout then lags behind the trainer.
+
+    Args:
+        changed: bytes that differ from those before.
+        sampled: bytes that were compared.
+    """
+    return {"refit/changed_bytes": changed / sampled} if sampled else {}
 
 
 def page() -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8_nemo.glue.digest import Digests, Placed, placed
 from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.quantize import FP8
-from fp8_nemo.glue.wire import SCALE_SUFFIX, RefitError, WireSpec
+from fp8_nemo.glue.wire import SCALE_SUFFIX, RefitError, WireSpec, is_linear
 from fp8_nemo.recipe.options import FORMATS
 
 FP8_NAN = FORMATS["fp8"].nan
@@ -29,6 +29,10 @@ ARE_FINE: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": torch.isfinite,
 }
 """By kind of tensor: which values loading may leave in it."""
+SAMPLED = 2**22
+"""Values that `Sample` reads: if 0.2% of the bytes changed, it says so to a hundredth of that."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By bytes of a value: what holds the same bits, and NaN equal to itself."""
 
 
 class Part(NamedTuple):
@@ -71,6 +75,13 @@ class Destination:
             RefitError: a part ends within a word of the wire's.
         """
         return Digests([self.placed(name, self.parts[name].tensor) for name in self.digested])
+
+    @cached_property
+    def sample(self) -> Sample:
+        """The values of the linears, and of their scales, by which changes are counted."""
+        linears = {n for n in self.held if is_linear(n, self.held[n].shape)}
+        names = [n for n in self.digested if n.removesuffix(SCALE_SUFFIX) in linears]
+        return Sample([self.parts[name].tensor for name in names])
 
     @cached_property
     def watched(self) -> dict[str, tuple[str, list[Tensor]]]:
@@ -134,6 +145,37 @@ class Destination:
                 )
         if problems:
             raise RefitError(sorted(problems))
+
+
+class Sample:
+    """Read the same values of some tensors, as often as is asked, and count the bytes that changed.
+
+    Values are taken at equal distances through all tensors one after another, all of them if there
+    are no more than `SAMPLED`. A tensor whose values do not lie side by side is left out.
+
+    Args:
+        tensors: all on one device, in memory that stays theirs.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        flat = [x.view(INTEGERS[x.itemsize]).view(-1) for x in tensors if x.is_contiguous()]
+        step = -(-sum(map(len, flat)) // SAMPLED) | 1  # odd: it meets every column of a matrix
+        self.by_size: dict[int, list[Tensor]] = {}
+        before = 0
+        for values in flat:
+            taken = values[-before % step :: step]
+            self.by_size.setdefault(values.itemsize, []).append(taken)
+            before += len(values)
+        self.bytes = sum(x.nbytes for some in self.by_size.values() for x in some)
+
+    def read(self) -> list[Tensor]:
+        """Return the sampled bytes as they are now, in a copy on their device."""
+        return [torch.cat(some).view(torch.uint8) for some in self.by_size.values()]
+
+    def changed(self, before: Sequence[Tensor]) -> Tensor:
+        """Return how many bytes differ from an earlier `read`, INT64 `[1]` on their device."""
+        counts = [(was != now).sum() for was, now in zip(before, self.read(), strict=True)]
+        return torch.stack(counts).sum(0, keepdim=True)
 
 
 def spec_of(tensor: Tensor) -> WireSpec:

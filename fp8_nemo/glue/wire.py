@@ -116,9 +116,22 @@ def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_l
     found = _in_layer(name)
     if not precision.rollout.is_quantized or not found:
         return False
-    layer, rest = found
-    if not precision.first_layers_bf16 <= layer < num_layers - precision.last_layers_bf16:
+    if not precision.first_layers_bf16 <= found[0] < num_layers - precision.last_layers_bf16:
         return False
+    return is_linear(name, shape)
+
+
+def is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a weight is of a layer's linear or expert, which formats may quantize.
+
+    Args:
+        name: Hugging Face name of a weight or of a slab.
+        shape: its shape, `(E, O, I)` for a slab.
+    """
+    found = _in_layer(name)
+    if not found:
+        return False
+    rest = found[1]
     if rest in _SLABS:
         return len(shape) == 3
     module, _, kind = rest.rpartition(".")

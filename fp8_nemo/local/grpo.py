@@ -30,6 +30,7 @@ from fp8_nemo.correction.correct import (
     correction_metrics,
 )
 from fp8_nemo.correction.measure import packed, pair_file
+from fp8_nemo.correction.metrics import changed_bytes
 from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
 from fp8_nemo.correction.routing import RouteCount, is_missing, replay_shares
 from fp8_nemo.correction.update import policy_ratio
@@ -340,7 +341,8 @@ class GrpoLoop:
             number=self.refits,
         )
         proof = self.engine.refit(stream, verify, self.refits)
-        return {"refit/bytes": proof.bytes, "refit/verified_weights": proof.verified_weights}
+        found = {"refit/bytes": proof.bytes, "refit/verified_weights": proof.verified_weights}
+        return found | changed_bytes(proof.changed, proof.sampled)
 
     def _validate(self) -> float:
         """Return the share of right answers on held-out problems; the sampling repeats itself."""

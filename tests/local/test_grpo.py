@@ -29,8 +29,8 @@ CORE_KEYS = {
     "reward/mean", "rollout/tokens", "rollout/mean_length", "train/entropy", "mismatch/kl",
     "mismatch/token_mult_prob_error", "mismatch/abs_log_ratio_p99", "mismatch/abs_log_ratio_max",
     "mismatch/ess", "correction/multiplier_mean", "correction/ess", "correction/clipped_fraction",
-    "correction/masked_fraction", "refit/bytes", "refit/verified_weights", "time/rollout",
-    "time/logprob", "time/train", "time/refit", "time/step",
+    "correction/masked_fraction", "refit/bytes", "refit/verified_weights", "refit/changed_bytes",
+    "time/rollout", "time/logprob", "time/train", "time/refit", "time/step",
 }  # fmt: skip
 
 
@@ -75,6 +75,7 @@ def test_every_cell_runs_two_steps(make_plan, model, precision, correction):
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert ("recalibrate/max_drift" in rows[1]) == precision.endswith("kv-attn")
     assert (rows[1]["refit/verified_weights"] > 0) == (precision != "bf16")
+    assert rows[0]["refit/changed_bytes"] > 0.8 > rows[1]["refit/changed_bytes"] > 0
     if correction == "none":
         assert rows[1]["correction/multiplier_mean"] == 1.0 == rows[1]["correction/ess"]
 
