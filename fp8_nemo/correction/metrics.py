@@ -56,6 +56,8 @@ METRICS = {
     ),
     "recalibrate/max_drift": Metric(SHARE, "largest relative change of a KV scale"),
     "train/grad_norm": Metric("norm", "largest gradient norm of the step's updates, unclipped"),
+    "train/loss_scale": Metric("factor", "on the loss after the step's updates; FP16 alone"),
+    "train/skipped_updates": Metric("updates", "left out, as an FP16 gradient overflowed"),
     "train/entropy": Metric("nats per token", "of the policy, estimated on the sampled tokens"),
     "train/kl": Metric(
         "nats per token", "k3 estimate of KL(train || current) over the step's updates"

@@ -15,6 +15,7 @@ from fp8_nemo.export.fp8_checkpoint import (
 )
 from fp8_nemo.export.from_run import exported, last_checkpoint
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.runs.run_dir import PLAN, read_plan
@@ -66,7 +67,7 @@ def _rolled_out(plan: Plan) -> list[str]:
     precision = plan.recipe.precision
     if not precision.rollout.is_quantized:
         return []
-    return [f"precision.{key}={value}" for key, value in asdict(precision).items()]
+    return [f"precision.{key}={as_typed(value)}" for key, value in asdict(precision).items()]
 
 
 def conversion_recipe(count: int, settings: list[str]) -> Recipe:

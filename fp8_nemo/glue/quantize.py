@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8_nemo.glue.wire import BLOCK
+from fp8_nemo.recipe.options import Precision
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -107,6 +108,11 @@ def quantize_list(
 
 QUANTIZERS = {"fp8": quantize_list}
 """What quantizes a list of weights, by the format's name (`recipe/options.py`, FORMATS)."""
+
+
+def plain_dtype(precision: Precision) -> torch.dtype:
+    """Return torch's type of everything that a precision does not quantize."""
+    return getattr(torch, precision.plain.dtype)
 
 
 def _bf16(weight_OI: Tensor) -> Tensor:

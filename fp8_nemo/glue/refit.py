@@ -24,7 +24,7 @@ from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.digest import Digests, placed
 from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, manifest
-from fp8_nemo.glue.quantize import QUANTIZERS
+from fp8_nemo.glue.quantize import QUANTIZERS, plain_dtype
 from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.recipe.options import Precision
@@ -131,7 +131,8 @@ def encode(
             nonfinite_N=nonfinite_N,
         )
         found = dict(zip(chosen, quantized, strict=True))
-    plain = {name: stacks[name].to(torch.bfloat16) for name in stacks if not is_fp8[name]}
+    dtype = plain_dtype(precision)
+    plain = {name: stacks[name].to(dtype) for name in stacks if not is_fp8[name]}
     tensors = []
     for name, weight in group:
         wires = weights.wire_names(name, tuple(weight.shape))

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from fp8_nemo.recipe.options import FORMATS, Precision, Shape
 
-BF16 = FORMATS["bf16"]
 BLOCK = FORMATS["fp8"].block
 SCALE_SUFFIX = "_scale_inv"
 
@@ -225,7 +224,7 @@ def _weight_specs(
     wire_shape = (shape[1] // len(projections), shape[2]) if projections else shape
     fp8 = is_fp8_weight(name, shape, precision, num_layers)
     for wire in wire_names(name, shape):
-        yield wire, WireSpec((precision.rollout if fp8 else BF16).dtype, wire_shape)
+        yield wire, WireSpec((precision.rollout if fp8 else precision.plain).dtype, wire_shape)
         if fp8:
             yield scale_name(wire), WireSpec(precision.rollout.scale_dtype, scale_shape(wire_shape))
 

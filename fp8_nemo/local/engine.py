@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger, RefitProof
+from fp8_nemo.glue.quantize import plain_dtype
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.modules import attention
 from fp8_nemo.local.modules.experts import without_host_reads
@@ -84,7 +85,7 @@ class Engine:
     ) -> None:
         with torch.random.fork_rng():
             model = AutoModelForCausalLM.from_config(
-                deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention.NAME
+                deepcopy(config), dtype=plain_dtype(precision), attn_implementation=attention.NAME
             )
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}

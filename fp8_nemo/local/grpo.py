@@ -301,7 +301,15 @@ class GrpoLoop:
                 )
 
             norms.append(self.policy.update(batch.rows(whole.start, whole.stop), loss_of))
-        return {"train/grad_norm": max(norms)} | moved.row()
+        largest = max((norm for norm in norms if norm is not None), default=0.0)
+        return {"train/grad_norm": largest} | self._scale_metrics(norms) | moved.row()
+
+    def _scale_metrics(self, norms: list[float | None]) -> dict[str, float]:
+        """Say what the loss is scaled by, and how many updates overflowed; nothing but in FP16."""
+        if not self.policy.scaler.is_enabled():
+            return {}
+        scale = self.policy.scaler.get_scale()
+        return {"train/loss_scale": scale, "train/skipped_updates": norms.count(None)}
 
     def _scales_of_prompts(self) -> dict[str, float]:
         """Set the first scales, before any response: ranges of prompts, with more room."""

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from fp8_nemo.nemo_config.host import MAIN, Host, base_of
-from fp8_nemo.nemo_config.limits import host_mistakes
+from fp8_nemo.nemo_config.limits import format_mistakes, host_mistakes
 from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, configure
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.layout import choose
@@ -195,6 +195,7 @@ def _nemo_plan(recipe: Recipe, host: Host, layout: Layout | None) -> Plan:
     if not base:
         text = "backend=nemo starts from a YAML of NeMo RL's"
         raise PlanError([Mistake("model.base_config", None, text)])
+    _refuse(format_mistakes(recipe.precision))
     settled = settle(recipe, host.base(base), layout)
     chooses = recipe.model.layout == "auto"
     if chooses and layout is None and (choices := choose(settled, host)):

@@ -23,6 +23,7 @@ from fp8_nemo.recipe.options import (
     Cluster,
     Correction,
     Data,
+    Precision,
     Recipe,
 )
 from fp8_nemo.recipe.plain import leaves
@@ -152,6 +153,7 @@ def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
                 f"needs precision.rollout_linear=fp8, got {precision.rollout_linear}",
                 f"choose precision={option}, or set precision.{key}=bf16",
             )
+    yield from _plain_mistakes(precision)
     kept = precision.bf16_layers
     if kept and precision.rollout.is_quantized and kept >= layers:
         yield Mistake(
@@ -169,6 +171,27 @@ def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             "blocks would span both",
             "choose precision=bf16, or another width",
         )
+
+
+def _plain_mistakes(precision: Precision) -> Iterator[Mistake]:
+    """Refuse BF16 beside FP16, FP8 beside FP16, and a loss scale of the wrong one."""
+    plain = precision.plain
+    for key in ("rollout_linear", "rollout_kv"):
+        held = FORMATS[getattr(precision, key)]
+        if held != plain and (plain.scales_loss or not held.is_quantized):
+            yield Mistake(
+                f"precision.{key}",
+                held.name,
+                f"must be {plain.name}: precision.train_linear={precision.train_linear} computes "
+                "in it, and no kernel mixes it with this",
+                "choose precision=bf16 or precision=fp16, each of which sets both sides",
+            )
+            return
+    if (precision.loss_scale is not None) != plain.scales_loss:
+        text = "must be a number: FP16 loses small gradients without it"
+        if not plain.scales_loss:
+            text = f"must be null: {plain.name} loses no small gradients"
+        yield Mistake("precision.loss_scale", precision.loss_scale, text)
 
 
 def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:

@@ -52,6 +52,8 @@ class Format(NamedTuple):
     scale_dtype: str = "float32"
     nan: int = 0
     """Byte that reads as NaN, with which a refit poisons the engine's memory."""
+    scales_loss: bool = False
+    """Whether training in it needs a loss scale: else small gradients become zeros."""
 
     @property
     def is_quantized(self) -> bool:
@@ -68,6 +70,7 @@ FORMATS = {
     each.name: each
     for each in (
         Format("bf16", "bfloat16", 2),
+        Format("fp16", "float16", 2, scales_loss=True),
         Format("fp8", "float8_e4m3fn", 1, block=128, nan=0x7F),
     )
 }
@@ -187,10 +190,12 @@ class Precision:
     """Part of the run directory's name."""
     rollout_linear: str = one_of(*FORMATS)
     """Weights and activations of the engine's linears."""
-    rollout_kv: str = one_of("bf16", "fp8")
+    rollout_kv: str = one_of("bf16", "fp16", "fp8")
     """FP8 cache, and FP8 attention with it."""
-    train_linear: str = one_of(*FORMATS)
-    """Weights and activations of the trainer's linears."""
+    train_linear: str = one_of("bf16", "fp16", "fp8")
+    """Weights and activations of the trainer's linears; FP16 is that of all else, on both sides."""
+    loss_scale: float | None = number(None, above=0)
+    """Factor on the loss that a run in FP16 begins with, taken out of its gradients again."""
     scales: str = one_of("fp32", "pow2")
     """Block scales: any FP32 number, or powers of two."""
     first_layers_bf16: int = number(0, least=0)
@@ -212,6 +217,11 @@ class Precision:
     def train(self) -> Format:
         """Return the format in which the trainer multiplies its linears."""
         return FORMATS[self.train_linear]
+
+    @property
+    def plain(self) -> Format:
+        """Return the format of everything that is not quantized: embeddings, norms, activations."""
+        return FORMATS["bf16"] if self.train.is_quantized else self.train
 
     @property
     def bf16_layers(self) -> int:

@@ -19,7 +19,7 @@ from fp8_nemo.glue.quantize import (
 )
 from fp8_nemo.local.engine import causal_mask
 from fp8_nemo.local.modules import attention, linears
-from fp8_nemo.local.modules.experts import Bf16Experts, Fp8RolloutExperts, without_host_reads
+from fp8_nemo.local.modules.experts import Fp8RolloutExperts, PlainExperts, without_host_reads
 from fp8_nemo.local.modules.precision import rms_norm
 
 
@@ -45,7 +45,7 @@ def random(*shape, scale=1.0):
 def test_a_bf16_linear_rounds_its_result_and_nothing_else():
     x, weight = random(5, 256), random(128, 256)
     expected = (x.double() @ weight.double().T).float()
-    found = linears.linear_bf16(x, weight)
+    found = linears.linear_plain(x, weight)
     assert found.dtype == torch.bfloat16
     assert ((found.float() - expected).abs() <= expected.abs() * 2**-8 + 1e-6).all()
 
@@ -202,7 +202,7 @@ def in_fp8(experts):
 CHOSEN_TA = torch.tensor([[0, 3], [7, 3], [3, 1], [1, 0], [2, 3]])
 
 
-@pytest.mark.parametrize("held", [lambda experts: Bf16Experts(experts, False), in_fp8])
+@pytest.mark.parametrize("held", [lambda experts: PlainExperts(experts, False), in_fp8])
 def test_experts_that_take_every_token_give_what_the_chosen_ones_give(held):
     made = made_experts()
     experts, hidden_TI, share_TA = held(made), random(5, 256), torch.linspace(0.1, 1, 10).view(5, 2)
@@ -222,7 +222,7 @@ def test_experts_that_take_every_token_give_what_the_chosen_ones_give(held):
 
 def test_experts_hand_back_the_gradients_that_a_sum_over_all_of_them_has():
     made = made_experts().float()
-    experts, index_TA = Bf16Experts(made, False), CHOSEN_TA
+    experts, index_TA = PlainExperts(made, False), CHOSEN_TA
     weigh_TI = random(5, 256).float()
 
     def gradients(mixed):
@@ -300,7 +300,7 @@ def test_fused_attention_and_its_gradients_are_the_plain_ones_but_for_rounding(g
         return [found.detach(), *(x.grad.float() for x in given)]
 
     fused = attended(attention._attend_fused)
-    plain = attended(partial(attention._attend_bf16, None))
+    plain = attended(partial(attention._attend_plain, None))
     assert not torch.equal(fused[0], plain[0])
     for found, expected in zip(fused, plain, strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

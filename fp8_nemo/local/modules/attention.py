@@ -85,14 +85,15 @@ def attend(
     """
     if module.watch is not None:
         module.watch(query, key, value)
+    dtype = query.dtype
     query = query.unflatten(1, (key.shape[1], -1))
     key, value, mask = key[:, :, None], value[:, :, None], attention_mask[:, :, None]
-    attend = _attend_fp8 if key.dtype == FP8 else _attend_bf16
+    attend = _attend_fp8 if key.dtype == FP8 else _attend_plain
     output = attend(module, query, key, value, mask, scaling)
-    return output.flatten(1, 2).transpose(1, 2).to(torch.bfloat16), None
+    return output.flatten(1, 2).transpose(1, 2).to(dtype), None
 
 
-def _attend_bf16(
+def _attend_plain(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
     if _is_token(query):
@@ -102,7 +103,7 @@ def _attend_bf16(
         return _attend_fused(query, key, value, mask, scaling)
     scores = (matmul_fp32(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
     probability = scores.softmax(-1).nan_to_num()  # padded queries see no key
-    return matmul_fp32(probability.to(torch.bfloat16), value)
+    return matmul_fp32(probability.to(query.dtype), value)
 
 
 def _attend_fused(

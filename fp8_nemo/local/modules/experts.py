@@ -117,7 +117,7 @@ def permuted(x_N: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
     return Permuted.apply(x_N, order_N, back_N)  # pyright: ignore[reportReturnType]
 
 
-class Bf16Experts(Experts):
+class PlainExperts(Experts):
     """Hold slabs in BF16, as transformers does."""
 
     def __init__(self, experts: Any, pow2: bool) -> None:
@@ -133,11 +133,11 @@ class Bf16Experts(Experts):
         return self.slab(name).unbind()
 
     def product(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Multiply BF16 operands, as `linear_bf16` does."""
+        """Multiply BF16 operands, as `linear_plain` does."""
         return x @ matrix.mT if x.is_cuda else (x.float() @ matrix.float().mT).to(x.dtype)
 
 
-class Fp8TrainExperts(Bf16Experts):
+class Fp8TrainExperts(PlainExperts):
     """Hold slabs in BF16 that are quantized in every product."""
 
     def product(self, x: Tensor, matrix: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from fp8_nemo.glue.quantize import (
 from fp8_nemo.glue.wire import scale_shape
 
 
-def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply BF16 operands, with FP32 products and sums and a BF16 result.
 
     On a CPU without BF16 instructions torch's own BF16 product is many times slower than FP32.
@@ -137,12 +137,12 @@ class Fp8Product(torch.autograd.Function):
         return dx_TI.view_as(x), scaled_mm(dy_T, x_T, x.dtype), None
 
 
-class Bf16Linear(nn.Linear):
+class PlainLinear(nn.Linear):
     """Hold a linear whose weight stays BF16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
-        return linear_bf16(input, self.weight, self.bias)
+        return linear_plain(input, self.weight, self.bias)
 
 
 class Fp8TrainLinear(nn.Linear):

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from fp8_nemo.glue.wire import is_fp8_weight
 from fp8_nemo.local.modules.attention import prepare_attention
-from fp8_nemo.local.modules.experts import Bf16Experts, Fp8RolloutExperts, Fp8TrainExperts
-from fp8_nemo.local.modules.linears import Bf16Linear, Fp8RolloutLinear, Fp8TrainLinear
+from fp8_nemo.local.modules.experts import Fp8RolloutExperts, Fp8TrainExperts, PlainExperts
+from fp8_nemo.local.modules.linears import Fp8RolloutLinear, Fp8TrainLinear, PlainLinear
 from fp8_nemo.recipe.options import Precision
 
 
@@ -21,9 +21,9 @@ def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
     for name, module in list(model.named_modules()):
         fp8 = precision.train.is_quantized and _is_fp8(model, name, precision)
         if _is_experts(name):
-            _replace(model, name, (Fp8TrainExperts if fp8 else Bf16Experts)(module, pow2))
+            _replace(model, name, (Fp8TrainExperts if fp8 else PlainExperts)(module, pow2))
         elif isinstance(module, nn.Linear):
-            module.__class__ = Fp8TrainLinear if fp8 else Bf16Linear
+            module.__class__ = Fp8TrainLinear if fp8 else PlainLinear
             setattr(module, "pow2", pow2)  # noqa: B010 (its class has changed)
     prepare_attention(model, fp8_kv=False)
     _fuse_norms(model)
@@ -35,11 +35,11 @@ def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
     for name, module in list(model.named_modules()):
         fp8 = _is_fp8(model, name, precision)
         if _is_experts(name):
-            _replace(model, name, (Fp8RolloutExperts if fp8 else Bf16Experts)(module, pow2))
+            _replace(model, name, (Fp8RolloutExperts if fp8 else PlainExperts)(module, pow2))
         elif isinstance(module, nn.Linear) and fp8:
             _replace(model, name, Fp8RolloutLinear(module, pow2))
         elif isinstance(module, nn.Linear):
-            module.__class__ = Bf16Linear
+            module.__class__ = PlainLinear
     prepare_attention(model, fp8_kv=precision.cache.is_quantized)
     _fuse_norms(model)
 
