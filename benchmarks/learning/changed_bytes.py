@@ -26,7 +26,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.runs import metrics, run_dir
 
 RATES = (1e-6, 1e-5, 1e-4)
-PRECISIONS = ("bf16", "fp8-linear")
+PRECISIONS = ("bf16", "fp8-linear", "nvfp4-w4a16")
 STEPS = 20
 FIGURE = Path("docs/figures/changed-bytes.svg")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8_nemo.glue.digest import Digests, Placed, placed
 from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.quantize import FP8
-from fp8_nemo.glue.wire import SCALE_SUFFIX, RefitError, WireSpec, is_linear
+from fp8_nemo.glue.wire import RefitError, WireSpec, is_linear, weight_of
 from fp8_nemo.recipe.options import FORMATS
 
 FP8_NAN = FORMATS["fp8"].nan
@@ -80,7 +80,7 @@ class Destination:
     def sample(self) -> Sample:
         """The values of the linears, and of their scales, by which changes are counted."""
         linears = {n for n in self.held if is_linear(n, self.held[n].shape)}
-        names = [n for n in self.digested if n.removesuffix(SCALE_SUFFIX) in linears]
+        names = [n for n in self.digested if weight_of(n) in linears]
         return Sample([self.parts[name].tensor for name in names])
 
     @cached_property
@@ -102,7 +102,10 @@ class Destination:
             raise RefitError([f"{name}: {error}"]) from error
 
     def poison(self, names: Iterable[str]) -> None:
-        """Write NaN, which no trainer sends, into block scales and both ends of the rest."""
+        """Write NaN, which no trainer sends, into block scales and both ends of the rest.
+
+        Packed four-bit bytes have no NaN: their scales stand for them.
+        """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}  # of one dtype, all go in a few launches
         for _, views in self._of(names).values():
             by_dtype.setdefault(views[0].dtype, []).extend(views)
@@ -201,11 +204,11 @@ def _spec_of_part(spec: WireSpec, of_wire: tuple[slice, ...]) -> WireSpec:
 
 
 def _watched(name: str, tensor: Tensor) -> tuple[str, list[Tensor]]:
-    """Return a tensor's kind and views of what is poisoned: scales whole, else both ends."""
-    if name.endswith(SCALE_SUFFIX):
-        return "scale", [tensor.flatten() if tensor.is_contiguous() else tensor]
+    """Return a tensor's kind and views of what is poisoned: FP32 scales whole, else both ends."""
     if tensor.dtype == FP8:
         return "fp8", _ends(tensor.view(torch.uint8))
+    if weight_of(name) != name:
+        return "scale", [tensor.flatten() if tensor.is_contiguous() else tensor]
     return "kv_scale" if name.endswith(KV_SUFFIXES) else "plain", _ends(tensor)
 
 

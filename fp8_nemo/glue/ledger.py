@@ -54,7 +54,7 @@ class RefitProof:
     bytes: int
     """Received over the wire, weights and scales."""
     verified_weights: int
-    """FP8 weights whose bytes and scales the engine took from this refit."""
+    """Quantized weights whose bytes and scales the engine took from this refit."""
     checksums: int
     """Tensors whose bytes in the engine equal the sender's; 0 unless `verify: bytes`."""
     sent: bytes = b""
@@ -174,7 +174,8 @@ class Ledger:
         # The device digests the engine meanwhile.
         moved = [*_moved(opened, now)] if opened and now else []
         held = opened.held if opened else self.expected
-        verified = sum(weights.scale_name(name) in held for name in self.received)
+        scaled = {weights.weight_of(name) for name in held if weights.weight_of(name) != name}
+        verified = sum(name in scaled for name in self.received)
         found = self._read(numbers, now)
         if problems := self._wire_problems(found):
             raise RefitError(problems)

@@ -107,7 +107,7 @@ def encode(
     num_layers: int,
     digests: bool = False,
 ) -> Encoded:
-    """Encode weights and slabs as they are sent: by checkpoint name, FP8 ones with their scales.
+    """Encode weights and slabs as they are sent: by checkpoint name, with scales if quantized.
 
     Args:
         group: at least one weight or slab, all on one device.
@@ -133,13 +133,14 @@ def encode(
         found = dict(zip(chosen, quantized, strict=True))
     dtype = plain_dtype(precision)
     plain = {name: stacks[name].to(dtype) for name in stacks if not is_fp8[name]}
+    suffixes = weights.suffixes(precision.rollout.name) if chosen else []
     tensors = []
     for name, weight in group:
         wires = weights.wire_names(name, tuple(weight.shape))
         if name in found:
-            both = (_apart(name, each) for each in found[name])
-            for wire, fp8_OI, scale_inv_PQ in zip(wires, *both, strict=True):
-                tensors += [(wire, fp8_OI), (weights.scale_name(wire), scale_inv_PQ)]
+            held = [_apart(name, each) for each in found[name]]
+            for wire, *parts in zip(wires, *held, strict=True):
+                tensors += zip([wire + suffix for suffix in suffixes], parts, strict=True)
         else:
             tensors += zip(wires, _apart(name, plain[name]), strict=True)
     # A launch of its own: made in the quantizing kernel, Triton 3.6 wrote other bytes on an H100.

@@ -155,7 +155,7 @@ class Engine:
         held = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         found: dict[str, Tensor] = {}
         for name, tensor in held.items():
-            slab = name.removesuffix(weights.SCALE_SUFFIX)
+            slab = weights.weight_of(name)
             suffix = name.removeprefix(slab)
             if projections := weights.slab_projections(slab):
                 tensor = tensor.unflatten(1, (len(projections), -1)).flatten(0, 1)

@@ -26,6 +26,8 @@ from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
 ONLY_LOCAL = {
     "fp16": "NeMo RL's first overflow in FP16 ends its run, and a remedy was not run on a GPU yet "
     f"({SEAMS['fp16-overflow'].path})",
+    "nvfp4": "vLLM's workers need a refit into Marlin's layout of four bits, which was neither "
+    "written nor run on a GPU (docs/precision.md)",
 }
 """Formats that the local backend has and NeMo RL lacks: why."""
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"

@@ -146,11 +146,11 @@ def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     precision, layers = recipe.precision, recipe.model.shape.layers
     for key, option in (("rollout_kv", "fp8-kv-attn"), ("train_linear", "fp8-e2e")):
         held = getattr(precision, key)
-        if FORMATS[held].is_quantized and not precision.rollout.is_quantized:
+        if FORMATS[held].is_quantized and precision.rollout_linear != held:
             yield Mistake(
                 f"precision.{key}",
                 held,
-                f"needs precision.rollout_linear=fp8, got {precision.rollout_linear}",
+                f"needs precision.rollout_linear={held}, got {precision.rollout_linear}",
                 f"choose precision={option}, or set precision.{key}=bf16",
             )
     yield from _plain_mistakes(precision)
@@ -159,10 +159,20 @@ def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         yield Mistake(
             "precision.first_layers_bf16 + precision.last_layers_bf16",
             kept,
-            f"leaves none of the model's {layers} layers in FP8",
+            f"leaves none of the model's {layers} layers in {precision.rollout.name.upper()}",
             "lower one of them, or choose precision=bf16",
         )
-    shape, block = recipe.model.shape, precision.rollout.block
+    shape, block, group = recipe.model.shape, precision.rollout.block, precision.rollout.group
+    width = "expert_ffn" if shape.experts else "ffn"
+    for key in ("hidden", width, "head_dim"):
+        if group and (side := getattr(shape, key)) % group:
+            yield Mistake(
+                f"model.shape.{key}",
+                side,
+                f"must be a multiple of {group} with {precision.rollout.name} linears, whose "
+                "groups would span two rows",
+                "choose precision=bf16, or another width",
+            )
     if block and shape.experts and shape.expert_ffn % block:
         yield Mistake(
             "model.shape.expert_ffn",

@@ -45,10 +45,12 @@ class Format(NamedTuple):
     name: str
     dtype: str
     """Torch's name for one element."""
-    bytes: int
-    """Of one element, without its share of a scale."""
+    bytes: float
+    """Of one weight, without its share of a scale."""
     block: int = 0
-    """Side of the square of weights that shares a scale; 0: values have none."""
+    """Side of the square of weights that shares a scale; 0: it has none of these."""
+    group: int = 0
+    """Weights in a row that share a scale; 0: it has none of these."""
     scale_dtype: str = "float32"
     nan: int = 0
     """Byte that reads as NaN, with which a refit poisons the engine's memory."""
@@ -58,12 +60,13 @@ class Format(NamedTuple):
     @property
     def is_quantized(self) -> bool:
         """Return whether values are held with scales."""
-        return self.block > 0
+        return self.block + self.group > 0
 
     @property
     def bytes_per_weight(self) -> float:
-        """Return the bytes of one weight, with its share of a scale."""
-        return self.bytes + (DTYPE_BYTES[self.scale_dtype] / self.block**2 if self.block else 0)
+        """Return the bytes of one weight, with its share of a scale of a block or group."""
+        sharing = self.block**2 + self.group
+        return self.bytes + (DTYPE_BYTES[self.scale_dtype] / sharing if sharing else 0)
 
 
 FORMATS = {
@@ -72,10 +75,12 @@ FORMATS = {
         Format("bf16", "bfloat16", 2),
         Format("fp16", "float16", 2, scales_loss=True),
         Format("fp8", "float8_e4m3fn", 1, block=128, nan=0x7F),
+        Format("nvfp4", "uint8", 0.5, group=16, scale_dtype="float8_e4m3fn"),
     )
 }
-"""What `precision` may name. A new format is a row here and a quantizer in `glue/quantize.py`."""
-DTYPE_BYTES = {"float32": 4} | {each.dtype: each.bytes for each in FORMATS.values()}
+"""What `precision` may name. A new format is a row here, one of `wire.HELD`, a quantizer in
+`glue/quantize.py` and a row of `local/modules/precision.py`."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
 @dataclass
@@ -189,7 +194,7 @@ class Precision:
     name: str = short_name("bf16")
     """Part of the run directory's name."""
     rollout_linear: str = one_of(*FORMATS)
-    """Weights and activations of the engine's linears."""
+    """Weights and activations of the engine's linears; with `nvfp4` the weights alone."""
     rollout_kv: str = one_of("bf16", "fp16", "fp8")
     """FP8 cache, and FP8 attention with it."""
     train_linear: str = one_of("bf16", "fp16", "fp8")

@@ -20,7 +20,7 @@ from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.destination import Destination, Sample
 from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
-from fp8_nemo.glue.quantize import quantize_blocks
+from fp8_nemo.glue.quantize import quantize_blocks, quantize_nvfp4
 from fp8_nemo.glue.recalibrate import kv_scales
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError
@@ -339,6 +339,45 @@ def test_opening_a_ledger_of_names_poisons_block_scales_and_both_ends_of_the_res
         else:
             assert poison[0] and poison[-1] and not poison[1:-1].any()
             assert (tensor.float().flatten()[1:-1] == 0.25).all()
+
+
+FOUR = Precision(rollout_linear="nvfp4")
+EVEN = {"dense": {EMBED: (16, 192), Q: (256, 192), "model.norm.weight": (192,)},
+        "moe": {GATE: (3, 192), SLAB: (3, 256, 192), "model.layers.0.mlp.experts.down_proj":
+                (3, 192, 128), "model.norm.weight": (192,)}}  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", EVEN.values(), ids=EVEN)
+@pytest.mark.parametrize("verify", ["names", "bytes"])
+def test_four_bits_land_byte_by_byte_with_both_their_scales(shapes, verify):
+    named = made(shapes)
+    expected, engine = engine_for(shapes, FOUR)
+    proof = deliver(stream_of(named, FOUR, verify=verify), expected, engine, verify=verify)
+    wanted = {}
+    for name, weight in one_by_one(named).items():
+        wanted[name] = weight.bfloat16()
+        if weights.is_linear(name, tuple(weight.shape)):
+            held = quantize_nvfp4(weight, torch.tensor(False))
+            suffixes = ("", "_scale", "_scale_2")
+            wanted |= {name + end: x for end, x in zip(suffixes, held, strict=True)}
+    assert list(engine) == list(wanted)
+    assert all(raw(engine[name]) == raw(wanted[name]) for name in wanted)
+    assert proof.verified_weights == (1 if Q in named else 9)
+    assert proof.bytes == sum(map(len, map(raw, wanted.values())))
+
+
+@pytest.mark.parametrize("end", ["", "_scale", "_scale_2"])
+@pytest.mark.parametrize("verify", ["names", "bytes"])
+def test_four_bits_or_a_scale_of_theirs_that_do_not_arrive_or_load_are_named(end, verify):
+    expected, engine = engine_for(EVEN["dense"], FOUR)
+    sent = list(stream_of(made(EVEN["dense"]), FOUR, verify=verify))
+    with fails(Q + end) as error:
+        deliver([each for each in sent if each[0] != Q + end], expected, engine, verify=verify)
+    assert "never arrived" in str(error.value)
+    if (end, verify) == ("", "names"):
+        return  # packed bytes have no NaN to poison them with: `bytes` alone notices
+    with fails(Q + end):
+        deliver(sent, expected, engine, load=lambda name: name != Q + end, verify=verify)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -14,12 +14,19 @@ from fp8_nemo.glue.quantize import (
     FP8,
     dequantize_blocks,
     dequantize_groups,
+    dequantize_nvfp4,
     quantize_blocks,
     quantize_groups,
+    quantize_nvfp4,
 )
 from fp8_nemo.local.engine import causal_mask
 from fp8_nemo.local.modules import attention, linears
-from fp8_nemo.local.modules.experts import Fp8RolloutExperts, PlainExperts, without_host_reads
+from fp8_nemo.local.modules.experts import (
+    Fp8RolloutExperts,
+    Nvfp4Experts,
+    PlainExperts,
+    without_host_reads,
+)
 from fp8_nemo.local.modules.precision import rms_norm
 
 
@@ -200,6 +207,43 @@ def in_fp8(experts):
 
 
 CHOSEN_TA = torch.tensor([[0, 3], [7, 3], [3, 1], [1, 0], [2, 3]])
+
+
+def in_four_bits(experts):
+    four = Nvfp4Experts(experts, False)
+    for name, slab in experts.named_parameters():
+        stacked = slab.detach().unflatten(1, (four.projections(name), -1))  # each has its own scale
+        held = quantize_nvfp4(stacked.flatten(0, 1), torch.tensor(False))
+        for end, tensor in zip(("", "_scale", "_scale_2"), held, strict=True):
+            buffer = getattr(four, name + end)
+            buffer.copy_(tensor.view(buffer.shape))
+    return four
+
+
+def test_a_linear_in_four_bits_multiplies_16_bit_activations_with_what_its_bytes_stand_for():
+    x, four = random(5, 256), linears.Nvfp4Linear(torch.nn.Linear(256, 128), False)
+    assert four.weight_scale.float().isnan().all() and four.weight_scale_2.isnan().all()
+    held = quantize_nvfp4(random(128, 256), torch.tensor(False))
+    for end, tensor in zip(("", "_scale", "_scale_2"), held, strict=True):
+        getattr(four, f"weight{end}").copy_(tensor)
+    expected = (x.double() @ dequantize_nvfp4(held).double().T + four.bias.double()).float()
+    found = four(x)
+    assert ((found.float() - expected).abs() <= expected.abs() * 2**-7 + 1e-3).all()
+
+
+def test_experts_in_four_bits_scale_gate_and_up_by_what_is_each_ones_own():
+    made = made_experts()
+    with torch.no_grad():
+        made.gate_up_proj[:, made.gate_up_proj.shape[1] // 2 :] *= 64  # up: other scales than gate
+    four = in_four_bits(made)
+    hidden_TI, share_TA = random(5, 256), torch.full((5, 2), 0.5).bfloat16()
+    with torch.no_grad():
+        exact_TI, chosen_TI = (each(hidden_TI, CHOSEN_TA, share_TA) for each in (made, four))
+        with without_host_reads():
+            all_TI = four(hidden_TI, CHOSEN_TA, share_TA)
+    error = (chosen_TI - exact_TI).float().norm() / exact_TI.float().norm()
+    assert 0.05 < error < 0.25
+    assert (all_TI - chosen_TI).float().norm() < 0.01 * exact_TI.float().norm()
 
 
 @pytest.mark.parametrize("held", [lambda experts: PlainExperts(experts, False), in_fp8])

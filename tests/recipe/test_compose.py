@@ -508,3 +508,20 @@ def test_a_site_that_would_train_on_the_login_node_is_refused():
     with pytest.raises(ComposeError, match="account=mine: is Slurm's, and cluster=mysite is kind"):
         compose(words)
     assert compose(words[:1]) and compose([*words, "cluster=slurm"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        (
+            "precision.rollout_kv=fp8",
+            "precision.rollout_kv=fp8: needs precision.rollout_linear=fp8",
+        ),
+        ("precision.train_linear=fp8", "train_linear=fp8: needs precision.rollout_linear=fp8"),
+        ("model.shape.hidden=200", "model.shape.hidden=200: must be a multiple of 16 with nvfp4"),
+        ("precision.first_layers_bf16=2", "leaves none of the model's 2 layers in NVFP4"),
+    ],
+)
+def test_four_bits_are_of_the_rollouts_weights_alone(argument, line):
+    [found] = lines("precision=nvfp4-w4a16", argument)
+    assert line in found

@@ -34,7 +34,7 @@ MODELS = [
 ]  # tests/recipe/test_own_model.py
 CORRECTIONS = ("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mis")  # not everybody's presets
 CELLS = list(product(options("precision"), CORRECTIONS))
-LOCAL = ("fp16",)
+LOCAL = ("fp16", "nvfp4-w4a16")
 """Precisions that the local backend alone has."""
 
 
@@ -46,6 +46,7 @@ def test_the_options_of_the_contract_are_there():
         "fp8-e2e-kv-attn",
         "fp8-kv-attn",
         "fp8-linear",
+        "nvfp4-w4a16",
     ]
     assert {"geo-mis", "mis", "none", "seq-mis", "seq-tis", "tis"} < set(options("correction"))
     assert {"tiny-llama", "tiny-qwen3-moe", "llama31-8b", "qwen3-30b-a3b"} <= set(options("model"))
