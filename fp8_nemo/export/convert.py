@@ -67,7 +67,8 @@ def _rolled_out(plan: Plan) -> list[str]:
     precision = plan.recipe.precision
     if not precision.rollout.block:
         return []
-    return [f"precision.{key}={as_typed(value)}" for key, value in asdict(precision).items()]
+    served = asdict(precision) | {"kv_scales": "layer"}  # as a checkpoint has them
+    return [f"precision.{key}={as_typed(value)}" for key, value in served.items()]
 
 
 def conversion_recipe(count: int, settings: list[str]) -> Recipe:
@@ -88,6 +89,10 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
         said = (set_to or [f"precision={recipe.precision.name}"])[-1]
         held = recipe.precision.rollout.name.upper()
         raise ConversionError(f"{said}: its weights are {held}; choose precision=fp8-linear")
+    if (scales := recipe.precision.kv_scales) != "layer":
+        raise ConversionError(
+            f"precision.kv_scales={scales}: a checkpoint gets one scale a layer; leave it out"
+        )
     return recipe
 
 

@@ -55,6 +55,7 @@ def refit_stream(
     kv_scales: Mapping[str, float] | None,
     *,
     num_layers: int,
+    kv_groups: int = 1,
     metadata_only: bool = False,
     verify: str = "bytes",
     number: int = 0,
@@ -66,6 +67,7 @@ def refit_stream(
         precision: what travels: the recipe's, or BF16 linears where the receiver quantizes.
         kv_scales: `recalibrate.kv_scales`; None where the cache is BF16.
         num_layers: layers of the model.
+        kv_groups: scales that a layer's Q, K or V has (`Precision.kv_groups`).
         metadata_only: NeMo RL runs the stream once at set-up for names, types and shapes, before
             any KV scale exists: NaN stands in for them.
         verify: with `bytes` the manifest carries the digest of every tensor.
@@ -93,7 +95,7 @@ def refit_stream(
         raise RefitError(f"{name}: holds NaN or Inf in the trainer" for name in broken)
     scales: dict[str, float] = {}
     if precision.cache.is_quantized:
-        scales = _checked_kv_scales(kv_scales or {}, num_layers, metadata_only)
+        scales = _checked_kv_scales(kv_scales or {}, num_layers, kv_groups, metadata_only)
         together_N = torch.tensor([*scales.values()]).to(device)
         yield from zip(scales, together_N.split(1), strict=True)
     sums = [each.sums_T for each in verdicts if each.sums_T is not None]
@@ -211,12 +213,12 @@ def _nonfinite(verdicts: Sequence[Encoded]) -> Iterator[str]:
 
 
 def _checked_kv_scales(
-    kv_scales: Mapping[str, float], num_layers: int, metadata_only: bool
+    kv_scales: Mapping[str, float], num_layers: int, kv_groups: int, metadata_only: bool
 ) -> dict[str, float]:
     if metadata_only:
-        layers = range(num_layers)
-        return {name: math.nan for layer in layers for name in weights.kv_scale_names(layer)}
+        names = (weights.kv_scale_names(layer, kv_groups) for layer in range(num_layers))
+        return {name: math.nan for each in names for name in each}
     try:
-        return check_scales(kv_scales, num_layers)
+        return check_scales(kv_scales, num_layers, kv_groups)
     except RecalibrateError as error:
         raise RefitError(error.problems) from error

@@ -224,14 +224,23 @@ def weight_of(name: str) -> str:
     return name
 
 
-def kv_scale_names(layer: int) -> tuple[str, str, str]:
-    """Return vLLM's names of a layer's Q, K and V scales (seam scale-names)."""
-    attention = f"model.layers.{layer}.self_attn"
-    return f"{attention}.attn.q_scale", f"{attention}.k_scale", f"{attention}.v_scale"
+def kv_scale_names(layer: int, groups: int = 1) -> tuple[str, ...]:
+    """Return vLLM's names of a layer's Q, K and V scales (seam scale-names).
+
+    With several groups of heads a scale is named by its group too, as
+    `model.layers.0.self_attn.1.k_scale`: first those of Q, then of K, then of V.
+    """
+    at = f"model.layers.{layer}.self_attn"
+    inner = [f".{group}" if groups > 1 else "" for group in range(groups)]
+    ends = (".attn", "q_scale"), ("", "k_scale"), ("", "v_scale")
+    return tuple(f"{at}{module}{group}.{end}" for module, end in ends for group in inner)
 
 
 def wire_specs(
-    named_shapes: Mapping[str, tuple[int, ...]], precision: Precision, num_layers: int
+    named_shapes: Mapping[str, tuple[int, ...]],
+    precision: Precision,
+    num_layers: int,
+    kv_groups: int = 1,
 ) -> dict[str, WireSpec]:
     """Return the type and shape of every tensor that a refit sends, in the stream's order.
 
@@ -239,13 +248,14 @@ def wire_specs(
         named_shapes: the trainer's weights in export order, slabs allowed.
         precision: the recipe's precision.
         num_layers: layers of the model.
+        kv_groups: scales that a layer's Q, K or V has (`Precision.kv_groups`).
     """
     specs: dict[str, WireSpec] = {}
     for name, shape in named_shapes.items():
         specs.update(_weight_specs(name, shape, precision, num_layers))
     if precision.cache.is_quantized:
         for layer in range(num_layers):
-            specs.update(dict.fromkeys(kv_scale_names(layer), WireSpec("float32", (1,))))
+            specs.update(dict.fromkeys(kv_scale_names(layer, kv_groups), WireSpec("float32", (1,))))
     return specs
 
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger, RefitProof
+from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.quantize import plain_dtype
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.modules import attention
@@ -89,7 +90,10 @@ class Engine:
             )
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        self.expected = weights.wire_specs(shapes, precision, config.num_hidden_layers)
+        self.kv_groups = precision.kv_groups(config.num_key_value_heads)
+        self.expected = weights.wire_specs(
+            shapes, precision, config.num_hidden_layers, self.kv_groups
+        )
         set_rollout_precision(self.model, precision)
         self.routers = Routers(self.model) if records else None
 
@@ -161,6 +165,10 @@ class Engine:
                 tensor = tensor.unflatten(1, (len(projections), -1)).flatten(0, 1)
                 wires = weights.wire_names(slab, (len(tensor) // len(projections),))
                 found |= {wire + suffix: view for wire, view in zip(wires, tensor, strict=True)}
+            elif name.endswith(KV_SUFFIXES) and self.kv_groups > 1:
+                at, _, kind = _vllm_name(name).rpartition(".")
+                views = enumerate(tensor.split(1))
+                found |= {f"{at}.{group}.{kind}": view for group, view in views}
             else:
                 found[_vllm_name(name)] = tensor
         return {name: tensor for name, tensor in found.items() if "inv_freq" not in name}

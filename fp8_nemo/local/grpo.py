@@ -100,7 +100,10 @@ class GrpoLoop:
         self.num_layers = self.policy.model.config.num_hidden_layers
         self.fp8_kv = precision.cache.is_quantized
         observer = recalibrate.AmaxObserver(
-            self.num_layers, self.recipe.glue.recalibrate.history, device
+            self.num_layers,
+            self.recipe.glue.recalibrate.history,
+            device,
+            self.engine.kv_groups,
         )
         sampler = torch.Generator(device).manual_seed(self.recipe.seed)
         self.progress = checkpoint.Progress(0, sampler, observer, {})
@@ -345,6 +348,7 @@ class GrpoLoop:
             self.recipe.precision,
             self.progress.kv_scales,
             num_layers=self.num_layers,
+            kv_groups=self.engine.kv_groups,
             verify=verify,
             number=self.refits,
         )

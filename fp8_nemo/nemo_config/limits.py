@@ -168,6 +168,15 @@ def _of_precision(recipe: Recipe) -> Iterator[Limit]:
         "set precision.rollout_kv=bf16",
     )
     yield Limit(
+        "precision.kv_scales",
+        precision.kv_scales,
+        precision.cache.is_quantized and precision.kv_scales != "layer",
+        "vLLM 0.25.1 takes scales of heads from checkpoints of compressed-tensors alone, and NeMo "
+        "RL's FP8 engine is none",
+        SEAMS["scales-of-heads"].path,
+        "set precision.kv_scales=layer, or run it with backend=local",
+    )
+    yield Limit(
         BF16_LAYERS,
         precision.bf16_layers,
         precision.rollout.is_quantized

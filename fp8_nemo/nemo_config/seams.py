@@ -201,6 +201,11 @@ SEAMS = {
         VLLM, "vllm/engine/arg_utils.py", (414,), "class EngineArgs",
         "what vLLM takes",
     ),
+    "scales-of-heads": Seam(
+        VLLM, "vllm/model_executor/layers/attention/attention.py", (293,),
+        'kv_cache_scheme.get("strategy") == "attn_head"',
+        "only a checkpoint's kv_cache_scheme makes scales of heads",
+    ),
     "first-forward-scales": Seam(
         VLLM, "vllm/model_executor/layers/attention/attention.py", (505,),
         "if self.calculate_kv_scales",

@@ -59,7 +59,7 @@ def count(shape: Shape, precision: Precision) -> Counts:
 def _count(numbers: tuple[Any, ...], fields: tuple[Any, ...]) -> Counts:
     shape, precision = Shape(*numbers), Precision(*fields)
     shapes = named_shapes(shape)
-    specs = wire_specs(shapes, precision, shape.layers)
+    specs = wire_specs(shapes, precision, shape.layers, precision.kv_groups(shape.kv_heads))
     scaled = {weight_of(name) for name in specs if weight_of(name) != name}
     parameters = sum(math.prod(each) for each in shapes.values())
     return Counts(

@@ -151,6 +151,10 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         "glue.recalibrate": (
             not precision.cache.is_quantized and recalibrates, "the KV cache is BF16"
         ),
+        "precision.kv_scales": (
+            not precision.cache.is_quantized and precision.kv_scales != "layer",
+            "the KV cache has no scales",
+        ),
         "precision.scales": (
             not precision.rollout.block and precision.scales != "fp32", "no scales of blocks"
         ),

@@ -40,6 +40,8 @@ RENAMED = {("glue", "verify"): {"ledger": "bytes", "full": "bytes"}}
 """Values that earlier versions wrote into plan.json, to the values that such a run resumes with."""
 LATER_GROUPS = {"algorithm": asdict(Algorithm()), "replay": asdict(Replay())}
 """Groups that earlier versions lacked, at the values that such a run had."""
+LATER_KEYS = {("precision", "kv_scales"): "layer"}
+"""Keys that earlier versions lacked, at the values that such a run had."""
 HASHED_AS = {("glue", "verify"): {"bytes": "ledger"}}
 """Values that enter the hash by an older name, so that a run keeps its own."""
 
@@ -97,8 +99,9 @@ class Plan:
         """Six hex digits over the backend and most of the recipe.
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
-        null, `algorithm=grpo`, `replay=none`, cluster, logging, outputs, `grpo.steps`,
-        `grpo.stop_when_unstable`, `correction.measurement` and `correction.max_reject`.
+        null, `algorithm=grpo`, `replay=none`, `precision.kv_scales=layer`, cluster, logging,
+        outputs, `grpo.steps`, `grpo.stop_when_unstable`, `correction.measurement` and
+        `correction.max_reject`.
         """
         content = self.to_json()["recipe"]
         for group in NOT_IN_HASH:
@@ -106,6 +109,9 @@ class Plan:
         for group, before in LATER_GROUPS.items():
             if content[group] == before:
                 del content[group]
+        for (group, key), before in LATER_KEYS.items():
+            if content[group][key] == before:
+                del content[group][key]
         for key in ("steps", "stop_when_unstable"):
             del content["grpo"][key]
         for key in ONLY_CHECKED:

@@ -197,6 +197,8 @@ class Precision:
     """Weights and activations of the engine's linears; with `nvfp4` the weights alone."""
     rollout_kv: str = one_of("bf16", "fp16", "fp8")
     """FP8 cache, and FP8 attention with it."""
+    kv_scales: str = one_of("layer", "head")
+    """Of an FP8 cache: one each for a layer's Q, K and V, or for each of its K/V heads."""
     train_linear: str = one_of("bf16", "fp16", "fp8")
     """Weights and activations of the trainer's linears; FP16 is that of all else, on both sides."""
     loss_scale: float | None = number(None, above=0)
@@ -217,6 +219,10 @@ class Precision:
     def cache(self) -> Format:
         """Return the format of the KV cache, and of attention over it."""
         return FORMATS[self.rollout_kv]
+
+    def kv_groups(self, kv_heads: int) -> int:
+        """Return the scales that a layer's Q, K or V has in a model of so many K/V heads."""
+        return kv_heads if self.kv_scales == "head" else 1
 
     @property
     def train(self) -> Format:

@@ -223,6 +223,23 @@ def test_an_fp16_update_that_overflows_is_left_out_and_the_loss_scale_halved(mak
     assert [row["train/loss_scale"] for row in found[1:]] == scales
 
 
+def test_scales_of_heads_arrive_are_recalibrated_and_survive_a_stop(make_plan, tmp_path):
+    heads = ["precision=fp8-kv-attn", "precision.kv_scales=head", "grpo.checkpoint_every=1"]
+    whole = rows_of(make_plan(*heads, "grpo.steps=3"))
+    for steps in (1, 3):
+        plan = make_plan(*heads, f"grpo.steps={steps}", f"outputs={tmp_path}/in-two")
+        [frozen] = run_dir.freeze([plan])
+        loop = GrpoLoop(plan, frozen.path)
+        loop.train(lambda row: None)
+    held, scales = loop.engine.model.model.layers[1].self_attn.k_scale, loop.progress.kv_scales
+    assert len(scales) == 2 * 3 * 2 and len(held) == 2 and held[0] != held[1]
+    sent = [scales[f"model.layers.1.self_attn.{head}.k_scale"] for head in range(2)]
+    assert held.tolist() == torch.tensor(sent).tolist()
+    found = metrics.read_metrics(frozen.path)
+    for key in ("mismatch/kl", "recalibrate/max_drift"):
+        assert [row[key] for row in found[1:]] == [row[key] for row in whole[1:]]
+
+
 def test_fp16_is_what_both_sides_hold_and_what_travels(make_plan, tmp_path):
     loop = GrpoLoop(make_plan("precision=fp16", "model=tiny-qwen3-moe"), tmp_path)
     loop._refit()

@@ -359,3 +359,26 @@ def test_a_norm_in_one_launch_is_transformers_but_for_one_rounding(shape):
     found, expected = rms_norm(norm, x), norm(x)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+
+
+def test_a_head_with_outliers_costs_the_others_nothing_if_scales_are_of_heads():
+    """K of head 0 is 2^16 times larger, and its Q as much smaller: the same attention."""
+    query, key, value = random(2, 4, 5, 64), random(2, 2, 5, 64), random(2, 2, 5, 64)
+    mask = causal_mask(torch.ones(2, 5, dtype=torch.bool))
+    exact, _ = attention.attend(Module(), query, key, value, mask, 0.125)
+    planted_q, planted_k = query.clone(), key.clone()
+    planted_q[:, :2] /= 2**16
+    planted_k[:, 0] *= 2**16
+
+    def error(groups):
+        """Of FP8 attention, with scales of so many groups of heads."""
+        module = Module()
+        module.q_scale, module.k_scale, module.v_scale = (
+            x.float().abs().unflatten(1, (groups, -1)).amax((0, 2, 3, 4)) / 448
+            for x in (planted_q, planted_k, value)
+        )
+        held = attention.KvLayer((module.k_scale, module.v_scale)).update(planted_k, value)
+        found, _ = attention.attend(module, planted_q, *held, mask, 0.125)
+        return ((found - exact).float().norm() / exact.float().norm()).item()
+
+    assert error(2) < 0.06 < 2 * error(2) < error(1)

@@ -222,3 +222,18 @@ def test_fp16_sends_what_bf16_does_and_is_refused_inside_nemo_rl():
     [line] = str(error.value).splitlines()
     assert line.startswith("precision.rollout_linear=fp16: NeMo RL's first overflow")
     assert line.endswith("run it with backend=local, or choose another precision")
+
+
+def test_scales_of_heads_are_counted_hashed_and_refused_inside_nemo_rl():
+    layer = plan("precision=fp8-kv-attn", "precision.kv_scales=layer")
+    head = plan("precision=fp8-kv-attn", "precision.kv_scales=head")
+    assert layer.hash6 == plan("precision=fp8-kv-attn").hash6 != head.hash6
+    shape = head.recipe.model.shape
+    sent = [count(shape, each.recipe.precision).refit_bytes for each in (layer, head)]
+    assert sent[1] - sent[0] == 4 * 3 * shape.layers * (shape.kv_heads - 1)
+    with pytest.raises(PlanError) as error:
+        plan("precision=fp8-kv-attn", "precision.kv_scales=head", "model=llama31-8b")
+    [line] = str(error.value).splitlines()
+    assert line.startswith("precision.kv_scales=head: vLLM 0.25.1 takes scales of heads")
+    noted = plan("precision=fp8-linear", "precision.kv_scales=head").notes
+    assert noted == ("precision.kv_scales: no effect, the KV cache has no scales",)

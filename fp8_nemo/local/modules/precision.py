@@ -41,7 +41,7 @@ def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
         elif isinstance(module, nn.Linear):
             module.__class__ = Fp8TrainLinear if fp8 else PlainLinear
             setattr(module, "pow2", pow2)  # noqa: B010 (its class has changed)
-    prepare_attention(model, fp8_kv=False)
+    prepare_attention(model, scales=0)
     _fuse_norms(model)
 
 
@@ -57,7 +57,8 @@ def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
             _replace(model, name, linear(module, pow2))
         elif isinstance(module, nn.Linear):
             module.__class__ = PlainLinear
-    prepare_attention(model, fp8_kv=precision.cache.is_quantized)
+    groups = precision.kv_groups(model.config.num_key_value_heads)
+    prepare_attention(model, scales=groups if precision.cache.is_quantized else 0)
     _fuse_norms(model)
 
 
