@@ -144,16 +144,7 @@ def _range_text(least: float | None, above: float | None, most: float | None) ->
 
 def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     precision, layers = recipe.precision, recipe.model.shape.layers
-    for key, option in (("rollout_kv", "fp8-kv-attn"), ("train_linear", "fp8-e2e")):
-        held = getattr(precision, key)
-        if FORMATS[held].is_quantized and precision.rollout_linear != held:
-            yield Mistake(
-                f"precision.{key}",
-                held,
-                f"needs precision.rollout_linear={held}, got {precision.rollout_linear}",
-                f"choose precision={option}, or set precision.{key}=bf16",
-            )
-    yield from _plain_mistakes(precision)
+    yield from [*_quantized_mistakes(precision)] or _plain_mistakes(precision)
     kept = precision.bf16_layers
     if kept and precision.rollout.is_quantized and kept >= layers:
         yield Mistake(
@@ -181,6 +172,19 @@ def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             "blocks would span both",
             "choose precision=bf16, or another width",
         )
+
+
+def _quantized_mistakes(precision: Precision) -> Iterator[Mistake]:
+    """Refuse a quantized cache or trainer beside an engine whose linears have another format."""
+    for key, option in (("rollout_kv", "fp8-kv-attn"), ("train_linear", "fp8-e2e")):
+        held = getattr(precision, key)
+        if FORMATS[held].is_quantized and precision.rollout_linear != held:
+            yield Mistake(
+                f"precision.{key}",
+                held,
+                f"needs precision.rollout_linear={held}, got {precision.rollout_linear}",
+                f"choose precision={option}, or set precision.{key}=bf16",
+            )
 
 
 def _plain_mistakes(precision: Precision) -> Iterator[Mistake]:

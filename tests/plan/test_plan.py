@@ -227,7 +227,7 @@ def test_fp16_sends_what_bf16_does_and_is_refused_inside_nemo_rl():
 def test_scales_of_heads_are_counted_hashed_and_refused_inside_nemo_rl():
     layer = plan("precision=fp8-kv-attn", "precision.kv_scales=layer")
     head = plan("precision=fp8-kv-attn", "precision.kv_scales=head")
-    assert layer.hash6 == plan("precision=fp8-kv-attn").hash6 != head.hash6
+    assert layer.hash6 == plan("precision=fp8-kv-attn").hash6 == "0c31f4" != head.hash6
     shape = head.recipe.model.shape
     sent = [count(shape, each.recipe.precision).refit_bytes for each in (layer, head)]
     assert sent[1] - sent[0] == 4 * 3 * shape.layers * (shape.kv_heads - 1)
