@@ -21,9 +21,16 @@ from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
 from fp8_nemo.nemo_config.vllm_arguments import VLLM_ARGUMENTS
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options import Precision, Recipe
 from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
 
+ONLY_LOCAL = {
+    "fp16": "NeMo RL's first overflow in FP16 ends its run, and a remedy was not run on a GPU yet "
+    f"({SEAMS['fp16-overflow'].path})",
+    "nvfp4": "vLLM's workers need a refit into Marlin's layout of four bits, which was neither "
+    "written nor run on a GPU (docs/precision.md)",
+}
+"""Formats that the local backend has and NeMo RL lacks: why."""
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
 MULTIPLE = "policy.make_sequence_length_divisible_by"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
@@ -34,6 +41,15 @@ def host_mistakes(settled: Settled, host: Host) -> Iterator[Mistake]:
     for key, value, broken, allowed, mirrors, remedy in host_limits(settled, host):
         if broken:
             yield Mistake(key, value, f"{allowed} ({mirrors})", remedy)
+
+
+def format_mistakes(precision: Precision) -> Iterator[Mistake]:
+    """Refuse the formats that only the local backend has; one line for each key."""
+    for key in ("rollout_linear", "train_linear"):
+        if why := ONLY_LOCAL.get(held := getattr(precision, key)):
+            remedy = "run it with backend=local, or choose another precision"
+            yield Mistake(f"precision.{key}", held, why, remedy)
+            return  # the other key says the same
 
 
 def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
@@ -159,6 +175,15 @@ def _of_precision(recipe: Recipe) -> Iterator[Limit]:
         "forward whatever a refit brings",
         "vllm/v1/attention/backends/flashinfer.py, bmm1_scale",
         "set precision.rollout_kv=bf16",
+    )
+    yield Limit(
+        "precision.kv_scales",
+        precision.kv_scales,
+        precision.cache.is_quantized and precision.kv_scales != "layer",
+        "vLLM 0.25.1 takes scales of heads from checkpoints of compressed-tensors alone, and NeMo "
+        "RL's FP8 engine is none",
+        SEAMS["scales-of-heads"].path,
+        "set precision.kv_scales=layer, or run it with backend=local",
     )
     yield Limit(
         BF16_LAYERS,

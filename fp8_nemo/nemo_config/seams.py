@@ -202,10 +202,28 @@ SEAMS = {
         VLLM, "vllm/engine/arg_utils.py", (414,), "class EngineArgs",
         "what vLLM takes",
     ),
+    "scales-of-heads": Seam(
+        VLLM, "vllm/model_executor/layers/attention/attention.py", (293,),
+        'kv_cache_scheme.get("strategy") == "attn_head"',
+        "only a checkpoint's kv_cache_scheme makes scales of heads",
+    ),
     "first-forward-scales": Seam(
         VLLM, "vllm/model_executor/layers/attention/attention.py", (505,),
         "if self.calculate_kv_scales",
         "the first forward overwrites the scales of a cache",
+    ),
+    "fp16-overflow": Seam(
+        MAIN, "nemo_rl/models/megatron/setup.py", (1423,), "check_for_nan_in_grad=True",
+        "the first overflow of an FP16 gradient ends a run, where a loss scale would skip the step",
+    ),
+    "fp16-skipped-step": Seam(
+        MAIN, f"{POLICY}/workers/megatron_policy_worker.py", (1070,), "torch.tensor([grad_norm])",
+        "a skipped step has no norm, and torch.tensor([None]) is an error",
+    ),
+    "fp16-unscaled": Seam(
+        MEGATRON, "megatron/core/optimizer/distrib_optimizer.py", (2780,),
+        "shard_main_param.decoupled_grad = shard_model_grad",
+        "the precision-aware optimizer takes the scale off gradients in FP16, which loses them",
     ),
     "graphs-of-recompute": Seam(
         MEGATRON, "megatron/core/transformer/transformer_config.py", (2590,),

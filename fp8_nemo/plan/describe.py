@@ -21,6 +21,7 @@ from fp8_nemo.plan.layout import Choice, choose
 from fp8_nemo.plan.memory import (
     GPU_GIB,
     HEADROOM,
+    Counts,
     checkpoint_gib,
     count,
     host_gib,
@@ -33,7 +34,7 @@ from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths
 from fp8_nemo.recipe.checks import as_typed, mistakes
 from fp8_nemo.recipe.compose import compose, option_names
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options import FORMATS, Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")
@@ -154,8 +155,7 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         "backend": f"{plan.backend}, cluster {recipe.cluster.name}",
         "rollout": f"linear {precision.rollout_linear}, attention and KV {precision.rollout_kv}",
         "train": f"linear {precision.train_linear}",
-        "weights": f"{counts.parameters:,} parameters in {counts.fp8_weights:,} FP8 and "
-        f"{counts.bf16_weights:,} BF16 tensors",
+        "weights": f"{counts.parameters:,} parameters in {_tensors(counts, precision)} tensors",
         "refit": f"{sent}{how}; verify {recipe.glue.verify}",
         "KV cache": f"{counts.kv_bytes_per_token:,} bytes per token",
         "correction": _as_typed(recipe.correction),
@@ -174,6 +174,12 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         )
     rows |= _nemo_rows(plan, host) if plan.nemo else {}
     return [*rows.items(), *(("note", note) for note in plan.notes)]
+
+
+def _tensors(counts: Counts, precision: Precision) -> str:
+    held = precision.rollout if precision.rollout.is_quantized else FORMATS["fp8"]
+    plain = f"{counts.bf16_weights:,} {precision.plain.name.upper()}"
+    return f"{counts.fp8_weights:,} {held.name.upper()} and {plain}"
 
 
 def differences(plan: Plan, host: Host, run_dir: Path) -> list[Difference]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fp8_nemo.glue.wire import SCALE_SUFFIX, is_fp8_weight, named_shapes, wire_specs
+from fp8_nemo.glue.wire import is_fp8_weight, named_shapes, weight_of, wire_specs
 from fp8_nemo.recipe.options import DTYPE_BYTES, LORA_MODULES, Lora, Precision, Shape
 from fp8_nemo.recipe.settled import Settled
 
@@ -43,7 +43,7 @@ class Counts:
 
     parameters: int
     fp8_weights: int
-    """Weights that the engine holds in FP8, experts counted one by one."""
+    """Weights that the engine holds quantized, experts counted one by one."""
     bf16_weights: int
     refit_bytes: int
     """What one refit sends, scales included."""
@@ -66,13 +66,13 @@ def count(shape: Shape, precision: Precision) -> Counts:
 def _count(numbers: tuple[Any, ...], fields: tuple[Any, ...]) -> Counts:
     shape, precision = Shape(*numbers), Precision(*fields)
     shapes = named_shapes(shape)
-    specs = wire_specs(shapes, precision, shape.layers)
-    scales = [name for name in specs if name.endswith(SCALE_SUFFIX)]
+    specs = wire_specs(shapes, precision, shape.layers, precision.kv_groups(shape.kv_heads))
+    scaled = {weight_of(name) for name in specs if weight_of(name) != name}
     parameters = sum(math.prod(each) for each in shapes.values())
     return Counts(
         parameters=parameters,
-        fp8_weights=len(scales),
-        bf16_weights=len(shapes) - len(scales),
+        fp8_weights=len(scaled),
+        bf16_weights=len(shapes) - len(scaled),
         refit_bytes=sum(DTYPE_BYTES[each.dtype] * math.prod(each.shape) for each in specs.values()),
         refit_bytes_bf16=2 * parameters,
         kv_bytes_per_token=_kv_bytes_per_token(shape, precision),
@@ -80,7 +80,7 @@ def _count(numbers: tuple[Any, ...], fields: tuple[Any, ...]) -> Counts:
 
 
 def _kv_bytes_per_token(shape: Shape, precision: Precision) -> int:
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * precision.cache.bytes
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * DTYPE_BYTES[precision.cache.dtype]
 
 
 class Group(NamedTuple):
@@ -336,7 +336,8 @@ def _engine_weights(settled: Settled) -> float:
     held = dense / layout.rollout_tensor
     held += expert / max(layout.rollout_tensor, layout.rollout_expert)
     share = quantized / (dense + expert) if precision.rollout.is_quantized else 0.0
-    return held * (2 - share)
+    plain = precision.plain.bytes
+    return held * (plain - share * (plain - precision.rollout.bytes))
 
 
 def _logits(settled: Settled, sequences: int, kept: int) -> float:

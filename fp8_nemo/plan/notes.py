@@ -177,7 +177,13 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         "glue.recalibrate": (
             not precision.cache.is_quantized and recalibrates, "the KV cache is BF16"
         ),
-        "precision.scales": (bf16 and precision.scales != "fp32", "nothing is quantized"),
+        "precision.kv_scales": (
+            not precision.cache.is_quantized and precision.kv_scales != "layer",
+            "the KV cache has no scales",
+        ),
+        "precision.scales": (
+            not precision.rollout.block and precision.scales != "fp32", "no scales of blocks"
+        ),
         "precision.first_layers_bf16": (bf16 and precision.first_layers_bf16, "all are BF16"),
         "precision.last_layers_bf16": (bf16 and precision.last_layers_bf16, "all are BF16"),
         "algorithm.use_leave_one_out_baseline, normalize_rewards": (

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 from fp8_nemo.nemo_config.host import MAIN, Host, base_of
-from fp8_nemo.nemo_config.limits import host_mistakes
+from fp8_nemo.nemo_config.limits import format_mistakes, host_mistakes
 from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, configure
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.layout import choose
@@ -44,6 +44,8 @@ LATER_GROUPS = {
     "lora": asdict(Lora()),
 }
 """Groups that earlier versions lacked, at the values that such a run had."""
+LATER_KEYS = {("precision", "kv_scales"): "layer"}
+"""Keys that earlier versions lacked, at the values that such a run had."""
 HASHED_AS = {("glue", "verify"): {"bytes": "ledger"}}
 """Values that enter the hash by an older name, so that a run keeps its own."""
 
@@ -101,8 +103,9 @@ class Plan:
         """Six hex digits over the backend and most of the recipe.
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
-        null, `algorithm=grpo`, `replay=none`, `lora=none`, cluster, logging, outputs, `grpo.steps`,
-        `grpo.stop_when_unstable`, `correction.measurement` and `correction.max_reject`.
+        null, `algorithm=grpo`, `replay=none`, `lora=none`, `precision.kv_scales=layer`, cluster,
+        logging, outputs, `grpo.steps`, `grpo.stop_when_unstable`, `correction.measurement` and
+        `correction.max_reject`.
         """
         content = self.to_json()["recipe"]
         for group in NOT_IN_HASH:
@@ -110,6 +113,9 @@ class Plan:
         for group, before in LATER_GROUPS.items():
             if content[group] == before:
                 del content[group]
+        for (group, key), before in LATER_KEYS.items():
+            if content[group][key] == before:
+                del content[group][key]
         for key in ("steps", "stop_when_unstable"):
             del content["grpo"][key]
         for key in ONLY_CHECKED:
@@ -199,6 +205,7 @@ def _nemo_plan(recipe: Recipe, host: Host, layout: Layout | None) -> Plan:
     if not base:
         text = "backend=nemo starts from a YAML of NeMo RL's"
         raise PlanError([Mistake("model.base_config", None, text)])
+    _refuse(format_mistakes(recipe.precision))
     settled = settle(recipe, host.base(base), layout)
     chooses = recipe.model.layout == "auto"
     if chooses and layout is None and (choices := choose(settled, host)):

@@ -303,6 +303,10 @@ FORBIDDEN = [
         "precision.scales=fp32: cluster.gpu=b200 trains blockwise FP8 with powers of two",
     ),
     (
+        ["model=llama31-8b", "precision=fp8-kv-attn", "precision.kv_scales=head"],
+        "precision.kv_scales=head: vLLM 0.25.1 takes scales of heads from checkpoints",
+    ),
+    (
         ["model=llama31-8b", "precision=fp8-kv-attn", "cluster.gpu=b200"],
         "precision.rollout_kv=fp8: on cluster.gpu=b200 vLLM 0.25.1 takes FlashInfer",
     ),
@@ -641,7 +645,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 43
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 44
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]
