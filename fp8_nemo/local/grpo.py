@@ -91,6 +91,7 @@ class GrpoLoop:
             device,
             max_grad_norm=most or MAX_GRAD_NORM,
             replays=replays,
+            lora=self.recipe.lora,
         )
         self.reference = (
             Policy(source, precision, 0.0, device) if self.settled.kl_penalty > 0 else None

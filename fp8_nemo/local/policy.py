@@ -24,9 +24,10 @@ from fp8_nemo.glue.quantize import plain_dtype
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.local.engine import Batch, causal_mask, positions
 from fp8_nemo.local.modules import attention
+from fp8_nemo.local.modules.lora import Adapters
 from fp8_nemo.local.modules.precision import set_train_precision
 from fp8_nemo.local.modules.routing import Routers
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options import Lora, Precision
 
 MAX_GRAD_NORM = 1.0
 WARMUP_START = 0.1
@@ -59,6 +60,7 @@ class Policy:
         device: where it lives.
         max_grad_norm: that an update's gradient is scaled down to.
         replays: whether tokens go to the experts that a batch names.
+        lora: which linears have adapters, which alone are trained; without a rank all weights are.
     """
 
     def __init__(
@@ -70,13 +72,17 @@ class Policy:
         *,
         max_grad_norm: float = MAX_GRAD_NORM,
         replays: bool = False,
+        lora: Lora | None = None,
     ) -> None:
         self.model = load_model(path, device, plain_dtype(precision))
         set_train_precision(self.model, precision)
         self.parameters = dict(self.model.named_parameters())
-        self.masters = {
-            name: weight.detach().float().clone() for name, weight in self.parameters.items()
-        }
+        self.adapters = Adapters(self.parameters, lora) if lora and lora.is_on else None
+        self.masters = (
+            self.adapters.masters
+            if self.adapters
+            else {name: weight.detach().float().clone() for name, weight in self.parameters.items()}
+        )
         matrices = [master for master in self.masters.values() if master.ndim > 1]
         vectors = [master for master in self.masters.values() if master.ndim == 1]
         self.optimizer = torch.optim.AdamW(
@@ -143,9 +149,7 @@ class Policy:
             rows = slice(start, start + len(part.tokens_BT))
             self.scaler.scale(loss_of(self._score(part), rows)).backward()
             start = rows.stop
-        for name, weight in self.parameters.items():
-            self.masters[name].grad = None if weight.grad is None else weight.grad.float()
-            weight.grad = None
+        self._take_gradients()
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.max_grad_norm)
         self.scaler.step(self.optimizer)
@@ -154,9 +158,20 @@ class Policy:
         overflowed = self.scaler.is_enabled() and not norm.isfinite()
         return None if overflowed else float(norm)
 
+    def _take_gradients(self) -> None:
+        if self.adapters:
+            self.adapters.take_gradients()
+            return
+        for name, weight in self.parameters.items():
+            self.masters[name].grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+
     @torch.no_grad()
     def load_masters(self) -> None:
         """Round the masters to BF16 into the model."""
+        if self.adapters:
+            self.adapters.merge()
+            return
         for name, weight in self.parameters.items():
             weight.copy_(self.masters[name])
 

@@ -32,6 +32,7 @@ ONLY_LOCAL = {
 }
 """Formats that the local backend has and NeMo RL lacks: why."""
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
+MULTIPLE = "policy.make_sequence_length_divisible_by"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
 
 
@@ -119,6 +120,13 @@ def _of_shape(settled: Settled) -> Iterator[Limit]:
     yield _divides(at, "pipeline", shape.layers, "the layers", "megatron/core/transformer")
     yield _divides(at, "tensor", shape.kv_heads, "the K/V heads", "megatron/core/transformer")
     yield _divides(at, "rollout_tensor", shape.heads, "the heads", "vllm, model config")
+    yield Limit(
+        "lora.rank",
+        recipe.lora.rank,
+        (recipe.lora.rank or 0) % at.tensor != 0,
+        f"must be a multiple of model.parallel.tensor={at.tensor}, which shares it out",
+        SEAMS["shares-the-rank"].path,
+    )
     yield Limit(
         "model.shape.hidden",
         shape.hidden,
@@ -226,6 +234,20 @@ def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
         SEAMS["packed-context"].path,
         "leave it out, or set model.parallel.context=1",
     )
+    multiple, longest = written[MULTIPLE], written["policy.max_total_sequence_length"]
+    cut = (2 * context if context > 1 else 1) * (
+        tensor if written[f"{MEGATRON}.sequence_parallel"] else 1
+    )
+    each = int(_number(multiple)) or cut
+    yield Limit(
+        f"nemo.{MULTIPLE}",
+        multiple,
+        packed and (each % cut != 0 or longest % each != 0),
+        f"must be a multiple of {cut}, which context and sequence parallelism ask for, and divide "
+        f"the longest sequence, {longest}",
+        SEAMS["cut-evenly"].path,
+        "leave it out",
+    )
     chunk, deferred = "policy.logprob_chunk_size", f"{MEGATRON}.defer_fp32_logits"
     yield Limit(
         f"nemo.{chunk}",
@@ -317,7 +339,7 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
         SEAMS["fused-router"].path,
         "leave it out, or set replay=none",
     )
-    multiple = written["policy.make_sequence_length_divisible_by"]
+    multiple = written[MULTIPLE]
     tokens = 8 * (tensor if by_sequence else 1)
     yield Limit(
         f"nemo.{PACKED}",

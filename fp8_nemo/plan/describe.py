@@ -27,11 +27,12 @@ from fp8_nemo.plan.memory import (
     host_gib,
     kv_cache_tokens,
     memory_per_gpu,
+    trained_parameters,
 )
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths
-from fp8_nemo.recipe.checks import as_typed
+from fp8_nemo.recipe.checks import as_typed, mistakes
 from fp8_nemo.recipe.compose import compose, option_names
 from fp8_nemo.recipe.options import FORMATS, Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
@@ -129,8 +130,11 @@ def _in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
     if not plan.nemo:
         return None
     [shipped] = compose([f"precision={name}"])
+    recipe = replace(plan.recipe, precision=shipped.precision)
+    if mistakes(recipe):  # LoRA excludes FP8 training
+        return None
     try:
-        return plan_recipe(replace(plan.recipe, precision=shipped.precision), host).settled
+        return plan_recipe(recipe, host).settled
     except PlanError:
         return None
 
@@ -162,6 +166,12 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         rows["algorithm"] = _as_typed(recipe.algorithm, given=True)
     if recipe.replay.is_on:
         rows["replay"] = f"{recipe.replay.name}: the trainer's tokens go where the engine's went"
+    if recipe.lora.is_on:
+        trained = trained_parameters(plan.settled)
+        rows["lora"] = (
+            f"{trained:,} parameters are trained, {trained / counts.parameters:.2%} of all; "
+            f"{_as_typed(recipe.lora)}; a refit sends merged weights, as many bytes as without"
+        )
     rows |= _nemo_rows(plan, host) if plan.nemo else {}
     return [*rows.items(), *(("note", note) for note in plan.notes)]
 

@@ -24,10 +24,10 @@ from fp8_nemo.nemo_config.limits import format_mistakes, host_mistakes
 from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, configure
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.layout import choose
-from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.memory import MemoryByPhase, adapters, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Recipe, Replay
+from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Lora, Recipe, Replay
 from fp8_nemo.recipe.plain import from_plain, leaves
 from fp8_nemo.recipe.settled import LOCAL_BASE, PROMPT, VALIDATED, Layout, Settled, settle
 
@@ -38,7 +38,11 @@ RETIRED = {"cluster": ("launcher",)}
 """Keys that earlier versions wrote into plan.json, which have no meaning now."""
 RENAMED = {("glue", "verify"): {"ledger": "bytes", "full": "bytes"}}
 """Values that earlier versions wrote into plan.json, to the values that such a run resumes with."""
-LATER_GROUPS = {"algorithm": asdict(Algorithm()), "replay": asdict(Replay())}
+LATER_GROUPS = {
+    "algorithm": asdict(Algorithm()),
+    "replay": asdict(Replay()),
+    "lora": asdict(Lora()),
+}
 """Groups that earlier versions lacked, at the values that such a run had."""
 LATER_KEYS = {("precision", "kv_scales"): "layer"}
 """Keys that earlier versions lacked, at the values that such a run had."""
@@ -99,8 +103,8 @@ class Plan:
         """Six hex digits over the backend and most of the recipe.
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
-        null, `algorithm=grpo`, `replay=none`, `precision.kv_scales=layer`, cluster, logging,
-        outputs, `grpo.steps`, `grpo.stop_when_unstable`, `correction.measurement` and
+        null, `algorithm=grpo`, `replay=none`, `lora=none`, `precision.kv_scales=layer`, cluster,
+        logging, outputs, `grpo.steps`, `grpo.stop_when_unstable`, `correction.measurement` and
         `correction.max_reject`.
         """
         content = self.to_json()["recipe"]
@@ -297,6 +301,13 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             recipe.data.name,
             f"backend=local reads {', '.join(TASKS)} or jsonl",
             "choose data=arithmetic, or data=jsonl data.path=FOLDER",
+        )
+    if any(each.in_experts for each in adapters(recipe.model.shape, recipe.lora)):
+        yield Mistake(
+            "lora.target_modules",
+            recipe.lora.name,
+            "backend=local has no adapters of experts",
+            "choose lora=attention, or run it with backend=nemo",
         )
     for key, value in leaves(recipe.nemo).items():
         yield Mistake(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from fp8_nemo.recipe.options import (
     DIVERGENCES,
     FORMATS,
+    LORA_MODULES,
     OF_A_RATIO,
     RATIOS,
     TASKS,
@@ -84,6 +85,7 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
         *_correction_mistakes(recipe.correction),
         *_algorithm_mistakes(recipe),
         *_replay_mistakes(recipe),
+        *_lora_mistakes(recipe),
         *_data_mistakes(recipe.data),
         *_cluster_mistakes(recipe.cluster),
         *_nemo_mistakes(recipe.nemo),
@@ -307,6 +309,29 @@ def _replay_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             recipe.replay.name,
             f"{recipe.model.name} is dense, and has no router whose choice could be replayed",
             "choose replay=none, or a mixture of experts, as model=qwen3-30b-a3b",
+        )
+
+
+def _lora_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    lora, modules = recipe.lora, recipe.lora.target_modules
+    if not lora.is_on:
+        if lora.alpha is not None or modules:
+            text = "adapters have a rank"
+            yield Mistake("lora.rank", None, text, "give a number, or choose lora=none")
+        return
+    unknown = [each for each in modules if each not in LORA_MODULES]
+    if unknown or not modules or len(set(modules)) < len(modules):
+        text = f"must be some of {', '.join(LORA_MODULES)}, each once"
+        yield Mistake("lora.target_modules", unknown[0] if unknown else modules, text)
+    if lora.alpha is None:
+        yield Mistake("lora.alpha", None, "scales the adapters", "give a number, usually 32")
+    if recipe.precision.train.is_quantized:
+        yield Mistake(
+            "lora",
+            lora.name,
+            f"trains in BF16, and precision.train_linear={recipe.precision.train_linear}: the "
+            "trainer would compute fp8(W) x + B A x, the engine fp8(W + B A) x",
+            "choose precision=fp8-linear or fp8-kv-attn",
         )
 
 

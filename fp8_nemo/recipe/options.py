@@ -461,6 +461,35 @@ class Replay:
 
 
 @dataclass
+class Lora:
+    """Train low-rank adapters of frozen weights (LoRA); a refit sends the merged weights."""
+
+    name: str = short_name("none")
+    """Which linears have adapters; `none`: all weights are trained."""
+    rank: int | None = number(None, least=1)
+    """Rank of an adapter; null: there are none."""
+    alpha: int | None = number(None, least=1)
+    """The engine's weight is `W + alpha / rank * B A`."""
+    target_modules: list[str] = field(default_factory=list)
+    """Linears with adapters, in Megatron's words: `linear_qkv`, `linear_proj` (attention's output),
+    `linear_fc1` (gate and up), `linear_fc2` (down)."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether adapters are trained."""
+        return self.rank is not None
+
+
+LORA_MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's linears to Hugging Face's; those of one row share an adapter's `A`."""
+
+
+@dataclass
 class Recalibrate:
     """Say where Q/K/V ranges come from and how much room they get."""
 
@@ -596,6 +625,7 @@ class Recipe:
     grpo: Grpo = field(default_factory=Grpo)
     algorithm: Algorithm = field(default_factory=Algorithm)
     replay: Replay = field(default_factory=Replay)
+    lora: Lora = field(default_factory=Lora)
     glue: Glue = field(default_factory=Glue)
     logging: Logging = field(default_factory=Logging)
     cluster: Cluster = field(default_factory=Cluster)

@@ -13,7 +13,7 @@ from fp8_nemo.recipe.options import Recipe
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = (
     *("model", "precision", "correction", "data", "grpo", "algorithm", "replay", "glue"),
-    "cluster",
+    *("lora", "cluster"),
 )
 
 
@@ -25,6 +25,7 @@ def options(group: str) -> list[str]:
 
 def arguments(group: str, option: str) -> list[str]:
     more = {"jsonl": ["data.path=somewhere"], "r3": ["model=tiny-qwen3-moe"]}
+    more |= {key: ["precision=fp8-linear"] for key in ("all-linear", "attention")}
     return [f"{group}={option}", *more.get(option, ())]
 
 
