@@ -43,8 +43,8 @@ from fp8_nemo.runs.provenance import commit
 
 SIXTHS = tuple(range(6, 61, 6))
 STUDIES = {
-    "dense": Study("tiny-llama", 1, 1e-4),
-    "experts": Study("tiny-qwen3-moe", 1, 1e-4, SIXTHS),
+    "dense": Study("tiny-llama", 1, 1e-4, repetitions=3),
+    "experts": Study("tiny-qwen3-moe", 1, 1e-4, SIXTHS, 3),
     "dense four updates": Study("tiny-llama", 4, 2e-4, SIXTHS, 3),
 }
 """Rates: the demo's, and that of `sweep=stress-tiny`, which has four updates a step."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
@@ -18,7 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.learning.one_step_moments import SIDES, Cell, Checkpoint, Step
+from benchmarks.learning.one_step_expected import (
+    Places,
+    expected_by_sequence,
+    expected_gradients,
+    mean_advantages,
+    places,
+)
+from benchmarks.learning.one_step_moments import ABOVE, BASELINE, BELOW, Cell, Checkpoint, Step
 from benchmarks.numerics.sources import CPU, answer_logprobs, answered
 from fp8_nemo.correction.correct import Multiplier, correct
 from fp8_nemo.correction.mismatch import LogprobPair, ratio
@@ -34,7 +42,7 @@ from fp8_nemo.local.rollout import rewarded
 from fp8_nemo.plan.plan import Plan, plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Algorithm
+from fp8_nemo.recipe.options import Algorithm, Correction
 from fp8_nemo.recipe.problems import Problem, load_problems, reward
 from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS
 
@@ -48,7 +56,7 @@ CORRECTIONS = {
 SAMPLED_BY = {name: name.replace("e2e-kv", "kv").replace("e2e", "linear") for name in CORRECTIONS}
 """Whose engine: FP8 on both sides holds the same bytes there as FP8 in the rollout alone."""
 TRAINED_BY = {name: "fp8-e2e" if "e2e" in name else "bf16" for name in CORRECTIONS}
-BOUNDS = dict(zip(SIDES, ((0.0, 0.5), (2.0, torch.inf)), strict=True))
+BOUNDS = {BELOW: (0.0, 0.5), ABOVE: (2.0, torch.inf)}
 BETA_1 = 0.9
 """Of torch's AdamW, which training takes as it is."""
 SAME = 1e-6
@@ -180,29 +188,21 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
 def gradient_of(policy: Policy, batch: Batch, loss_of: Callable[[Tensor, slice], Tensor]) -> Tensor:
     """Update a policy; return the gradient `[N]` as it was before clipping."""
     norm = policy.update(batch, loss_of)
-    found = {name: master.grad for name, master in policy.masters.items()}
-    clipped_N = flat({name: each for name, each in found.items() if each is not None})
+    clipped_N = flat(
+        {
+            name: torch.zeros_like(master) if master.grad is None else master.grad
+            for name, master in policy.masters.items()
+        }
+    )
     return clipped_N * max(1.0, (norm + 1e-6) / policy.max_grad_norm)
 
 
-def worth_of_right(p_B: Tensor, generations: int, algorithm: Algorithm) -> Tensor:
-    """Return by how much a right answer's mean advantage is above a wrong one's, for each prompt.
+class Given(NamedTuple):
+    """Hold what an engine answered, and what it might have."""
 
-    Args:
-        p_B: probability of a right answer.
-        generations: answers of a prompt.
-        algorithm: filled.
-    """
-    right_KG = torch.ones(generations, generations).tril()  # of row k the first answer, and k more
-    wrong_KG = right_KG.clone()
-    wrong_KG[:, 0] = 0.0
-    right_K, wrong_K = (
-        group_advantages(each_KG, algorithm).view_as(each_KG)[:, 0].double()
-        for each_KG in (right_KG, wrong_KG)
-    )
-    others = torch.distributions.Binomial(generations - 1, p_B.double()[:, None].clamp(0, 1))
-    chance_BK = others.log_prob(torch.arange(generations).double()).exp()
-    return (chance_BK @ (right_K - wrong_K)).float()
+    answers: Answers
+    places: Places | None
+    """None where a step has more than one update."""
 
 
 class Bench:
@@ -245,7 +245,8 @@ class Bench:
         self._set_scales(start, number)
         before = self._accuracies(start.masters, ("trainer", *self.engines))
         rollouts = [self._rollout(start, (number, at)) for at in range(self.study.repetitions)]
-        lengths = [each["bf16"].tokens_BR.sum() / each["bf16"].count_B1.sum() for each in rollouts]
+        sampled = [each["bf16"].answers for each in rollouts]
+        lengths = [each.tokens_BR.sum() / each.count_B1.sum() for each in sampled]
         asked = [self._asked((number, at)) for at in range(self.study.repetitions)]
         truths = [
             self.expected_gradient(start, problems, float(length))
@@ -253,7 +254,8 @@ class Bench:
         ]
         found = Checkpoint(truths, self._slope_N(start), before)
         for repetition, rollout in enumerate(rollouts):
-            found.add(repetition, dict(self._steps(start, rollout)))
+            right = answered(asked[repetition], self.chat)
+            found.add(repetition, dict(self._steps(start, rollout, right)))
         return {"accuracy": before, "norm": found.norm, "cells": found.rows()}
 
     def expected_gradient(self, start: Start, problems: list[Problem], length: float) -> Tensor:
@@ -269,7 +271,8 @@ class Bench:
         """
         policy, batch = start.put(self.policies["bf16"]), answered(problems, self.chat)
         p_B = policy.logprobs(batch).sum(1).exp()
-        worth_B = worth_of_right(p_B, self.settled.generations_per_prompt, self.algorithm)
+        right_B, wrong_B = mean_advantages(p_B, self.settled.generations_per_prompt, self.algorithm)
+        worth_B = (right_B - wrong_B).float()
 
         def loss_of(current_BR: Tensor, part: slice) -> Tensor:
             """Return some problems' share."""
@@ -301,12 +304,23 @@ class Bench:
         found = rewarded(batch, problems, self.chat, self.algorithm, longest, reward)
         return different(batch, found.rewards_B.view(-1, generations), self.algorithm)
 
-    def _rollout(self, start: Start, draw: tuple[int, int]) -> dict[str, Answers]:
+    def _rollout(self, start: Start, draw: tuple[int, int]) -> dict[str, Given]:
         """Let every engine answer the same prompts with the same random numbers."""
         start.put(self.policies["bf16"])
-        for engine in self.engines:
-            self._refit(engine)
-        return {engine: self._sampled(engine, draw) for engine in self.engines}
+        right, found = answered(self._asked(draw), self.chat), dict[str, Given]()
+        for name, engine in self.engines.items():
+            self._refit(name)
+            answers, there = self._sampled(name, draw), None
+            if self.study.updates == 1:
+                there = places(
+                    engine.model, right, answers.batch, answers.prompt_B, self._shares(answers),
+                    self.settled.generations_per_prompt, self.algorithm, self.chat.pad,
+                )  # fmt: skip
+            found[name] = Given(answers, there)
+        return found
+
+    def _shares(self, answers: Answers) -> Tensor:
+        return answers.count_B1[:, 0].double() / self.settled.generations_per_prompt
 
     def _set_scales(self, start: Start, number: int) -> None:
         """Set scales from the ranges of a rollout of BF16's own, as a run has them."""
@@ -343,22 +357,47 @@ class Bench:
             found[name] = 100 * logprobs_BR.double().sum(1).exp().mean().item()
         return found
 
-    def _steps(self, start: Start, rollout: dict[str, Answers]) -> Iterator[tuple[Cell, Step]]:
+    def _steps(
+        self, start: Start, rollout: dict[str, Given], right: Batch
+    ) -> Iterator[tuple[Cell, Step]]:
         """Yield every cell's step; what stands on either side of `mis`'s bounds is one, too."""
         for precision, names in CORRECTIONS.items():
-            engine, trainer = SAMPLED_BY[precision], TRAINED_BY[precision]
-            answers = rollout[engine]
-            train_BR = start.put(self.policies[trainer]).logprobs(answers.batch)
+            given = rollout[SAMPLED_BY[precision]]
+            answers, trainer = given.answers, start.put(self.policies[TRAINED_BY[precision]])
+            train_BR = trainer.logprobs(answers.batch)
             pair = LogprobPair(train_BR, answers.batch.rollout_BR, answers.batch.response_mask_BR)
+            expected = self._expected(precision, given, right)
             done: list[tuple[Tensor, Step]] = []
             for name in names:
                 found = correct(pair, self.corrections[name])
                 same = [step for value_BR, step in done if is_same(value_BR, found.value_BT)]
                 step = same[0] if same else self._whole_step(start, precision, answers, pair, found)
                 done.append((found.value_BT, step))
-                yield (precision, name), step
-            if trainer == "bf16" != engine and self.study.updates == 1:
-                yield from self._sides(start, precision, answers, pair)
+                yield (precision, name), step._replace(expected_N=expected.get(name))
+            ratio_BR, most = ratio(pair.log_ratio_BT), trainer.max_grad_norm
+            for name, (low, high) in BOUNDS.items():
+                if name in expected:
+                    seen = counted("here", (ratio_BR > low) & (ratio_BR < high), answers)
+                    yield (precision, name), Step(None, most, seen, expected_N=expected[name])
+
+    def _expected(self, precision: str, given: Given, right: Batch) -> dict[str, Tensor]:
+        """Return expected gradients, by correction and by side; BF16's is `expected_gradient`."""
+        if given.places is None or precision == BASELINE[0]:
+            return {}
+        policy, answers = self.policies[TRAINED_BY[precision]], given.answers
+        by_token = [name for name in CORRECTIONS[precision] if name != "seq-tis"]
+        multipliers = {name: partial(multiplied, self.corrections[name]) for name in by_token}
+        if "mis" in by_token:
+            multipliers[ABOVE] = partial(above, self.corrections["tis"])
+        found = expected_gradients(policy, given.places, multipliers)
+        if "mis" in by_token:  # the two differ on both sides of its bounds, and nowhere else
+            found[BELOW] = found["tis"] - found["mis"] - found[ABOVE]
+        if "seq-tis" in CORRECTIONS[precision]:
+            found["seq-tis"] = expected_by_sequence(
+                policy, right, given.places, answers.batch, answers.prompt_B,
+                self._shares(answers), self.corrections["seq-tis"].truncate or torch.inf,
+            )  # fmt: skip
+        return found
 
     def _whole_step(
         self, start: Start, precision: str, answers: Answers, pair: LogprobPair, found: Multiplier
@@ -372,18 +411,6 @@ class Bench:
             seen |= counted(name, chosen_BR, answers)
         after = self._accuracies(policy.masters, ("trainer", engine))
         return Step(gradient_N, policy.max_grad_norm, seen, after, engine)
-
-    def _sides(
-        self, start: Start, precision: str, answers: Answers, pair: LogprobPair
-    ) -> Iterator[tuple[Cell, Step]]:
-        """Yield what `tis` learns from the tokens alone that `mis` drops."""
-        tis_BR = correct(pair, self.corrections["tis"]).value_BT
-        ratio_BR = ratio(pair.log_ratio_BT)
-        for name, (low, high) in BOUNDS.items():
-            there_BR = pair.mask_BT & (ratio_BR > low) & (ratio_BR < high)
-            gradient_N = self._update(start, "bf16", answers, pair.train_BT, tis_BR * there_BR)
-            most = self.policies["bf16"].max_grad_norm
-            yield (precision, name), Step(gradient_N, most, counted("here", there_BR, answers))
 
     def _update(
         self, start: Start, trainer: str, answers: Answers, train_BR: Tensor, value_BR: Tensor
@@ -425,6 +452,16 @@ def engine_logprobs(engine: Engine, batch: Batch) -> Tensor:
     logprobs_BRV = answer_logprobs(engine.model, batch, cached=True)
     found_BR = logprobs_BRV.gather(2, batch.responses_BR[..., None])[..., 0]
     return found_BR.masked_fill(~batch.response_mask_BR, 0.0)
+
+
+def multiplied(correction: Correction, pair: LogprobPair) -> Tensor:
+    """Return what a correction multiplies tokens by."""
+    return correct(pair, correction).value_BT
+
+
+def above(tis: Correction, pair: LogprobPair) -> Tensor:
+    """Return what `tis` multiplies tokens by that `mis` drops for their large ratio."""
+    return multiplied(tis, pair) * (ratio(pair.log_ratio_BT) > BOUNDS[ABOVE][0])
 
 
 def is_same(one_BR: Tensor, other_BR: Tensor) -> bool:

@@ -19,15 +19,15 @@ from torch import Tensor
 Cell = tuple[str, str]
 """Precision and correction."""
 BASELINE: Cell = ("bf16", "none")
-SIDES = ("r < 0.5", "r > 2")
+BELOW, ABOVE = "r < 0.5", "r > 2"
 """The tokens that `mis` drops, as if they were corrections; `tis` takes them by r, and by 2."""
 
 
 class Step(NamedTuple):
     """Hold what one cell's step did."""
 
-    gradient_N: Tensor
-    """Before clipping; of the first update, if there are more."""
+    gradient_N: Tensor | None
+    """Before clipping; of the first update, if there are more; None of part of a cell."""
     max_norm: float
     seen: dict[str, float]
     """Of the tokens that were learned from."""
@@ -35,6 +35,8 @@ class Step(NamedTuple):
     """Expected accuracy of the weights after the step, in points, by who computes it."""
     engine: str = ""
     """The cell's own, among those."""
+    expected_N: Tensor | None = None
+    """The mean gradient over all answers, where it is known."""
 
 
 class Moments:
@@ -90,9 +92,9 @@ class Checkpoint:
     def add(self, repetition: int, steps: dict[Cell, Step]) -> None:
         """Add a repetition's steps."""
         for cell, step in steps.items():
-            gradient_N = step.gradient_N / self.norm
-            for name, origin_N in self._origins(repetition, cell, steps).items():
-                self.moments[cell].setdefault(name, Moments(self.unit_N)).add(gradient_N - origin_N)
+            for name, vector_N in self._vectors(repetition, cell, steps).items():
+                moments = self.moments[cell].setdefault(name, Moments(self.unit_N))
+                moments.add(vector_N / self.norm)
             self.repetitions[cell].append(self._numbers(step))
 
     def rows(self) -> list[dict[str, Any]]:
@@ -106,25 +108,34 @@ class Checkpoint:
             for cell, repetitions in self.repetitions.items()
         ]
 
-    def _origins(self, repetition: int, cell: Cell, steps: dict[Cell, Step]) -> dict[str, Tensor]:
-        """Return what a gradient is looked at from: zero, BF16's, that of no correction."""
-        origins = {"itself": torch.zeros_like(self.unit_N)}
-        if cell[1] not in SIDES:
-            bf16_N = self.truths[repetition] if cell == BASELINE else steps[BASELINE].gradient_N
-            origins["from BF16"] = bf16_N / self.norm
-        if cell[1] not in (*SIDES, "none"):
-            origins["from none"] = steps[cell[0], "none"].gradient_N / self.norm
-        return origins
+    def _vectors(self, repetition: int, cell: Cell, steps: dict[Cell, Step]) -> dict[str, Tensor]:
+        """Return a gradient, sampled and expected, from zero, from BF16's, from no correction's."""
+        step, none = steps[cell], steps[cell[0], "none"]
+        truth_N, found = self.truths[repetition], dict[str, Tensor]()
+        if step.gradient_N is not None:
+            bf16_N = truth_N if cell == BASELINE else steps[BASELINE].gradient_N
+            found |= {"sampled": step.gradient_N, "sampled from BF16": step.gradient_N - bf16_N}
+            if step is not none:
+                found["sampled from none"] = step.gradient_N - none.gradient_N
+        if step.expected_N is not None:
+            found |= {"expected": step.expected_N, "expected from BF16": step.expected_N - truth_N}
+            if step is not none:
+                found["expected from none"] = step.expected_N - none.expected_N
+        return found
 
     def _numbers(self, step: Step) -> dict[str, float]:
-        norm, slope = float(step.gradient_N.norm()), float(self.slope_N @ step.gradient_N)
-        gained = {name: value - self.before[name] for name, value in step.after.items()}
-        found = {
-            "norm": norm / self.norm,
-            "cosine": float(step.gradient_N @ self.unit_N) / max(norm, 1e-12),
-            "slope": slope,
-            "gain": slope * min(1.0, step.max_norm / (norm + 1e-6)),
-        }
-        if gained:
+        found: dict[str, float] = {}
+        if step.gradient_N is not None:
+            norm, slope = float(step.gradient_N.norm()), float(self.slope_N @ step.gradient_N)
+            found = {
+                "norm": norm / self.norm,
+                "cosine": float(step.gradient_N @ self.unit_N) / max(norm, 1e-12),
+                "slope": slope,
+                "gain": slope * min(1.0, step.max_norm / (norm + 1e-6)),
+            }
+        if step.expected_N is not None:
+            found["expected slope"] = float(self.slope_N @ step.expected_N)
+        if step.after:
+            gained = {name: value - self.before[name] for name, value in step.after.items()}
             found |= {"in BF16": gained["trainer"], "in its own engine": gained[step.engine]}
         return found | step.seen

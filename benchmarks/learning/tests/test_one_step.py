@@ -1,0 +1,211 @@
+"""One step from a checkpoint: against the training loop, against many samples, against sums."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from benchmarks.learning.one_step_expected import (
+    expected_by_sequence,
+    expected_gradients,
+    mean_advantages,
+    places,
+)
+from benchmarks.learning.one_step_measure import Bench, Start, Study, different, flat, multiplied
+from benchmarks.learning.one_step_moments import ABOVE, BELOW, Moments
+from benchmarks.numerics.sources import answered
+from fp8_nemo.correction.correct import correct
+from fp8_nemo.correction.mismatch import LogprobPair
+from fp8_nemo.local.grpo import GrpoLoop
+from fp8_nemo.local.loss import group_advantages
+from fp8_nemo.local.rollout import rewarded
+from fp8_nemo.recipe.problems import reward
+
+STUDY = Study("tiny-llama", 1, 1e-4, steps=(1,), repetitions=2, prompts=16)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    torch.set_num_threads(1)
+    return Bench(STUDY)
+
+
+@pytest.fixture(scope="module")
+def start(bench):
+    """After one update of BF16, so that there are moments."""
+    policy = bench.policies["bf16"]
+    policy.update(bench.held_out.rows(0, 32), lambda current_BR, part: -current_BR.mean() / 32)
+    found = Start.of(policy)
+    bench._set_scales(found, 1)
+    return found
+
+
+def cosine(one_N, other_N):
+    return float(one_N @ other_N / (one_N.norm() * other_N.norm()))
+
+
+def coarse(bench, start, factor=1 / 16):
+    """An FP8 engine whose scales are far too small: its mismatch is that of no healthy run."""
+    start.put(bench.policies["bf16"])
+    before, bench.scales = bench.scales, {k: factor * v for k, v in bench.scales.items()}
+    bench._refit("fp8-kv-attn")
+    bench.scales = before
+    return bench.engines["fp8-kv-attn"]
+
+
+def sampled(bench, engine, problems, seed):
+    G = bench.settled.generations_per_prompt
+    asked = [each for each in problems for _ in range(G)]
+    prompts = [bench.chat.prompt(each.input) for each in asked]
+    batch = engine.generate(prompts, bench.chat, 8, torch.Generator().manual_seed(seed))
+    found = rewarded(batch, asked, bench.chat, bench.algorithm, 8, reward)
+    return batch, found.rewards_B.view(-1, G)
+
+
+@pytest.mark.parametrize("updates", [1, 4])
+@pytest.mark.parametrize("correction", ["none", "mis", "seq-tis"])
+def test_a_step_on_different_answers_is_the_loops_step_on_all_of_them(
+    bench, start, tmp_path, updates, correction
+):
+    study = replace(STUDY, updates=updates)
+    loop = GrpoLoop(study.plan("fp8-kv-attn", correction), tmp_path)
+    batch, rewards_PG = sampled(bench, coarse(bench, start), bench.problems.train[:16], 5)
+    answers = different(batch, rewards_PG, bench.algorithm)
+    assert len(answers.prompt_B) < 0.8 * len(batch.tokens_BT) == 0.8 * answers.count_B1.sum()
+
+    momentum = updates > 1
+    start.put(loop.policy, momentum=momentum)
+    train_BR = loop.policy.logprobs(batch)
+    pair = LogprobPair(train_BR, batch.rollout_BR, batch.response_mask_BR)
+    advantages = group_advantages(rewards_PG, bench.algorithm)[:, None]
+    found = correct(pair, bench.corrections[correction])
+    row = loop._update(batch, advantages, train_BR, None, found)
+
+    other = Bench.__new__(Bench)
+    other.__dict__ |= bench.__dict__ | {"study": study}
+    train_BR = start.put(other.policies["bf16"]).logprobs(answers.batch)
+    pair = LogprobPair(train_BR, answers.batch.rollout_BR, answers.batch.response_mask_BR)
+    value_BR = correct(pair, bench.corrections[correction]).value_BT
+    gradient_N = other._update(start, "bf16", answers, train_BR, value_BR)
+    if updates == 1:
+        assert float(gradient_N.norm()) == pytest.approx(row["train/grad_norm"], rel=1e-2)
+        looped = {name: each.grad for name, each in loop.policy.masters.items()}
+        assert cosine(gradient_N, flat(looped)) > 0.9999
+    moved_N, looped_N = (
+        flat(each.masters) - flat(start.masters) for each in (other.policies["bf16"], loop.policy)
+    )
+    assert cosine(moved_N, looped_N) > 0.995
+    assert float(moved_N.norm()) == pytest.approx(float(looped_N.norm()), rel=2e-2)
+
+
+def test_the_expected_gradient_of_bf16_is_the_same_from_probabilities_and_from_next_tokens(
+    bench, start
+):
+    problems = bench.problems.train[:16]
+    policy = start.put(bench.policies["bf16"])
+    bench._refit("bf16")
+    batch, rewards_PG = sampled(bench, bench.engines["bf16"], problems, 3)
+    answers, right = different(batch, rewards_PG, bench.algorithm), answered(problems, bench.chat)
+    there = places(
+        bench.engines["bf16"].model, right, answers.batch, answers.prompt_B,
+        bench._shares(answers), 8, bench.algorithm, bench.chat.pad,
+    )  # fmt: skip
+    none = {"none": lambda pair: multiplied(bench.corrections["none"], pair)}
+    by_token = expected_gradients(policy, there, none)["none"]
+    length = float(answers.tokens_BR.sum() / answers.count_B1.sum())
+    truth_N = bench.expected_gradient(start, problems, length)
+    assert cosine(by_token, truth_N) > 0.999
+    assert float(by_token.norm()) == pytest.approx(float(truth_N.norm()), rel=0.01)
+    # And many samples come to it: what is left is their noise.
+    moments = Moments(truth_N / truth_N.norm())
+    for seed in range(12):
+        batch, rewards_PG = sampled(bench, bench.engines["bf16"], problems, seed)
+        answers = different(batch, rewards_PG, bench.algorithm)
+        train_BR = start.put(policy).logprobs(answers.batch)
+        ones_BR = answers.batch.response_mask_BR.float()
+        found_N = bench._update(start, "bf16", answers, train_BR, ones_BR)
+        moments.add((found_N - truth_N) / truth_N.norm())
+    found = moments.found()
+    error = (found["noise"] / 12) ** 0.5
+    assert abs(found["along"]) < 2 * error and abs(found["across"]) < error**2, (found, error)
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "mis", "seq-tis"])
+def test_many_samples_of_a_bad_engine_come_to_its_expected_gradient(bench, start, correction):
+    problems, repeats = bench.problems.train[:4], 250
+    engine = coarse(bench, start)
+    policy, right = start.put(bench.policies["bf16"]), answered(problems, bench.chat)
+    batch, rewards_PG = sampled(bench, engine, problems * repeats, 7)
+    answers = different(batch, rewards_PG, bench.algorithm)
+    train_BR = policy.logprobs(answers.batch)
+    pair = LogprobPair(train_BR, answers.batch.rollout_BR, answers.batch.response_mask_BR)
+    value_BR = correct(pair, bench.corrections[correction]).value_BT
+    kl = (-pair.log_ratio_BT * answers.tokens_BR).sum() / answers.tokens_BR.sum()
+    assert kl > 0.1
+    wide = Bench.__new__(Bench)
+    wide.__dict__ |= bench.__dict__ | {"study": replace(STUDY, prompts=4 * repeats)}
+    found_N = wide._update(start, "bf16", answers, train_BR, value_BR)
+
+    start.put(policy)
+    at_B, share_B = answers.prompt_B % 4, bench._shares(answers) / repeats
+    there = places(
+        engine.model, right, answers.batch, at_B, share_B, 8, bench.algorithm, bench.chat.pad
+    )
+    if correction == "seq-tis":
+        expected_N = expected_by_sequence(
+            policy,
+            right,
+            there,
+            answers.batch,
+            at_B,
+            share_B,
+            bench.corrections[correction].truncate,
+        )
+    else:
+        by_name = {"it": lambda pair: multiplied(bench.corrections[correction], pair)}
+        expected_N = expected_gradients(policy, there, by_name)["it"]
+    print(correction, cosine(found_N, expected_N), found_N.norm() / expected_N.norm())
+    assert cosine(found_N, expected_N) > 0.98
+    assert float(found_N.norm() / expected_N.norm()) == pytest.approx(1, abs=0.1)
+
+
+def test_mean_advantages_are_those_over_all_that_the_others_may_earn(bench):
+    p_P = torch.tensor([0.05, 0.5, 0.9])
+    for at, p in enumerate(p_P.tolist()):
+        for first, found in zip((1.0, 0.0), mean_advantages(p_P, 4, bench.algorithm), strict=True):
+            expected = 0.0
+            for others in product((0.0, 1.0), repeat=3):
+                chance = torch.tensor([p if each else 1 - p for each in others]).prod()
+                rewards_PG = torch.tensor([[first, *others]])
+                expected += float(chance * group_advantages(rewards_PG, bench.algorithm)[0])
+            assert float(found[at]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_squared_bias_is_free_of_noise_and_told_apart_along_and_across():
+    draw, bias = torch.Generator().manual_seed(1), torch.tensor([0.3, 0.4, 0.0, 0.0])
+    across, along, noise = [], [], []
+    for _ in range(4000):
+        moments = Moments(torch.tensor([1.0, 0.0, 0.0, 0.0]))
+        for _ in range(3):
+            moments.add(bias + torch.randn(4, generator=draw))
+        found = moments.found()
+        across.append(found["across"]), along.append(found["along"]), noise.append(found["noise"])
+    mean = [float(torch.tensor(each).mean()) for each in (across, along, noise)]
+    assert mean == pytest.approx([0.16, 0.3, 4.0], abs=0.05)
+
+
+def test_a_checkpoint_has_every_cell_and_what_mis_drops_adds_up(bench, start):
+    found = bench.checkpoint(start, 1)
+    cells = {tuple(each["cell"]): each for each in found["cells"]}
+    assert len(cells) == 12 + 4
+    assert found["accuracy"]["bf16"] == pytest.approx(found["accuracy"]["trainer"], abs=0.01)
+    kv = {name: cells["fp8-kv-attn", name] for name in ("tis", "mis", BELOW, ABOVE)}
+    slopes = {name: each["repetitions"][0]["expected slope"] for name, each in kv.items()}
+    assert slopes["tis"] - slopes["mis"] == pytest.approx(slopes[BELOW] + slopes[ABOVE], rel=1e-3)
+    same = [cells["fp8-e2e", name]["repetitions"] for name in ("none", "tis")]
+    assert same[0][0]["norm"] == same[1][0]["norm"]
+    [linear, unified] = [
+        cells[name, "none"]["repetitions"][0] for name in ("fp8-linear", "fp8-e2e")
+    ]
+    assert linear["kl"] > 1e-4 > 1e-8 > unified["kl"]
