@@ -41,11 +41,11 @@ from fp8_nemo.recipe.plain import read_json
 from fp8_nemo.runs.frozen_code import code_dir
 from fp8_nemo.runs.provenance import commit
 
-SIXTHS = tuple(range(6, 61, 6))
+SIXTHS, BETWEEN = tuple(range(6, 61, 6)), tuple(range(3, 61, 6))
 STUDIES = {
-    "dense": Study("tiny-llama", 1, 1e-4, repetitions=3),
-    "experts": Study("tiny-qwen3-moe", 1, 1e-4, SIXTHS, 3),
-    "dense four updates": Study("tiny-llama", 4, 2e-4, SIXTHS, 3),
+    "dense": Study("tiny-llama", 1, 1e-4, (*SIXTHS, *BETWEEN)),
+    "experts": Study("tiny-qwen3-moe", 1, 1e-4, SIXTHS),
+    "dense four updates": Study("tiny-llama", 4, 2e-4, SIXTHS, repetitions=3),
 }
 """Rates: the demo's, and that of `sweep=stress-tiny`, which has four updates a step."""
 

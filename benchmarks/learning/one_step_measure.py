@@ -70,8 +70,8 @@ class Study:
     model: str
     updates: int
     learning_rate: float
-    steps: tuple[int, ...] = tuple(range(3, 61, 3))
-    repetitions: int = 4
+    steps: tuple[int, ...]
+    repetitions: int = 2
     prompts: int = 64
     seed: int = 1
 
