@@ -91,6 +91,7 @@ class Checkpoint:
 
     def add(self, repetition: int, steps: dict[Cell, Step]) -> None:
         """Add a repetition's steps."""
+        steps[BASELINE] = steps[BASELINE]._replace(expected_N=self.truths[repetition])
         for cell, step in steps.items():
             for name, vector_N in self._vectors(repetition, cell, steps).items():
                 moments = self.moments[cell].setdefault(name, Moments(self.unit_N))
