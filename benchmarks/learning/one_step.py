@@ -16,7 +16,7 @@ An update is the recipe's: loss, clipping, AdamW, rounding to BF16. Where a step
 without momentum: it does at once what momentum would spread over some ten steps. Where it has four,
 momentum is the run's.
 
-The same line goes on behind the last whole checkpoint.
+The same line goes on behind the last whole checkpoint. `one_step_judge` summarizes.
 """
 
 from __future__ import annotations
@@ -35,26 +35,30 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
+from benchmarks.learning.one_step_judge import summary
 from benchmarks.learning.one_step_measure import Bench, Study, starts
 from benchmarks.record import add_options, keep, show
 from fp8_nemo.recipe.plain import read_json
 from fp8_nemo.runs.frozen_code import code_dir
 from fp8_nemo.runs.provenance import commit
 
+MEASURE = ("measure", "expected", "moments")
+"""Files whose digest stands in the results."""
 SIXTHS, BETWEEN = tuple(range(6, 61, 6)), tuple(range(3, 61, 6))
 STUDIES = {
     "dense": Study("tiny-llama", 1, 1e-4, (*SIXTHS, *BETWEEN)),
     "experts": Study("tiny-qwen3-moe", 1, 1e-4, SIXTHS),
     "dense four updates": Study("tiny-llama", 4, 2e-4, SIXTHS, repetitions=3),
+    "experts four updates": Study("tiny-qwen3-moe", 4, 2e-4, SIXTHS, repetitions=3),
 }
 """Rates: the demo's, and that of `sweep=stress-tiny`, which has four updates a step."""
 
 
 def sources() -> dict[str, str]:
     """Return digests of the package's sources, and of what measures here."""
-    ours = sorted(Path(__file__).parent.glob("one_step_*.py"))
+    ours = sorted(Path(__file__).with_name(f"one_step_{name}.py") for name in MEASURE)
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in ours)).hexdigest()[:12]
-    return {"fp8_nemo": code_dir(Path()).name, "one_step_*": digest}
+    return {"fp8_nemo": code_dir(Path()).name, "one_step": digest}
 
 
 def main() -> None:
@@ -121,11 +125,6 @@ def rounded(value: Any, digits: int = 5) -> Any:
     if isinstance(value, list):
         return [rounded(each, digits) for each in value]
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
-
-
-def summary(checkpoints: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each study and cell."""
-    return []
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""Summarize the steps of `one_step`: each cell against BF16 and against no correction.
+
+Every number is a mean over checkpoints with its standard error. A ratio is one of sums, its error
+the jackknife's. Cells are compared at the same checkpoint, with the same random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+BASELINE = ("bf16", "none")
+Row = dict[str, Any]
+
+
+class Estimate(NamedTuple):
+    """Hold a number with its standard error: `Estimate(-0.03, 0.01)`."""
+
+    mean: float
+    error: float
+
+    def text(self, style: str = "+.1f") -> str:
+        """Return `-0.03 ±0.01`."""
+        return f"{self.mean:{style}} ±{self.error:{style.lstrip('+')}}"
+
+
+def mean_of(values: Sequence[float]) -> Estimate:
+    """Return a mean over checkpoints."""
+    return Estimate(fmean(values), stdev(values) / math.sqrt(len(values)))
+
+
+def ratio_of(above: Sequence[float], below: Sequence[float]) -> Estimate:
+    """Return the ratio of two sums over the same checkpoints, in percent above one."""
+    n, whole = len(above), sum(above) / sum(below)
+    without = [(sum(above) - a) / (sum(below) - b) for a, b in zip(above, below, strict=True)]
+    spread = (n - 1) / n * sum((each - fmean(without)) ** 2 for each in without)
+    return Estimate(100 * (whole - 1), 100 * math.sqrt(spread))
+
+
+def summary(checkpoints: list[Row]) -> list[Row]:
+    """Return a row for each study and cell."""
+    rows: list[Row] = []
+    for study in dict.fromkeys(each["study"] for each in checkpoints):
+        by_cell: dict[tuple[str, str], list[Row]] = {}
+        for each in checkpoints:
+            for row in each["cells"] if each["study"] == study else ():
+                by_cell.setdefault(tuple(row["cell"]), []).append(row)
+        for cell, found in by_cell.items():
+            if len(found) > 1:
+                numbers = numbers_of(found, by_cell[BASELINE], by_cell[cell[0], "none"])
+                shown = {name: each._asdict() for name, each in numbers.items()}
+                head = {"study": study, "cell": "-".join(cell), "checkpoints": len(found)}
+                rows.append(head | shown | told(found))
+    return rows
+
+
+def numbers_of(rows: list[Row], bf16: list[Row], none: list[Row]) -> dict[str, Estimate]:
+    """Return a cell's numbers, those that its rows have.
+
+    Lengths are in percent of the true gradient's; a `sideways square` is in its square's percent,
+    so that 1 is a tenth of its length.
+    """
+    found: dict[str, Estimate] = {}
+    if "expected from BF16" in rows[0]:
+        found["along"] = mean_of([100 * row["expected from BF16"]["along"] for row in rows])
+        found["sideways square"] = mean_of(
+            [100 * row["expected from BF16"]["across"] for row in rows]
+        )
+    if "expected slope" in rows[0]["repetitions"][0]:
+        of_rows, of_bf16 = (_each(each, "expected slope") for each in (rows, bf16))
+        found["expected gain"] = ratio_of(of_rows, of_bf16)
+    if "sampled" in rows[0]:
+        noise, of_bf16 = ([row["sampled"]["noise"] for row in each] for each in (rows, bf16))
+        found["noise"] = ratio_of(noise, of_bf16)
+        found["cosine"] = mean_of(_each(rows, "cosine"))
+        found["norm"] = mean_of(_each(rows, "norm"))
+    for name in ("in BF16", "in its own engine"):
+        if name in rows[0]["repetitions"][0]:
+            found[f"{name}, from BF16"] = _apart(rows, bf16, name)
+            found[f"{name}, from none"] = _apart(rows, none, name)
+    if "kl" in rows[0]["repetitions"][0]:
+        found["kl"] = mean_of(_each(rows, "kl"))
+    return found
+
+
+def told(rows: list[Row]) -> dict[str, float]:
+    """Return shares of tokens, in percent, and the mean advantage of those tokens."""
+    found: dict[str, float] = {}
+    steps = [step for row in rows for step in row["repetitions"]]
+    for name in ("clipped", "masked", "here"):
+        shares = [step.get(f"{name} share", 0.0) for step in steps]
+        if sum(shares):
+            found[f"{name} share"] = 100 * fmean(shares)
+            for key in (f"{name} advantage", f"{name} bad"):
+                weighed = (
+                    share * step.get(key, 0.0) for share, step in zip(shares, steps, strict=True)
+                )
+                found[key] = sum(weighed) / sum(shares)
+    return found
+
+
+def sideways(square: Estimate) -> tuple[float, float]:
+    """Return the length across the true gradient, in percent of it, and what it is at most.
+
+    The most is that of two standard errors.
+    """
+    most = math.sqrt(max(0.0, square.mean + 2 * square.error))
+    return 10 * math.sqrt(max(0.0, square.mean)), 10 * most
+
+
+def _each(rows: list[Row], name: str) -> list[float]:
+    return [fmean(step[name] for step in row["repetitions"]) for row in rows]
+
+
+def _apart(rows: list[Row], others: list[Row], name: str) -> Estimate:
+    pairs = zip(_each(rows, name), _each(others, name), strict=True)
+    return mean_of([one - other for one, other in pairs])
