@@ -32,11 +32,18 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def ratio_of(above: Sequence[float], below: Sequence[float]) -> Estimate:
-    """Return the ratio of two sums over the same checkpoints, in percent above one."""
+    """Return the ratio of two sums over the same checkpoints."""
     n, whole = len(above), sum(above) / sum(below)
-    without = [(sum(above) - a) / (sum(below) - b) for a, b in zip(above, below, strict=True)]
+    rests = [(sum(above) - a, sum(below) - b) for a, b in zip(above, below, strict=True)]
+    without = [a / b for a, b in rests if b]
     spread = (n - 1) / n * sum((each - fmean(without)) ** 2 for each in without)
-    return Estimate(100 * (whole - 1), 100 * math.sqrt(spread))
+    return Estimate(whole, math.sqrt(spread))
+
+
+def percent_more(above: Sequence[float], below: Sequence[float]) -> Estimate:
+    """Return by how many percent a sum is above another one."""
+    found = ratio_of(above, below)
+    return Estimate(100 * (found.mean - 1), 100 * found.error)
 
 
 def summary(checkpoints: list[Row]) -> list[Row]:
@@ -50,9 +57,10 @@ def summary(checkpoints: list[Row]) -> list[Row]:
         for cell, found in by_cell.items():
             if len(found) > 1:
                 numbers = numbers_of(found, by_cell[BASELINE], by_cell[cell[0], "none"])
+                numbers |= told(found)
                 shown = {name: each._asdict() for name, each in numbers.items()}
                 head = {"study": study, "cell": "-".join(cell), "checkpoints": len(found)}
-                rows.append(head | shown | told(found))
+                rows.append(head | shown)
     return rows
 
 
@@ -70,10 +78,10 @@ def numbers_of(rows: list[Row], bf16: list[Row], none: list[Row]) -> dict[str, E
         )
     if "expected slope" in rows[0]["repetitions"][0]:
         of_rows, of_bf16 = (_each(each, "expected slope") for each in (rows, bf16))
-        found["expected gain"] = ratio_of(of_rows, of_bf16)
+        found["expected gain"] = percent_more(of_rows, of_bf16)
     if "sampled" in rows[0]:
         noise, of_bf16 = ([row["sampled"]["noise"] for row in each] for each in (rows, bf16))
-        found["noise"] = ratio_of(noise, of_bf16)
+        found["noise"] = percent_more(noise, of_bf16)
         found["cosine"] = mean_of(_each(rows, "cosine"))
         found["norm"] = mean_of(_each(rows, "norm"))
     for name in ("in BF16", "in its own engine"):
@@ -85,19 +93,22 @@ def numbers_of(rows: list[Row], bf16: list[Row], none: list[Row]) -> dict[str, E
     return found
 
 
-def told(rows: list[Row]) -> dict[str, float]:
-    """Return shares of tokens, in percent, and the mean advantage of those tokens."""
-    found: dict[str, float] = {}
-    steps = [step for row in rows for step in row["repetitions"]]
+def told(rows: list[Row]) -> dict[str, Estimate]:
+    """Return of chosen tokens their share, in percent, mean advantage, and how many are bad."""
+    found: dict[str, Estimate] = {}
     for name in ("clipped", "masked", "here"):
-        shares = [step.get(f"{name} share", 0.0) for step in steps]
-        if sum(shares):
-            found[f"{name} share"] = 100 * fmean(shares)
-            for key in (f"{name} advantage", f"{name} bad"):
-                weighed = (
-                    share * step.get(key, 0.0) for share, step in zip(shares, steps, strict=True)
-                )
-                found[key] = sum(weighed) / sum(shares)
+        steps = [row["repetitions"] for row in rows]
+        shares = [sum(step.get(f"{name} share", 0.0) for step in each) for each in steps]
+        if not sum(shares):
+            continue
+        found[f"{name} share"] = mean_of(
+            [100 * share / len(each) for share, each in zip(shares, steps, strict=True)]
+        )
+        for key in (f"{name} advantage", f"{name} bad"):
+            weighed = [
+                sum(step[f"{name} share"] * step.get(key, 0.0) for step in each) for each in steps
+            ]
+            found[key] = ratio_of(weighed, shares)
     return found
 
 
@@ -117,3 +128,32 @@ def _each(rows: list[Row], name: str) -> list[float]:
 def _apart(rows: list[Row], others: list[Row], name: str) -> Estimate:
     pairs = zip(_each(rows, name), _each(others, name), strict=True)
     return mean_of([one - other for one, other in pairs])
+
+
+HEAD = (
+    "cell",
+    "gain, dense",
+    "experts",
+    "sideways, dense",
+    "experts",
+    "four updates, dense",
+    "experts",
+)
+
+
+def page_table(rows: list[Row]) -> list[tuple[str, ...]]:
+    """Return the table that docs/research/one-step.md shows, its heading first."""
+    by_cell = {(row["study"], row["cell"]): row for row in rows}
+    cells = [cell for study, cell in by_cell if study == "dense" and " " not in cell]
+    table: list[tuple[str, ...]] = [HEAD]
+    for cell in cells[1:]:
+        once = [by_cell[study, cell] for study in ("dense", "experts")]
+        four = [by_cell[f"{study} four updates", cell] for study in ("dense", "experts")]
+        gains = [Estimate(**row["expected gain"]).text("+.1f") for row in once]
+        lengths = [
+            "{:.0f} (to {:.0f})".format(*sideways(Estimate(**row["sideways square"])))
+            for row in once
+        ]
+        points = [Estimate(**row["in BF16, from BF16"]).text("+.2f") for row in four]
+        table.append((f"`{cell}`", *gains, *lengths, *points))
+    return table

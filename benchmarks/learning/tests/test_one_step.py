@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from benchmarks.learning.one_step_expected import (
     mean_advantages,
     places,
 )
-from benchmarks.learning.one_step_judge import ratio_of, summary, told
+from benchmarks.learning.one_step_judge import page_table, ratio_of, summary, told
 from benchmarks.learning.one_step_measure import (
     Bench,
     Start,
@@ -33,14 +34,17 @@ from fp8_nemo.local.grpo import GrpoLoop
 from fp8_nemo.local.loss import group_advantages
 from fp8_nemo.local.rollout import rewarded
 from fp8_nemo.recipe.problems import reward
+from fp8_nemo.report.compare import markdown_table
 
+ROOT = Path(__file__).parents[3]
 STUDY = Study("tiny-llama", 1, 1e-4, steps=(1,), repetitions=2, prompts=16)
 
 
 @pytest.fixture(scope="module")
 def bench():
-    torch.set_num_threads(1)
-    return Bench(STUDY)
+    found = Bench(STUDY)
+    found.held_out = found.held_out.rows(0, 32)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -263,20 +267,26 @@ def test_a_summary_compares_cells_at_the_same_checkpoint(checkpoint):
     assert rows[f"fp8-kv-attn-{ABOVE}"].keys().isdisjoint({"cosine", "in BF16, from BF16"})
 
 
-def test_a_mean_advantage_is_one_of_tokens_and_not_of_steps():
-    steps = [{"masked share": 0.03, "masked advantage": -1.0}, {"masked share": 0.0}]
-    steps += [{"masked share": 0.01, "masked advantage": 2.0}]
-    found = told([{"repetitions": steps[:2]}, {"repetitions": steps[2:]}])
-    assert found["masked share"] == pytest.approx(100 * 0.04 / 3)
-    assert found["masked advantage"] == pytest.approx(-0.25) and "clipped share" not in found
-
-
 def test_a_ratio_of_sums_has_the_jackknifes_error():
     found = ratio_of([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])
     without = [13 / 5, 11 / 4, 6 / 3]
     mean = sum(without) / 3
     expected = (2 / 3 * sum((each - mean) ** 2 for each in without)) ** 0.5
-    assert found.mean == pytest.approx(150) and found.error == pytest.approx(100 * expected)
+    assert found == (pytest.approx(2.5), pytest.approx(expected))
+
+
+def test_a_mean_advantage_is_one_of_tokens_and_not_of_steps():
+    steps = [{"masked share": 0.03, "masked advantage": -1.0}, {"masked share": 0.0}]
+    steps += [{"masked share": 0.01, "masked advantage": 2.0}]
+    found = told([{"repetitions": steps[:2]}, {"repetitions": steps[2:]}])
+    assert found["masked share"].mean == pytest.approx(100 * (0.015 + 0.01) / 2)
+    assert found["masked advantage"].mean == pytest.approx(-0.25) and "clipped share" not in found
+
+
+def test_the_page_shows_the_table_of_the_results():
+    rows = json.loads((ROOT / "benchmarks/results/one-step-cpu.json").read_text())["summary"]
+    page = (ROOT / "docs/research/one-step.md").read_text()
+    assert markdown_table(page_table(rows)) in page
 
 
 def test_a_bench_that_was_stopped_goes_on_behind_its_last_checkpoint(
