@@ -56,7 +56,9 @@ def summary(checkpoints: list[Row]) -> list[Row]:
                 by_cell.setdefault(tuple(row["cell"]), []).append(row)
         for cell, found in by_cell.items():
             if len(found) > 1:
-                numbers = numbers_of(found, by_cell[BASELINE], by_cell[cell[0], "none"])
+                others = {"BF16": by_cell[BASELINE]}
+                others |= {name: by_cell.get((cell[0], name)) for name in ("none", "tis")}
+                numbers = numbers_of(found, {name: each for name, each in others.items() if each})
                 numbers |= told(found)
                 shown = {name: each._asdict() for name, each in numbers.items()}
                 head = {"study": study, "cell": "-".join(cell), "checkpoints": len(found)}
@@ -64,8 +66,8 @@ def summary(checkpoints: list[Row]) -> list[Row]:
     return rows
 
 
-def numbers_of(rows: list[Row], bf16: list[Row], none: list[Row]) -> dict[str, Estimate]:
-    """Return a cell's numbers, those that its rows have.
+def numbers_of(rows: list[Row], others: dict[str, list[Row]]) -> dict[str, Estimate]:
+    """Return a cell's numbers, those that its rows have, also against other cells.
 
     Lengths are in percent of the true gradient's; a `sideways square` is in its square's percent,
     so that 1 is a tenth of its length.
@@ -77,17 +79,19 @@ def numbers_of(rows: list[Row], bf16: list[Row], none: list[Row]) -> dict[str, E
             [100 * row["expected from BF16"]["across"] for row in rows]
         )
     if "expected slope" in rows[0]["repetitions"][0]:
-        of_rows, of_bf16 = (_each(each, "expected slope") for each in (rows, bf16))
+        of_rows, of_bf16 = (_each(each, "expected slope") for each in (rows, others["BF16"]))
         found["expected gain"] = percent_more(of_rows, of_bf16)
     if "sampled" in rows[0]:
-        noise, of_bf16 = ([row["sampled"]["noise"] for row in each] for each in (rows, bf16))
+        noise, of_bf16 = (
+            [row["sampled"]["noise"] for row in each] for each in (rows, others["BF16"])
+        )
         found["noise"] = percent_more(noise, of_bf16)
         found["cosine"] = mean_of(_each(rows, "cosine"))
         found["norm"] = mean_of(_each(rows, "norm"))
     for name in ("in BF16", "in its own engine"):
         if name in rows[0]["repetitions"][0]:
-            found[f"{name}, from BF16"] = _apart(rows, bf16, name)
-            found[f"{name}, from none"] = _apart(rows, none, name)
+            for other, its in others.items():
+                found[f"{name}, from {other}"] = _apart(rows, its, name)
     if "kl" in rows[0]["repetitions"][0]:
         found["kl"] = mean_of(_each(rows, "kl"))
     return found
