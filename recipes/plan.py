@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     for plan in plans:
         host, path = host_of(plan.recipe), run_path(plan)
-        console().print(plan_table(plan, host, path))
+        console().print(plan_table(plan, host, path, alone=len(plans) == 1))
         if plan.nemo and options.keys:
             changed = differences(plan, host, path)
             tell("\n".join(["", f"{plan.nemo.base_config}, with", *change_lines(changed)]))

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,9 @@ import pytest
 from benchmarks.speed import draw_decode
 from benchmarks.speed.draw_steps import CELLS, PANELS, TARGET, label, rows_of
 from fp8_nemo.correction.health import GROWTH, SIGNALS
+from fp8_nemo.nemo_config.host import MAIN
+from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.plan.describe import precisions
 from fp8_nemo.plan.memory import count
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Precision
@@ -121,30 +124,25 @@ def served(precision):
     return pairs[precision]["vLLM, local of the same precision"]["mismatch/kl"]
 
 
-def planned(*words):
-    """How many times as fast as BF16 the plan estimates a step of 8B to be, on a node of 8."""
-    command = [sys.executable, "-m", "recipes.plan", "model=llama31-8b", *words]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return re.findall(r"([\d.]+) times as fast as BF16", " ".join(ran.stdout.split()))[0]
+@cache
+def planned(gpu, tokens):
+    """Times as fast as BF16 that the plan estimates a step of 8B on 8 GPUs, by precision."""
+    [plan] = compose_plans([
+        "model=llama31-8b", f"cluster.gpu={gpu}", f"grpo.max_new_tokens={tokens}",
+    ])  # fmt: skip
+    [(_, said)] = precisions(plan, MAIN)
+    return dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))
 
 
 def planned_row(precision):
     """A row of docs/speed.md: 8B on two kinds of GPU, at two lengths."""
     cells = [(gpu, tokens) for gpu in ("h100", "h200") for tokens in (2048, 8192)]
-    gains = [
-        planned(f"precision={precision}", f"cluster.gpu={gpu}", f"grpo.max_new_tokens={tokens}")
-        for gpu, tokens in cells
-    ]
-    return f"| `{precision}` | {' | '.join(gains)} |"
+    return f"| `{precision}` | {' | '.join(planned(*cell)[precision] for cell in cells)} |"
 
 
 def minutes(target):
     rows = of("times-cpu", lambda it: it["rows"])
     return round(next(row["seconds"] for row in rows if row["target"] == target) / 60)
-
-
-def gain(file, precision):
-    return f"{100 * (times(file, precision) - 1):.0f}"
 
 
 def rollout_share(file):
@@ -190,7 +188,6 @@ def bounds(signal):
     return f"| `{signal.key}` | {word} {signal.watch:g} | {last}|"
 
 
-LONGER = "grpo.max_new_tokens=8192"
 SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
 LINEAR, E2E, KV, BOTH = "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn"
 H100_POINTS = draw_decode.rows_of("bf16")
@@ -210,30 +207,39 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
            (KV, "tis"), (E2E, "none"))  # fmt: skip
 SAID = {
     "README.md": [
-        lambda: f"**{times(LONG, E2E):.2f} times** as fast as in BF16",
-        lambda: f"8 H100 | `bf16` | default {planned('grpo.max_new_tokens=2048')}x |",
+        lambda: f"**{h100_decode()} times** as fast as in BF16",
+        lambda: f"8 H100, answers up to 2k | `bf16` | default {planned('h100', 2048)[E2E]}x |",
+        lambda: "{0[fp8-kv-attn]}x; default {0[fp8-e2e]}x: it must".format(planned("h100", 8192)),
+        lambda: f"8 H200, up to 2k | the default | {planned('h200', 2048)[E2E]}x |",
         lambda: (
-            f"8 H200 | the default | {planned(LONGER, 'cluster.gpu=h200')}x; "
-            f"{times(LONG, E2E):.2f}x at 7,168 tokens"
+            f"(benchmarks/results/step-8b-again-h200.json) {times(AGAIN, E2E):.2f}x to "
+            f"{times(SHORT, E2E):.2f}x"
         ),
-        lambda: (
-            f"| {planned(LONGER, f'precision={KV}')}x; "
-            f"default {planned(LONGER)}x: it must recompute"
-        ),
+        lambda: f"8 H200, up to 8k | the default | {planned('h200', 8192)[E2E]}x |",
+        lambda: f"(benchmarks/results/step-8b-long-h200.json) {times(LONG, E2E):.2f}x, 32 H200",
         lambda: f"[decode alone {decode('rollout-8b-h200', KV, 'limited')}x]",
         lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",
-        lambda: f"decode alone {MOE_DECODE().replace(' to', 'x to')}x |",
+        lambda: f"[decode alone {MOE_DECODE().replace(' to', 'x to')}x]",
         lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama').lstrip('+')} points above BF16",
-        lambda: f"lost {losses()} in\nstress tests",
+        lambda: f"lost {losses()} in stress tests",
         lambda: f"{disk('llama31-8b')} GB",
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],
     "docs/speed.md": [
         lambda: f"cache and attention {h100_decode()} times",
         lambda: f"it is {decode('rollout-8b-h200', KV)} times",
-        *(partial(planned_row, precision) for precision in ("fp8-kv-attn", "fp8-e2e")),
+        *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),
+        lambda: (
+            f"| {times(SHORT, LINEAR):.2f} | {times(LONG, LINEAR):.2f} | "
+            f"{decode('rollout-8b-h200', 'fp8-linear-deepgemm')} |"
+        ),
+        lambda: (
+            f"| {times(SHORT, KV):.2f} | {times(LONG, KV):.2f} | {decode('rollout-8b-h200', KV)} |"
+        ),
+        lambda: f"| {times(AGAIN, E2E):.2f} to {times(SHORT, E2E):.2f} | {times(LONG, E2E):.2f} |",
+        lambda: f"{times(AGAIN, BOTH):.2f} to {times(SHORT, BOTH):.2f} | {times(LONG, BOTH):.2f} |",
     ],
     "docs/recipes.md": [
         lambda: f"{of('checkpoint-memory-cpu', lambda it: it['peak resident bytes']) / 1e9:.1f} GB",
@@ -258,29 +264,20 @@ SAID = {
         lambda: f"{times(SHORT, E2E):.2f} times as fast as BF16 at answers of 2,000",
         lambda: f"and {times(LONG, E2E):.2f} times at 7,168",
         lambda: f"it is {times(SHORT, BOTH):.2f} and {times(LONG, BOTH):.2f}",
-        lambda: f"| {gain(AGAIN, E2E)} to {gain(SHORT, E2E)}% of a step |",
+        lambda: "| {:.0f} to {:.0f}% of a step |".format(
+            *(100 * times(file, E2E) - 100 for file in (AGAIN, SHORT))
+        ),
     ],
     "notebooks/03-end-to-end.ipynb": [
         lambda: f"ends {points(STUDY, 'fp8-e2e-tis', 'small-llama')} points from BF16",
     ],
     "docs/precision.md": [
-        lambda: f"a gain of {gain(AGAIN, E2E)} to {gain(SHORT, E2E)}%",
         lambda: f"its KL is {late_kl('fp8-e2e-tis') / late_kl('fp8-linear-tis'):.1f} times that",
         lambda: (
             f"{rollout_share(SHORT)} of a step at 2,000 tokens and {rollout_share(LONG)} at 7,168"
         ),
         lambda: f"the layers trained {slower_at_tensor_2()} times as long",
         lambda: f"for {ranges():.2%} of that pass",
-        lambda: (
-            f"| {times(SHORT, LINEAR):.2f} | {times(LONG, LINEAR):.2f} | "
-            f"{decode('rollout-8b-h200', 'fp8-linear-deepgemm')} |"
-        ),
-        lambda: (
-            f"| {times(SHORT, KV):.2f} | {times(LONG, KV):.2f} | {decode('rollout-8b-h200', KV)} |"
-        ),
-        lambda: f"| {times(AGAIN, E2E):.2f} to {times(SHORT, E2E):.2f} | {times(LONG, E2E):.2f} |",
-        lambda: f"{times(AGAIN, BOTH):.2f} to {times(SHORT, BOTH):.2f} | {times(LONG, BOTH):.2f} |",
-        lambda: f"decodes {decode('rollout-8b-h200', KV, 'limited')} times as fast",
         lambda: f"{decode('rollout-30b-h200', 'fp8-linear-deepgemm')} times as fast on an H200",
         lambda: f"| {points(TINY, 'fp8-kv-attn-none')} points | {points(TINY, 'fp8-kv-attn-tis')}",
         lambda: f"{points(TINY, 'fp8-e2e-none')}, open",
@@ -293,7 +290,7 @@ SAID = {
             f"{points(STUDY, 'fp8-linear-tis', MOE)}, open | "
             f"{points(STUDY, 'fp8-e2e-tis', MOE)}, open"
         ),
-        lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama')} points",
+        lambda: f"{points(STUDY, 'fp8-e2e-tis', 'small-llama').lstrip('+')} points above BF16",
     ],
 }
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_nemo.glue.digest import Digests, Placed, placed
+from fp8_nemo.glue.digest import Placed, digests_of, placed
 from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.quantize import FP8
 from fp8_nemo.glue.wire import SCALE_SUFFIX, RefitError, WireSpec
@@ -64,13 +64,13 @@ class Destination:
         self.digested = [name for name in filled if not name.endswith(KV_SUFFIXES)]
 
     @cached_property
-    def digests(self) -> Digests:
+    def digests(self) -> Callable[[], Tensor]:
         """The object that digests all of `digested` in one launch.
 
         Raises:
             RefitError: a part ends within a word of the wire's.
         """
-        return Digests([self.placed(name, self.parts[name].tensor) for name in self.digested])
+        return digests_of([self.placed(name, self.parts[name].tensor) for name in self.digested])
 
     @cached_property
     def watched(self) -> dict[str, tuple[str, list[Tensor]]]:

@@ -72,31 +72,24 @@ def placed(tensor: Tensor, shape: Sequence[int], of_wire: tuple[slice, ...] = ()
     return Placed(tensor, row * pitch + start // WORD, pitch)
 
 
-class Digests:
-    """Digest tensors that stay where they are, as often as is asked.
+def digests_of(parts: Sequence[Placed]) -> Callable[[], Tensor]:
+    """Return what digests tensors that stay where they are, as often as it is called.
+
+    It returns INT64 `[N]` on the parts' device, without a read on the host.
 
     Args:
         parts: all on one device.
     """
+    if parts and parts[0].tensor.is_cuda:
+        from fp8_nemo.glue import kernels
 
-    def __init__(self, parts: Sequence[Placed]) -> None:
-        self.parts = parts
-        self.launch: Callable[[], Tensor] | None = None
-        if parts and parts[0].tensor.is_cuda:
-            from fp8_nemo.glue import kernels
-
-            self.launch = kernels.digests(parts)
-
-    def __call__(self) -> Tensor:
-        """Return the digests, INT64 `[N]` on the parts' device, without a read on the host."""
-        if self.launch is not None:
-            return self.launch()
-        return torch.tensor([_in_torch(part) for part in self.parts], dtype=torch.int64)
+        return kernels.digests(parts)
+    return lambda: torch.tensor([_in_torch(part) for part in parts], dtype=torch.int64)
 
 
 def digest(tensor: Tensor) -> Tensor:
     """Return the digest of a whole tensor, an INT64 scalar on the tensor's device."""
-    return Digests([placed(tensor, tensor.shape)])()[0]
+    return digests_of([placed(tensor, tensor.shape)])()[0]
 
 
 class Run(NamedTuple):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.destination import Destination, dtype_of
-from fp8_nemo.glue.digest import Digests, Placed, placed
+from fp8_nemo.glue.digest import Placed, digests_of, placed
 from fp8_nemo.glue.manifest import (
     KV_SUFFIXES,
     MANIFEST,
@@ -312,7 +312,7 @@ class _Sums:
         """Digest some tensors as they are now, and keep the sums on their device."""
         if names:
             self.names += names
-            self.sums.append(Digests(parts)())
+            self.sums.append(digests_of(parts)())
 
 
 class _Found(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.digest import Digests, placed
+from fp8_nemo.glue.digest import digests_of, placed
 from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, manifest
 from fp8_nemo.glue.quantize import QUANTIZERS
@@ -142,7 +142,7 @@ def encode(
         else:
             tensors += zip(wires, _apart(name, plain[name]), strict=True)
     # A launch of its own: made in the quantizing kernel, Triton 3.6 wrote other bytes on an H100.
-    sums_T = Digests([placed(x, x.shape) for _, x in tensors])() if digests else None
+    sums_T = digests_of([placed(x, x.shape) for _, x in tensors])() if digests else None
     if filled := {name: x for name, x in plain.items() if x.numel()}:  # an empty one has no norm
         # One launch and one pass over all of them, with nothing in between; it keeps NaN.
         largest_N = torch.stack(torch._foreach_norm(list(filled.values()), math.inf))

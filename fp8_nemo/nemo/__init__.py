@@ -1,4 +1,9 @@
-"""The nemo backend: the only files that import nemo_rl, vllm, ray or megatron.
+"""Our code inside NeMo RL's processes, by public seams of NeMo RL, vLLM and Megatron (README.md).
 
-`checkout` and `preflight` read files alone and run on a login node; `driver` starts NeMo RL.
+- `policy_worker`: on the trainer's GPUs: quantizes, sends, watches Q, K and V
+- `receiver`: in vLLM's workers: loads what is sent, proves it, names what failed
+- `engine_memory`: where each tensor lies in vLLM's memory
+- `generation_worker`: NeMo RL's vLLM worker with quick logprobs
+- `policy`: on the driver: corrections, metrics, checkpoints
+- `kv_scales`, `optimizer_state`, `step_metrics`, `worker_settings`, `own`: what these share
 """

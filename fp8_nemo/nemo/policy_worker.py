@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -157,30 +157,26 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
 
     def get_logprobs(self, *, data: Any, **options: Any) -> Any:
         """Run NeMo RL's `get_logprobs`, and observe Q, K and V if the recipe says so."""
-        settings = _settings()
-        if self.fp8_nemo_is_reference or not settings.replays:
-            return self.fp8_nemo_watched_logprobs(data, **options)
-        self.fp8_nemo_routes = self.fp8_nemo_routes or RouteCount("cuda")
-        with counted_routes(self.fp8_nemo_routes):
-            return self.fp8_nemo_watched_logprobs(data, **options)
-
-    def fp8_nemo_watched_logprobs(self, data: Any, **options: Any) -> Any:
-        """NeMo RL's `get_logprobs`, with eyes on Q, K and V where the recipe asks for them."""
-        settings = _settings()
-        if self.fp8_nemo_is_reference or not settings.observes:
+        with ExitStack() as watching:
+            if not self.fp8_nemo_is_reference:
+                for each in self.fp8_nemo_watches(data["input_lengths"]):
+                    watching.enter_context(each)
             return super().get_logprobs(data=data, **options)
-        if self.fp8_nemo_observer is None:
-            self.fp8_nemo_observer = AmaxObserver(settings.shape.layers, 1, "cuda")
-        from megatron.core import parallel_state
 
-        with watched(
-            self.model,
-            self.fp8_nemo_observer,
-            data["input_lengths"],
-            cp_rank=parallel_state.get_context_parallel_rank(),
-            cp_size=parallel_state.get_context_parallel_world_size(),
-        ):
-            return super().get_logprobs(data=data, **options)
+    def fp8_nemo_watches(self, lengths_B: Tensor) -> Iterator[AbstractContextManager[None]]:
+        """Yield what counts routes and what observes Q, K and V, as far as the recipe says so."""
+        settings = _settings()
+        if settings.replays:
+            self.fp8_nemo_routes = self.fp8_nemo_routes or RouteCount("cuda")
+            yield counted_routes(self.fp8_nemo_routes)
+        if settings.observes:
+            from megatron.core import parallel_state
+
+            if self.fp8_nemo_observer is None:
+                self.fp8_nemo_observer = AmaxObserver(settings.shape.layers, 1, "cuda")
+            rank = parallel_state.get_context_parallel_rank()
+            size = parallel_state.get_context_parallel_world_size()
+            yield watched(self.model, self.fp8_nemo_observer, lengths_B, cp_rank=rank, cp_size=size)
 
     def fp8_nemo_take_routes(self) -> list[int]:
         """Routes exchanged, and routes compared, on all ranks since the last call."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fp8_nemo.glue.wire import is_cut_along_in, is_fp8_weight, named_shapes
@@ -367,7 +368,11 @@ def _divides(parallel: Layout, key: str, whole: int, what: str, mirrors: str) ->
 def _uneven_shard(settled: Settled) -> str | None:
     """Return the first FP8 weight that vLLM cannot cut on block borders; None if there is none."""
     recipe, parallel, shape = settled.recipe, settled.layout, settled.recipe.model.shape
-    for name, sizes in named_shapes(shape).items():
+    # The first layer in FP8, and one expert, stand for all.
+    few = replace(
+        shape, layers=1 + recipe.precision.first_layers_bf16, experts=min(1, shape.experts)
+    )
+    for name, sizes in named_shapes(few).items():
         if not is_fp8_weight(name, sizes, recipe.precision, shape.layers):
             continue
         axis = int(is_cut_along_in(name.removesuffix(".weight").rpartition(".")[2]))

@@ -27,14 +27,17 @@ from fp8_nemo.plan.memory import (
     kv_cache_tokens,
     memory_per_gpu,
 )
-from fp8_nemo.plan.plan import Plan
+from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths
 from fp8_nemo.recipe.checks import as_typed
+from fp8_nemo.recipe.compose import compose, option_names
 from fp8_nemo.recipe.options import Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")
+BASELINE = "bf16"
+"""Precision that the others' steps are compared with."""
 
 
 class Difference(NamedTuple):
@@ -46,11 +49,20 @@ class Difference(NamedTuple):
     plan: Any
 
 
-def plan_table(plan: Plan, host: Host, run_dir: Path) -> Table:
-    """Return one plan as a table: the decision first, then what follows from it."""
+def plan_table(plan: Plan, host: Host, run_dir: Path, *, alone: bool) -> Table:
+    """Return one plan as a table: the decision first, then what follows from it.
+
+    Args:
+        plan: what is shown.
+        host: the NeMo RL that it would run in.
+        run_dir: where it would write.
+        alone: whether no other plan stands beside it, so that other precisions are compared.
+    """
     columns = Column(no_wrap=True), Column(overflow="fold")
     rows = Table(*columns, title=plan.cell, title_justify="left", show_header=False, box=None)
-    for row in [*decision(plan, host), ("run directory", str(run_dir)), *describe(plan, host)]:
+    others = precisions(plan, host) if alone else []
+    where = ("run directory", str(run_dir))
+    for row in [*decision(plan, host), *others, where, *describe(plan, host)]:
         rows.add_row(*row)
     return rows
 
@@ -72,27 +84,58 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     free = memory.headroom(phase)
     fits = "yes" if free >= HEADROOM else "hardly" if free >= 0 else "NO"
     needs = f"{phase} needs {memory.gpu_gib * (1 - free):.0f} of {memory.gpu_gib:.0f} GiB"
-    here, against = step_seconds(settled), _against_bf16(settled, host)
+    here = step_seconds(settled)
     return [
         ("fits", f"{fits}: {needs} on each of {settled.gpus} {gpu}, by estimate"),
-        ("step", f"{here.total:.0f} s by estimate: {_phases(here)}; {against}"),
+        ("step", f"{here.total:.0f} s by estimate: {_phases(here)}; {_against_bf16(plan, host)}"),
     ]
+
+
+def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
+    """Return how fast a step is in each shipped precision that fits, against BF16, as one row."""
+    plain = _in_precision(BASELINE, plan, host)
+    if plain is None:
+        return []
+    others = [_in_precision(name, plan, host) for name in option_names("precision")]
+    gains = ", ".join(
+        f"{each.recipe.precision.name} {_times(each, plain):.2f}"
+        for each in others
+        if each and each.recipe.precision != plain.recipe.precision and _fits(each)
+    )
+    return [("precisions", f"times as fast as BF16, each in its fastest layout: {gains}")]
+
+
+def _against_bf16(plan: Plan, host: Host) -> str:
+    """Compare a step with BF16's, in the layout that BF16 would get on the same GPUs."""
+    precision = plan.recipe.precision
+    if not (precision.rollout.is_quantized or precision.train.is_quantized):
+        return "the baseline, BF16"
+    plain = _in_precision(BASELINE, plan, host)
+    return f"{_times(plan.settled, plain):.2f} times as fast as BF16" if plain else "BF16: refused"
+
+
+def _times(settled: Settled, plain: Settled) -> float:
+    return step_seconds(plain).total / step_seconds(settled).total
+
+
+def _fits(settled: Settled) -> bool:
+    memory = memory_per_gpu(settled)
+    return memory.headroom(memory.worst) >= HEADROOM
+
+
+def _in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
+    """Return the same run in a shipped precision, in that one's layout; None if it cannot run."""
+    if not plan.nemo:
+        return None
+    [shipped] = compose([f"precision={name}"])
+    try:
+        return plan_recipe(replace(plan.recipe, precision=shipped.precision), host).settled
+    except PlanError:
+        return None
 
 
 def _phases(seconds: StepSeconds) -> str:
     return ", ".join(f"{name} {each:.0f}" for name, each in seconds._asdict().items() if each >= 1)
-
-
-def _against_bf16(settled: Settled, host: Host) -> str:
-    """Compare a step with BF16's, in the layout that BF16 would get on the same GPUs."""
-    recipe = settled.recipe
-    if not (recipe.precision.rollout.is_quantized or recipe.precision.train.is_quantized):
-        return "the baseline, BF16"
-    plain = _with(settled, recipe.cluster.gpu, Precision())
-    if recipe.model.layout == "auto" and (choices := choose(plain, host)):
-        plain = replace(plain, layout=choices[0].layout)
-    ratio = step_seconds(plain).total / step_seconds(settled).total
-    return f"{ratio:.2f} times as fast as BF16"
 
 
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:

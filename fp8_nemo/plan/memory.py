@@ -10,7 +10,6 @@ rest has not been compared with a measurement.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -50,9 +49,14 @@ class Counts:
     kv_bytes_per_token: int
 
 
+def _key(shape: Shape, precision: Precision) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return both as what a cache can hold; `dataclasses.astuple` would copy every number."""
+    return tuple(vars(shape).values()), tuple(vars(precision).values())
+
+
 def count(shape: Shape, precision: Precision) -> Counts:
     """Count parameters, weights and bytes from `model.shape` and the precision."""
-    return _count(dataclasses.astuple(shape), dataclasses.astuple(precision))
+    return _count(*_key(shape, precision))
 
 
 @lru_cache
@@ -89,7 +93,7 @@ class Group(NamedTuple):
 
 def census(shape: Shape, precision: Precision) -> tuple[Group, ...]:
     """Count a model's weights by kind, each that the engine quantizes apart."""
-    return _census(dataclasses.astuple(shape), dataclasses.astuple(precision))
+    return _census(*_key(shape, precision))
 
 
 @lru_cache

@@ -322,10 +322,12 @@ def _nemo_mistakes(nemo: dict[str, Any]) -> Iterator[Mistake]:
             yield Mistake(f"nemo.{key}", value, "must be a finite number")
 
 
-SBATCH_KEYS = (
+SBATCH_OPTIONS = (
     *("account", "partition", "qos", "reservation", "constraint", "nodelist", "exclude", "mem"),
-    *("gres", "comment", "mail", "dependency", "max_running", "env", "extra"),
+    "gres",
 )
+"""Keys of `cluster` that are sbatch's under the same name."""
+SBATCH_KEYS = (*SBATCH_OPTIONS, "comment", "mail", "dependency", "max_running", "env", "extra")
 """Keys of `cluster` that are sbatch's alone."""
 FOUND_BY = "is what a job is found by, in the queue and in its log"
 OURS_OF_SBATCH = {

@@ -99,7 +99,7 @@ def _packages() -> dict[str, Path]:
             "`pip install -e .`"
         )
     folders = tomllib.loads(project.read_text())["tool"]["setuptools"]["package-dir"]
-    return {name: ROOT / folder for name, folder in sorted(folders.items()) if "/" not in folder}
+    return {name: ROOT / folder for name, folder in sorted(folders.items())}
 
 
 def _files(folder: Path) -> Iterator[Path]:

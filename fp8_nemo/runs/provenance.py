@@ -10,7 +10,6 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from fp8_nemo.recipe.own.reward import reward_digest
 from fp8_nemo.recipe.plain import read_json, to_json
 from fp8_nemo.recipe.problems import problems_digest
 from fp8_nemo.runs.metrics import RunDirError, write_whole
-from fp8_nemo.runs.run_dir import checkpoints
+from fp8_nemo.runs.run_dir import checkpoints, now
 
 ENVIRONMENT = "environment.json"
 ATTEMPTS = "attempts"
@@ -234,16 +233,11 @@ def attempt(run_dir: Path, **began: str) -> Iterator[None]:
 def write_environment(run_dir: Path, **began: str) -> None:
     """Begin an attempt in environment.json."""
     earlier = read_environment(run_dir).get(ATTEMPTS, [])
-    content = environment() | began | {ATTEMPTS: [*earlier, {"started": _now()}]}
+    content = environment() | began | {ATTEMPTS: [*earlier, {"started": now()}]}
     write_whole(run_dir / ENVIRONMENT, to_json(content, indent=1) + "\n")
 
 
 def _end_attempt(run_dir: Path) -> None:
     content = read_environment(run_dir)
-    content[ATTEMPTS][-1]["ended"] = _now()
+    content[ATTEMPTS][-1]["ended"] = now()
     write_whole(run_dir / ENVIRONMENT, to_json(content, indent=1) + "\n")
-
-
-def _now() -> str:
-    """Return the time as `2026-11-22T09:30:00+00:00`, in UTC whatever the machine's zone."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -134,25 +134,39 @@ def locked(run_dir: Path) -> Iterator[None]:
         raise RunDirError(f"{run_dir}: cannot be written ({error.strerror})") from error
     with lock as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_alone(file.fileno(), run_dir)
         except BlockingIOError as error:
             file.seek(0)
             holder = file.read().strip() or "another process"
             remedy = "wait for it, or end it"
             raise RunDirError(f"{run_dir}: {holder} is running it; {remedy}") from error
-        except OSError as error:
-            raise RunDirError(
-                f"{run_dir}: cannot be locked ({error.strerror}); set outputs=FOLDER on a file "
-                "system with locks, or have this one mounted with them (Lustre: flock)"
-            ) from error
         file.truncate(0)
-        file.write(f"another process, {os.getpid()} on {platform.node()}, since {_now()},")
+        file.write(f"another process, {os.getpid()} on {platform.node()}, since {now()},")
         file.flush()
         yield
         file.truncate(0)
 
 
-def _now() -> str:
+def lock_alone(file: int, path: Path) -> None:
+    """Lock an open file for this process alone, without waiting.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        RunDirError: its file system has no locks; names `path`.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise RunDirError(
+            f"{path}: cannot be locked ({error.strerror}); set outputs=FOLDER on a file "
+            "system with locks, or have this one mounted with them (Lustre: flock)"
+        ) from error
+
+
+def now() -> str:
+    """Return the time as `2026-11-22T09:30:00+00:00`, in UTC whatever the machine's zone."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.checks import SBATCH_OPTIONS
 from fp8_nemo.recipe.options import Cluster, Recipe
 from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done
 from fp8_nemo.runs.run_dir import job_dir, job_id, read_plan, run_path, state_of
@@ -29,11 +30,6 @@ SWEEP = "sweep-"
 """What the name of a sweep's array begins with."""
 TAG = "fp8-nemo"
 """Comment of a job whose line has none."""
-PASSED = (
-    *("account", "partition", "qos", "reservation", "constraint", "nodelist", "exclude", "mem"),
-    "gres",
-)
-"""Keys of `cluster` that are sbatch's under the same name."""
 MAIL_TYPES = "BEGIN,END,FAIL,REQUEUE"
 NUMBER = re.compile(r"\d+(_\d+)?")
 CONDITIONS = re.compile(r"singleton|after\w*:.+")
@@ -90,7 +86,7 @@ def options(plan: Plan, waits_for: str | None = None) -> list[str]:
         "--open-mode": "append",
         "--nodes": str(cluster.nodes),
         "--time": cluster.time,
-        **{f"--{key}": getattr(cluster, key) for key in PASSED},
+        **{f"--{key}": getattr(cluster, key) for key in SBATCH_OPTIONS},
         "--gpus-per-node": str(cluster.gpus_per_node) if _asks_for_gpus(plan) else None,
         "--dependency": ",".join(filter(None, conditions)) or None,
         "--mail-user": cluster.mail,

@@ -21,13 +21,20 @@ from pathlib import Path
 from rich.table import Table
 
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.checks import as_typed
+from fp8_nemo.recipe.checks import SBATCH_OPTIONS, as_typed
 from fp8_nemo.runs.frozen_code import code_dir, freeze_code
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.queue import QueueError, bare, entries
-from fp8_nemo.runs.run_dir import Frozen, State, freeze, job_id, read_plan, run_path
+from fp8_nemo.runs.run_dir import (
+    Frozen,
+    State,
+    freeze,
+    job_id,
+    lock_alone,
+    read_plan,
+    run_path,
+)
 from fp8_nemo.runs.sbatch import (
-    PASSED,
     array_command,
     arrays_dir,
     not_exported,
@@ -182,15 +189,10 @@ def _line_lock(outputs: str) -> Iterator[None]:
         ) from error
     with os.fdopen(file):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_alone(file, path)
         except BlockingIOError:
             tell(f"{outputs}: another line is being queued, this one waits for it")
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise RunDirError(
-                f"{path}: cannot be locked ({error.strerror}); set outputs=FOLDER on a file "
-                "system with locks, or have this one mounted with them (Lustre: flock)"
-            ) from error
         yield
 
 
@@ -355,6 +357,6 @@ def _kept_keys(plan: Plan, queued: dict[Path, Job]) -> Iterator[str]:
 
 def _asked(plan: Plan) -> str:
     cluster = plan.recipe.cluster
-    keys = (*PASSED, "nodes", "time", "dependency")
+    keys = (*SBATCH_OPTIONS, "nodes", "time", "dependency")
     words = [f"cluster.{key}={value}" for key in keys if (value := getattr(cluster, key))]
     return " ".join([*words, *(f"cluster.extra={word}" for word in cluster.extra)])

@@ -54,7 +54,7 @@ def digests_of_every_layout():
     assert {run.is_even for run in runs} == {True, False}
     digests = kernels.digests(parts)
     for _ in range(2):  # each time from zero
-        assert torch.equal(digests(), reference.Digests(parts)())
+        assert torch.equal(digests(), reference.digests_of(parts)())
     elsewhere = [part._replace(tensor=copied(part.tensor)) for part in parts]
     assert torch.equal(kernels.digests(elsewhere)(), digests())
     assert reference.runs_of.cache_info().hits == 1, "the same layout was looked at twice"

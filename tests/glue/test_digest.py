@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from fp8_nemo.glue.digest import ALIGNED, RUN, Digests, digest, placed, runs_of
+from fp8_nemo.glue.digest import ALIGNED, RUN, digest, digests_of, placed, runs_of
 from fp8_nemo.glue.refit import encode
 from fp8_nemo.recipe.options import Precision
 
@@ -66,7 +66,7 @@ def test_parts_add_up_to_the_whole_however_they_are_cut(rows, columns, dtype):
                 slice(32 // columns * c, 32 // columns * (c + 1)),
             )
             fused = torch.cat([noise(3, 32 // columns, dtype=dtype, seed=9), whole[part]])
-            total += Digests([placed(fused[3:], whole.shape, part)])().item()
+            total += digests_of([placed(fused[3:], whole.shape, part)])().item()
     assert total == digest(whole).item() == by_hand(whole)
 
 
@@ -102,7 +102,7 @@ def test_the_kernels_table_reads_every_word_of_a_part_where_it_is(dtype):
     parts += [placed(x, x.shape) for x in (whole, row, row[:5], across, shifted, whole[:, 3:4])]
     parts += [placed(row[8:20], row.shape, (slice(8, 20),)), placed(whole[:0], whole[:0].shape)]
     for part in parts:
-        assert as_the_kernel_reads(part) == Digests([part])().item()
+        assert as_the_kernel_reads(part) == digests_of([part])().item()
 
 
 def test_a_layout_is_looked_at_once_wherever_its_parts_are():
@@ -116,7 +116,7 @@ def test_a_layout_is_looked_at_once_wherever_its_parts_are():
 def test_a_bias_is_cut_along_its_one_side():
     bias = noise(24, dtype=torch.bfloat16)
     parts = [slice(0, 12), slice(12, 24)]
-    digests = Digests([placed(bias[each], bias.shape, (each,)) for each in parts])()
+    digests = digests_of([placed(bias[each], bias.shape, (each,)) for each in parts])()
     assert digests.sum() == digest(bias) and digests[0] != digests[1]
 
 
@@ -129,7 +129,7 @@ def test_a_cut_within_a_word_is_refused(columns):
 def test_the_last_part_of_a_ragged_row_ends_with_it():
     whole = noise(5, 131)
     parts = [(slice(0, 5), slice(0, 64)), (slice(0, 5), slice(64, 131))]
-    found = Digests([placed(whole[each], whole.shape, each) for each in parts])()
+    found = digests_of([placed(whole[each], whole.shape, each) for each in parts])()
     assert found.sum() == digest(whole)
 
 
@@ -186,4 +186,4 @@ def test_of_a_hundred_thousand_random_changes_none_is_missed(how, shape):
         tried += differs
         if differs:
             made.append(placed(new, new.shape))
-    assert (Digests(made)() != before).all()
+    assert (digests_of(made)() != before).all()

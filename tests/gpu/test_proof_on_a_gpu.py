@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8_nemo.glue.destination import Destination, Part
-from fp8_nemo.glue.digest import Digests, placed
+from fp8_nemo.glue.digest import digests_of, placed
 from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.refit import encode, refit_stream
 from fp8_nemo.glue.wire import RefitError, named_shapes, wire_specs
@@ -58,14 +58,14 @@ def test_digests_of_every_layout_are_those_of_a_cpu_and_are_not_waited_for():
     shifted = noise(1 + 64 * 32)
     cpu.append(placed(shifted[1:].view(64, 32), (64, 32)))
     gpu.append(placed(shifted.cuda()[1:].view(64, 32), (64, 32)))
-    digests = Digests(gpu)
-    assert torch.equal(digests().cpu(), Digests(cpu)())
+    digests = digests_of(gpu)
+    assert torch.equal(digests().cpu(), digests_of(cpu)())
     torch.cuda.set_sync_debug_mode("error")
     try:
         sums_N = digests()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(sums_N.cpu(), Digests(cpu)())
+    assert torch.equal(sums_N.cpu(), digests_of(cpu)())
 
 
 def test_a_stream_carries_on_a_gpu_what_it_carries_on_a_cpu():
@@ -137,7 +137,7 @@ def test_of_25_000_random_changes_of_8b_sized_tensors_none_is_missed(how):
     whole = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, device="cuda")
     whole[: rows // 8] = 0
     raw, shape, missed = whole.view(-1), (rows, columns), []
-    everything = Digests([placed(whole, shape)])
+    everything = digests_of([placed(whole, shape)])
     before_all = everything().item()
     tries = 25_000
     for start in range(0, tries, 250):
@@ -167,7 +167,7 @@ def test_of_25_000_random_changes_of_8b_sized_tensors_none_is_missed(how):
                 here.copy_(new)
                 assert (everything().item() != before_all) == bool(expected[-1])
                 here.copy_(kept)
-        differs = Digests(before)() != Digests(after)()
+        differs = digests_of(before)() != digests_of(after)()
         missed.append((differs != torch.stack(expected)).sum())
     assert torch.stack(missed).sum().item() == 0
     assert everything().item() == before_all and raw.numel() == rows * columns
@@ -175,7 +175,7 @@ def test_of_25_000_random_changes_of_8b_sized_tensors_none_is_missed(how):
 
 def test_digests_of_a_gigabyte_take_no_longer_than_reading_it_twice():
     tensor = torch.randint(0, 256, (2**30,), dtype=torch.uint8, device="cuda").view(2**15, 2**15)
-    digests = Digests([placed(tensor, tensor.shape)])
+    digests = digests_of([placed(tensor, tensor.shape)])
 
     def milliseconds(work):
         work()

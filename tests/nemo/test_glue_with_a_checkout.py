@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -486,6 +487,45 @@ def test_saturation_is_judged_by_the_scales_that_sampled(watched_policy):
     row = policy.take_row()
     assert row["recalibrate/saturated_fraction"] == 1.0
     assert row["recalibrate/max_drift"] == pytest.approx(0.2, abs=1e-5)
+
+
+@imports
+@pytest.mark.parametrize("is_reference", [False, True])
+@pytest.mark.parametrize("watches", [(), ("routes",), ("qkv",), ("routes", "qkv")])
+def test_a_logprob_pass_of_the_policy_is_watched_as_the_recipe_says(
+    watches, is_reference, monkeypatch
+):
+    from megatron.core import parallel_state
+
+    from fp8_nemo.nemo import policy_worker
+
+    open_now, seen = [], []
+
+    def watching(name):
+        @contextmanager
+        def watch(*arguments, **options):
+            open_now.append(name)
+            yield
+            open_now.remove(name)
+
+        return watch
+
+    settings = SimpleNamespace(
+        replays="routes" in watches, observes="qkv" in watches, shape=SimpleNamespace(layers=2)
+    )
+    monkeypatch.setattr(policy_worker, "_settings", lambda: settings)
+    monkeypatch.setattr(policy_worker, "counted_routes", watching("routes"))
+    monkeypatch.setattr(policy_worker, "watched", watching("qkv"))
+    monkeypatch.setattr(policy_worker, "RouteCount", lambda device: "count")
+    monkeypatch.setattr(policy_worker, "AmaxObserver", lambda *sizes: "observer")
+    for name in ("rank", "world_size"):
+        monkeypatch.setattr(parallel_state, f"get_context_parallel_{name}", lambda: 1)
+    stock = policy_worker.Fp8PolicyWorkerImpl.__mro__[1]
+    monkeypatch.setattr(stock, "get_logprobs", lambda self, **_: seen.append([*open_now]))
+    worker = object.__new__(policy_worker.Fp8PolicyWorkerImpl)
+    worker.model, worker.fp8_nemo_is_reference = None, is_reference
+    worker.get_logprobs(data={"input_lengths": [3]})
+    assert seen == [[] if is_reference else [*watches]] and not open_now
 
 
 LIBCUDA = [

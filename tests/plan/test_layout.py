@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,12 @@ import pytest
 from fp8_nemo.nemo_config.host import MAIN, Host
 from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.describe import decision, describe
+from fp8_nemo.plan.describe import decision, describe, precisions
 from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, host_gib, memory_per_gpu
-from fp8_nemo.plan.plan import plan_from_json
+from fp8_nemo.plan.plan import plan_from_json, plan_recipe
 from fp8_nemo.plan.step_time import ATTENTION, LINEARS, mfu, step_seconds, usual_lengths
-from fp8_nemo.recipe.compose import ComposeError
+from fp8_nemo.recipe.compose import ComposeError, compose, option_names
 from fp8_nemo.runs.run_dir import freeze, layout_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -87,6 +88,18 @@ def test_the_plan_says_the_layout_and_the_next_two():
     assert {"layout 2", "layout 3"} <= set(rows) and "layout 4" not in rows
     given = dict(describe(plan("precision=bf16", "model.layout=null"), MAIN))
     assert "layout 2" not in given
+
+
+def test_the_plan_says_what_every_precision_that_fits_gains():
+    [(_, said)] = precisions(plan("precision=fp8-linear", "grpo.max_new_tokens=8192"), MAIN)
+    gains = dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))
+    assert gains.keys() == {*option_names("precision")} - {"bf16"}
+    for name, gain in gains.items():
+        row = dict(decision(plan(f"precision={name}", "grpo.max_new_tokens=8192"), MAIN))["step"]
+        assert row.endswith(f"; {gain} times as fast as BF16")
+    [(_, said)] = precisions(plan("precision=bf16", "cluster.gpu=b200"), MAIN)
+    assert said.endswith("layout: fp8-linear 1.00")  # the others are refused there
+    assert not precisions(plan_recipe(compose([])[0]), MAIN)
 
 
 def test_the_run_directory_is_the_same_on_other_gpus_and_keeps_its_first_layout(tmp_path):

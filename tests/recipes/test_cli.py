@@ -365,11 +365,21 @@ def test_killed_at_any_moment_and_started_again_gives_the_undisturbed_curve(tmp_
     assert curve(killed) == curve(whole)
 
 
+LASTING = [*SMALL, "grpo.steps=40", "grpo.checkpoint_every=1000", "grpo.validate_every=10"]
+"""A run that is long enough to be asked to end."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    outputs = tmp_path_factory.mktemp("undisturbed")
+    assert verb("grpo", *LASTING, f"outputs={outputs}").returncode == 0
+    [path] = outputs.glob("*/*/*")
+    return path
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["USR1", "TERM"])
-def test_asked_to_stop_it_saves_where_it_is_and_goes_on_from_there(tmp_path, number):
-    line = [*SMALL, "grpo.steps=40", "grpo.checkpoint_every=1000", "grpo.validate_every=10"]
-    assert verb("grpo", *line, f"outputs={tmp_path}/whole").returncode == 0
-    [whole] = (tmp_path / "whole").glob("*/*/*")
+def test_asked_to_stop_it_saves_where_it_is_and_goes_on_from_there(tmp_path, undisturbed, number):
+    line = LASTING
     command = [sys.executable, "-m", "recipes.grpo", *line, f"outputs={tmp_path}/asked"]
     if number == signal.SIGUSR1:  # Slurm's goes to the run itself, not to what started it
         [frozen] = run_dir.freeze([small_plan(tmp_path / "asked", *line)])
@@ -386,7 +396,7 @@ def test_asked_to_stop_it_saves_where_it_is_and_goes_on_from_there(tmp_path, num
     [saved] = run_dir.checkpoints(path)
     assert 4 <= run_dir.checkpoint_step(saved) == curve(path)[-1]["step"] < 40
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
-    assert curve(path) == curve(whole)
+    assert curve(path) == curve(undisturbed)
 
 
 def test_other_versions_than_it_began_with_are_refused_unless_allowed(tmp_path):
