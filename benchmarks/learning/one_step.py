@@ -35,7 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-from benchmarks.learning.one_step_judge import summary
+from benchmarks.learning.one_step_judge import Estimate, summary
 from benchmarks.learning.one_step_measure import Bench, Study, starts
 from benchmarks.record import add_options, keep, show
 from fp8_nemo.recipe.plain import read_json
@@ -44,6 +44,7 @@ from fp8_nemo.runs.provenance import commit
 
 MEASURE = ("measure", "expected", "moments")
 """Files whose digest stands in the results."""
+SHOWN = ("expected gain", "along", "sideways square", "in BF16, from BF16", "in BF16, from none")
 SIXTHS, BETWEEN = tuple(range(6, 61, 6)), tuple(range(3, 61, 6))
 STUDIES = {
     "dense": Study("tiny-llama", 1, 1e-4, (*SIXTHS, *BETWEEN)),
@@ -89,7 +90,13 @@ def main() -> None:
             write(options, done)
             print(name, step, f"{tail['cpu_seconds']:.0f} s of CPU", flush=True)
     write(options, done)
-    show("one step", summary(done))
+    show("one step", [shown(row) for row in summary(done)])
+
+
+def shown(row: dict[str, Any]) -> dict[str, str]:
+    """Return what a terminal shows of a row of the summary."""
+    numbers = {name: Estimate(**row[name]).text("+.2f") for name in SHOWN if name in row}
+    return {"study": row["study"], "cell": row["cell"]} | dict.fromkeys(SHOWN, "-") | numbers
 
 
 def write(options: argparse.Namespace, done: list[dict[str, Any]]) -> None:
@@ -104,7 +111,7 @@ def write(options: argparse.Namespace, done: list[dict[str, Any]]) -> None:
         options.commit,
         **times,
         studies=studies,
-        summary=summary(done),
+        summary=rounded(summary(done)),
         checkpoints=done,
     )
 

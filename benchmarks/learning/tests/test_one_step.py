@@ -193,7 +193,7 @@ def test_truncated_sequence_ratios_are_halves_where_all_are_above_a_half(bench, 
         expected_by_sequence(policy, right, there, answers.batch, at_B, share_B, most)
         for most in (0.5, 2.0)
     )
-    assert cosine(half_N, whole_N) > 0.95
+    assert cosine(half_N, whole_N) > 0.9
     assert float(half_N.norm() / whole_N.norm()) == pytest.approx(0.5, abs=0.07)
 
 
