@@ -17,7 +17,8 @@ from fp8_nemo.correction.health import GROWTH, SIGNALS
 from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import precisions
-from fp8_nemo.plan.memory import count
+from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, count, memory_per_gpu
+from fp8_nemo.plan.step_time import step_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Precision
 
@@ -140,6 +141,49 @@ def planned_row(precision):
     return f"| `{precision}` | {' | '.join(planned(*cell)[precision] for cell in cells)} |"
 
 
+def long_row(model, said, tokens, gpu):
+    """A row of docs/recipes.md: long answers on 8 GPUs, and how BF16's step compares."""
+
+    def cell(precision):
+        words = f"model={model}", f"precision={precision}", f"cluster.gpu={gpu}"
+        [plan] = compose_plans([*words, f"grpo.max_new_tokens={tokens}"])
+        memory = memory_per_gpu(plan.settled)
+        fits = memory.headroom(memory.worst) >= HEADROOM
+        return plan.settled.layout, step_seconds(plan.settled).total if fits else math.inf
+
+    (_, plain), (layout, kv), (_, both) = (cell(each) for each in ("bf16", KV, BOTH))
+    keeps = "recompute" if layout.recompute else "no recompute"
+    gains = (f"{plain / each:.2f}x" if each < math.inf else "does not fit" for each in (kv, both))
+    return (
+        f"| {said}, {tokens // 1024}k | {gpu.upper()} | TP {layout.tensor}, CP {layout.context}, "
+        f"{keeps} | {plain:.0f} s | {' | '.join(gains)} |"
+    )
+
+
+LONG_ROWS = [
+    (model, said, tokens, gpu)
+    for model, said, lengths in (
+        ("llama31-8b", "8B", (16384, 32768)),
+        ("qwen3-30b-a3b", "30B-A3B", (16384,)),
+    )
+    for tokens in lengths
+    for gpu in ("h100", "h200")
+]
+
+
+def lora_of_8b():
+    """GiB of a checkpoint and of frozen weights beside the engine, where one H100 is enough."""
+    words = "model=llama31-8b", "precision=fp8-linear", "lora=all-linear", "cluster.gpus_per_node=1"
+    [plan] = compose_plans(words)
+    memory = memory_per_gpu(plan.settled)
+    assert memory.headroom(memory.worst) >= HEADROOM
+    stays = memory.phases["rollout"]["frozen weights"] / 2**30
+    return (
+        f"a checkpoint weighs\n  {checkpoint_gib(plan.settled):.0f} GiB. NeMo RL moves no frozen "
+        f"weight to the host: {stays:.0f} GiB of 8B"
+    )
+
+
 def minutes(target):
     rows = of("times-cpu", lambda it: it["rows"])
     return round(next(row["seconds"] for row in rows if row["target"] == target) / 60)
@@ -244,6 +288,8 @@ SAID = {
     "docs/recipes.md": [
         lambda: f"{of('checkpoint-memory-cpu', lambda it: it['peak resident bytes']) / 1e9:.1f} GB",
         lambda: f"KL of {served('fp8-linear'):.1e}".replace("e-0", "e-"),
+        *(partial(long_row, *row) for row in LONG_ROWS),
+        lora_of_8b,
     ],
     "docs/correction.md": [
         *(partial(studied, *cell) for cell in STUDIED),

@@ -48,11 +48,16 @@ METRICS = {
     "replay/missing_fraction": Metric(SHARE, "routes that the engine did not report"),
     "refit/bytes": Metric("bytes", "sent by the last refit"),
     "refit/verified_weights": Metric("weights", "FP8 weights proven to have arrived; 0 unverified"),
+    "refit/changed_bytes": Metric(
+        SHARE, "of the engine's linears, scales too: bytes that the last refit changed; by a sample"
+    ),
     "recalibrate/saturated_fraction": Metric(
         SHARE, "of the Q, K and V ranges of all layers: those beyond the scale in force"
     ),
     "recalibrate/max_drift": Metric(SHARE, "largest relative change of a KV scale"),
     "train/grad_norm": Metric("norm", "largest gradient norm of the step's updates, unclipped"),
+    "train/loss_scale": Metric("factor", "on the loss after the step's updates; FP16 alone"),
+    "train/skipped_updates": Metric("updates", "left out, as an FP16 gradient overflowed"),
     "train/entropy": Metric("nats per token", "of the policy, estimated on the sampled tokens"),
     "train/kl": Metric(
         "nats per token", "k3 estimate of KL(train || current) over the step's updates"
@@ -69,6 +74,19 @@ METRICS = {
     "time/recalibrate": Metric("seconds", "making KV scales"),
     "time/step": Metric("seconds", "the step, without validation and saving"),
 }
+
+
+def changed_bytes(changed: int, sampled: int) -> dict[str, float]:
+    """Return the metric of what a refit changed; none where nothing was compared.
+
+    A step may move all masters and change few bytes of the engine, because a format rounds a small
+    update away until several have added up. The rollout then lags behind the trainer.
+
+    Args:
+        changed: bytes that differ from those before.
+        sampled: bytes that were compared.
+    """
+    return {"refit/changed_bytes": changed / sampled} if sampled else {}
 
 
 def page() -> str:

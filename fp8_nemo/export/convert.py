@@ -15,6 +15,7 @@ from fp8_nemo.export.fp8_checkpoint import (
 )
 from fp8_nemo.export.from_run import exported, last_checkpoint
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Recipe
 from fp8_nemo.runs.run_dir import PLAN, read_plan
@@ -64,9 +65,10 @@ def _recipe_of_run(run_dir: Path, plan: Plan, settings: list[str]) -> Recipe:
 def _rolled_out(plan: Plan) -> list[str]:
     """Return the overrides that name the precision of a run's rollout; none for BF16."""
     precision = plan.recipe.precision
-    if not precision.rollout.is_quantized:
+    if not precision.rollout.block:
         return []
-    return [f"precision.{key}={value}" for key, value in asdict(precision).items()]
+    served = asdict(precision) | {"kv_scales": "layer"}  # as a checkpoint has them
+    return [f"precision.{key}={as_typed(value)}" for key, value in served.items()]
 
 
 def conversion_recipe(count: int, settings: list[str]) -> Recipe:
@@ -82,10 +84,15 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
     named = any(word.startswith("precision=") for word in settings)
     usual = [] if named else ["precision=fp8-linear"]
     [recipe] = compose([*usual, *settings, f"model.shape.layers={count}"])
-    if not recipe.precision.rollout.is_quantized:
+    if not recipe.precision.rollout.block:
         set_to = [word for word in settings if word.startswith("precision.rollout_linear")]
         said = (set_to or [f"precision={recipe.precision.name}"])[-1]
-        raise ConversionError(f"{said}: its weights are BF16; choose precision=fp8-linear")
+        held = recipe.precision.rollout.name.upper()
+        raise ConversionError(f"{said}: its weights are {held}; choose precision=fp8-linear")
+    if (scales := recipe.precision.kv_scales) != "layer":
+        raise ConversionError(
+            f"precision.kv_scales={scales}: a checkpoint gets one scale a layer; leave it out"
+        )
     return recipe
 
 

@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from fp8_nemo.export.fp8_checkpoint import ConversionError
 from fp8_nemo.export.make_model import save_model
+from fp8_nemo.glue.quantize import plain_dtype
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.checkpoint import TENSORS
+from fp8_nemo.local.modules.lora import Adapters
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
+from fp8_nemo.recipe.options import Lora
 from fp8_nemo.runs.run_dir import checkpoint_step, checkpoints
 
 
@@ -37,7 +40,7 @@ def last_checkpoint(run_dir: Path, plan: Plan) -> Path:
 
 
 def exported(run_dir: Path, plan: Plan) -> Path:
-    """Write `RUN_DIR/model-STEP` from the last checkpoint: BF16, as the trainer computed with it.
+    """Write `RUN_DIR/model-STEP` from the last checkpoint, as the trainer computed with it.
 
     Made once; a run that has gone on since gets another, and a checkpoint saved again replaces it.
 
@@ -50,20 +53,23 @@ def exported(run_dir: Path, plan: Plan) -> Path:
         start = model_path(plan.recipe.model)
         transformers.logging.disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
-            start, dtype=torch.bfloat16, local_files_only=True
+            start, dtype=plain_dtype(plan.recipe.precision), local_files_only=True
         )
-        _load_masters(dict(model.named_parameters()), file)
+        _load_masters(dict(model.named_parameters()), plan.recipe.lora, file)
         shutil.rmtree(folder, ignore_errors=True)
         save_model(model, Chat.load(start), folder)
     return folder
 
 
 @torch.no_grad()
-def _load_masters(parameters: dict[str, torch.Tensor], file: Path) -> None:
+def _load_masters(parameters: dict[str, torch.nn.Parameter], lora: Lora, file: Path) -> None:
+    adapters = Adapters(parameters, lora) if lora.is_on else None
     try:
         with safe_open(file, "pt") as tensors:
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors.get_tensor(f"master.{name}"))
+            for name, held in (adapters.masters if adapters else parameters).items():
+                held.copy_(tensors.get_tensor(f"master.{name}"))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ConversionError(f"{file}: cannot be read into its model ({reason})") from error
+    if adapters:
+        adapters.merge()

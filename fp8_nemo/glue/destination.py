@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8_nemo.glue.digest import Placed, digests_of, placed
 from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.quantize import FP8
-from fp8_nemo.glue.wire import SCALE_SUFFIX, RefitError, WireSpec
+from fp8_nemo.glue.wire import RefitError, WireSpec, is_linear, weight_of
 from fp8_nemo.recipe.options import FORMATS
 
 FP8_NAN = FORMATS["fp8"].nan
@@ -29,6 +29,10 @@ ARE_FINE: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": torch.isfinite,
 }
 """By kind of tensor: which values loading may leave in it."""
+SAMPLED = 2**22
+"""Values that `Sample` reads: if 0.2% of the bytes changed, it says so to a hundredth of that."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By bytes of a value: what holds the same bits, and NaN equal to itself."""
 
 
 class Part(NamedTuple):
@@ -73,6 +77,13 @@ class Destination:
         return digests_of([self.placed(name, self.parts[name].tensor) for name in self.digested])
 
     @cached_property
+    def sample(self) -> Sample:
+        """The values of the linears, and of their scales, by which changes are counted."""
+        linears = {n for n in self.held if is_linear(n, self.held[n].shape)}
+        names = [n for n in self.digested if weight_of(n) in linears]
+        return Sample([self.parts[name].tensor for name in names])
+
+    @cached_property
     def watched(self) -> dict[str, tuple[str, list[Tensor]]]:
         """The kind of each tensor that is not empty, and views of what is poisoned of it."""
         names = [*self.digested, *self.kv_scales]
@@ -91,7 +102,10 @@ class Destination:
             raise RefitError([f"{name}: {error}"]) from error
 
     def poison(self, names: Iterable[str]) -> None:
-        """Write NaN, which no trainer sends, into block scales and both ends of the rest."""
+        """Write NaN, which no trainer sends, into block scales and both ends of the rest.
+
+        Packed four-bit bytes have no NaN: their scales stand for them.
+        """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}  # of one dtype, all go in a few launches
         for _, views in self._of(names).values():
             by_dtype.setdefault(views[0].dtype, []).extend(views)
@@ -136,6 +150,37 @@ class Destination:
             raise RefitError(sorted(problems))
 
 
+class Sample:
+    """Read the same values of some tensors, as often as is asked, and count the bytes that changed.
+
+    Values are taken at equal distances through all tensors one after another, all of them if there
+    are no more than `SAMPLED`. A tensor whose values do not lie side by side is left out.
+
+    Args:
+        tensors: all on one device, in memory that stays theirs.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        flat = [x.view(INTEGERS[x.itemsize]).view(-1) for x in tensors if x.is_contiguous()]
+        step = -(-sum(map(len, flat)) // SAMPLED) | 1  # odd: it meets every column of a matrix
+        self.by_size: dict[int, list[Tensor]] = {}
+        before = 0
+        for values in flat:
+            taken = values[-before % step :: step]
+            self.by_size.setdefault(values.itemsize, []).append(taken)
+            before += len(values)
+        self.bytes = sum(x.nbytes for some in self.by_size.values() for x in some)
+
+    def read(self) -> list[Tensor]:
+        """Return the sampled bytes as they are now, in a copy on their device."""
+        return [torch.cat(some).view(torch.uint8) for some in self.by_size.values()]
+
+    def changed(self, before: Sequence[Tensor]) -> Tensor:
+        """Return how many bytes differ from an earlier `read`, INT64 `[1]` on their device."""
+        counts = [(was != now).sum() for was, now in zip(before, self.read(), strict=True)]
+        return torch.stack(counts).sum(0, keepdim=True)
+
+
 def spec_of(tensor: Tensor) -> WireSpec:
     """Return type and shape of a tensor as the wire names them."""
     return WireSpec(dtype_of(tensor), tuple(tensor.shape))
@@ -159,11 +204,11 @@ def _spec_of_part(spec: WireSpec, of_wire: tuple[slice, ...]) -> WireSpec:
 
 
 def _watched(name: str, tensor: Tensor) -> tuple[str, list[Tensor]]:
-    """Return a tensor's kind and views of what is poisoned: scales whole, else both ends."""
-    if name.endswith(SCALE_SUFFIX):
-        return "scale", [tensor.flatten() if tensor.is_contiguous() else tensor]
+    """Return a tensor's kind and views of what is poisoned: FP32 scales whole, else both ends."""
     if tensor.dtype == FP8:
         return "fp8", _ends(tensor.view(torch.uint8))
+    if weight_of(name) != name:
+        return "scale", [tensor.flatten() if tensor.is_contiguous() else tensor]
     return "kv_scale" if name.endswith(KV_SUFFIXES) else "plain", _ends(tensor)
 
 

@@ -13,6 +13,9 @@ twice: whole on arrival, and in the part or form that the engine then loads.
 the last element of every other tensor. At the end scales must be finite and positive, and no poison
 may be left. It does not notice a stale but plausible value. `bytes` poisons only what an engine
 quantizes for itself.
+
+Either way the proof says how much of the engine the refit changed: a sample of the linears' bytes
+is copied before the refit and compared at its end (`destination.Sample`).
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from fp8_nemo.glue.manifest import (
 )
 from fp8_nemo.glue.wire import RefitError, WireSpec
 
+CHANGED = "changed bytes"
 CUT_SHORT = f"{MANIFEST}: never arrived whole, so the stream was cut short"
 
 
@@ -50,11 +54,15 @@ class RefitProof:
     bytes: int
     """Received over the wire, weights and scales."""
     verified_weights: int
-    """FP8 weights whose bytes and scales the engine took from this refit."""
+    """Quantized weights whose bytes and scales the engine took from this refit."""
     checksums: int
     """Tensors whose bytes in the engine equal the sender's; 0 unless `verify: bytes`."""
     sent: bytes = b""
     """The sender's digests, eight bytes each, in the order of the stream, without KV scales."""
+    changed: int = 0
+    """Of the `sampled` bytes, those that differ from what the engine held before."""
+    sampled: int = 0
+    """Bytes of the linears that were compared, their scales' among them."""
 
 
 class Ledger:
@@ -98,6 +106,8 @@ class Ledger:
         self.otherwise: Collection[str] = ()
         """Names that the engine holds in part, or in another form than they arrive in."""
         self.poisoned: Collection[str] = ()
+        self.before: list[Tensor] = []
+        """Sampled bytes of the engine's linears, from before the refit."""
         if destination is None:
             self.otherwise = expected.keys()
         else:
@@ -105,6 +115,7 @@ class Ledger:
             self.otherwise = {name for name in here if expected.get(name) != here[name]}
             made_here = [name for name in self.otherwise if expected.get(name) != held[name]]
             self.poisoned = made_here if self.is_digested else here.keys()
+            self.before = destination.sample.read()
             destination.poison(self.poisoned)
 
     def receive(self, name: str, tensor: Tensor) -> bool:
@@ -163,7 +174,8 @@ class Ledger:
         # The device digests the engine meanwhile.
         moved = [*_moved(opened, now)] if opened and now else []
         held = opened.held if opened else self.expected
-        verified = sum(weights.scale_name(name) in held for name in self.received)
+        scaled = {weights.weight_of(name) for name in held if weights.weight_of(name) != name}
+        verified = sum(name in scaled for name in self.received)
         found = self._read(numbers, now)
         if problems := self._wire_problems(found):
             raise RefitError(problems)
@@ -176,6 +188,8 @@ class Ledger:
             verified_weights=verified,
             checksums=len(wanted.keys() & found.held.keys()),
             sent=struct.pack(f"{len(sent)}q", *sent),
+            changed=sum(found.changed.values()),
+            sampled=opened.sample.bytes if opened else 0,
         )
 
     def wire_problems(self) -> list[str]:
@@ -230,13 +244,16 @@ class Ledger:
             of_engine.append(now.digests())
         if now and now.kv_scales:
             of_engine.append(now.kv_bits())
+        if now and self.destination and self.before:
+            of_engine.append(self.destination.sample.changed(self.before))
         return torch.cat([manifest, *self.arrived_sums.sums, *self.loaded_sums.sums, *of_engine])
 
     def _read(self, numbers: Tensor, now: Destination | None) -> _Found:
         """Read on the host what `_ask` returned, all at once."""
         digested = now.digested if now and self.is_digested else []
         kv_scales = now.kv_scales if now else []
-        names = self.arrived_sums.names, self.loaded_sums.names, digested, kv_scales
+        changed = [CHANGED] if now and self.before else []
+        names = self.arrived_sums.names, self.loaded_sums.names, digested, kv_scales, changed
         read = numbers.tolist()
         count = len(read) - sum(map(len, names))
         rest = iter(read[count:])
@@ -316,9 +333,10 @@ class _Sums:
 
 
 class _Found(NamedTuple):
-    """Hold what was read at the end, by name: digests, and the bits of KV scales."""
+    """Hold what was read at the end, by name: digests, the bits of KV scales, a count."""
 
     arrived: dict[str, int]
     loaded: dict[str, int]
     held: dict[str, int]
     kv_scales: dict[str, int]
+    changed: dict[str, int]

@@ -21,7 +21,11 @@ What it refuses
 On a CUDA device the exact formula runs as a Triton kernel (`kernels.py`), one pass and one launch
 for a weight, a slab, a list or activations; on a CPU as torch operations, which are its reference.
 
-Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), T tokens, E experts.
+NVFP4 is a format of weights alone, by ModelOpt's rule (`quantize_nvfp4`). It has torch operations
+on every device.
+
+Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), G = I/16, T tokens, E
+experts.
 """
 
 from __future__ import annotations
@@ -34,9 +38,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8_nemo.glue.wire import BLOCK
+from fp8_nemo.recipe.options import FORMATS, Precision
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+E4M3_TINY = 2.0**-9
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of four bits by their code; the fourth bit is the sign."""
+E2M1_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Halfway between them."""
+E2M1_MAX = 6.0
+GROUP = FORMATS["nvfp4"].group
 
 
 class Fp8Weight(NamedTuple):
@@ -44,6 +56,15 @@ class Fp8Weight(NamedTuple):
 
     fp8_OI: Tensor
     scale_inv_PQ: Tensor
+
+
+class Nvfp4Weight(NamedTuple):
+    """A weight in four bits: bytes `[..., O, I/2]`, E4M3 scales `[..., O, I/16]`, one in FP32."""
+
+    packed_OI: Tensor
+    scale_OG: Tensor
+    scale_2: Tensor
+    """`[..., 1]`, of the whole weight."""
 
 
 class Fp8Groups(NamedTuple):
@@ -105,8 +126,73 @@ def quantize_list(
     ]
 
 
-QUANTIZERS = {"fp8": quantize_list}
+def quantize_nvfp4(weight_OI: Tensor, nonfinite: Tensor) -> Nvfp4Weight:
+    """Quantize a weight `[O, I]`, or a stack of them `[N, O, I]`, to four bits, as ModelOpt does.
+
+    `scale_2 = amax / 2688` for the whole weight; of each 16 in a row `scale = E4M3(amax_16 / (6
+    scale_2))`, between the smallest E4M3 number and 448; each weight over both, in FP32, goes to
+    the nearest E2M1 number, to even between two. A group of zeros has a scale of 1; so has, where
+    ModelOpt makes NaN, a weight of zeros a `scale_2`.
+
+    Args:
+        weight_OI: BF16 or FP32; FP32 is rounded to BF16 first. I is a multiple of 16.
+        nonfinite: boolean slot, set if the weight is not finite, and else left as it is.
+    """
+    group_OGN = _bf16(weight_OI).float().unflatten(-1, (-1, GROUP))
+    amax_OG = group_OGN.abs().amax(-1)
+    amax_11 = amax_OG.amax((-2, -1), keepdim=True)
+    nonfinite.logical_or_(~torch.isfinite(amax_11).all())
+    whole_11 = amax_11 / torch.full_like(amax_11, E2M1_MAX * FP8_MAX)
+    whole_11 = torch.where(amax_11 == 0, 1.0, whole_11)
+    scale_OG = amax_OG / (E2M1_MAX * whole_11)
+    scale_OG = torch.where(scale_OG == 0, 1.0, scale_OG).clamp(E4M3_TINY, FP8_MAX).to(FP8)
+    scaled_OI = (group_OGN / (scale_OG.float() * whole_11)[..., None]).flatten(-2)
+    codes_OI = _e2m1(scaled_OI)
+    packed_OI = (codes_OI[..., 1::2] << 4) | codes_OI[..., ::2]
+    return Nvfp4Weight(packed_OI, scale_OG, whole_11.flatten(-2))
+
+
+def quantize_nvfp4_list(
+    weights: Sequence[Tensor], *, pow2: bool = False, nonfinite_N: Tensor
+) -> list[Nvfp4Weight]:
+    """Quantize N weights or stacks as `quantize_nvfp4` does; `pow2` is of FP8's scales alone."""
+    pairs = zip(weights, nonfinite_N, strict=True)
+    return [quantize_nvfp4(weight, slot) for weight, slot in pairs]
+
+
+def e2m1_values(packed_OI: Tensor, scale_OG: Tensor) -> Tensor:
+    """Return four-bit weights times their groups' scales in FP32, which BF16 holds exactly.
+
+    Args:
+        packed_OI: two weights a byte, the even column in the low half, `[..., O, I/2]`.
+        scale_OG: E4M3 `[..., O, I/16]`.
+    """
+    codes = torch.stack([packed_OI & 0xF, packed_OI >> 4], dim=-1).flatten(-2).long()
+    magnitudes = torch.tensor(E2M1, device=packed_OI.device)
+    value_OI = torch.where(codes < 8, 1.0, -1.0) * magnitudes[codes & 7]
+    return value_OI * scale_OG.float().repeat_interleave(GROUP, -1)
+
+
+def dequantize_nvfp4(weight: Nvfp4Weight) -> Tensor:
+    """Return the FP32 values `[..., O, I]` that bytes and scales represent."""
+    return e2m1_values(*weight[:2]) * weight.scale_2[..., None]
+
+
+def _e2m1(value: Tensor) -> Tensor:
+    """Return the codes of the nearest E2M1 numbers, UINT8; ties go to the even code."""
+    size, bounds = value.abs(), torch.tensor(E2M1_BOUNDS, device=value.device)
+    codes = torch.bucketize(size, bounds, out_int32=True)
+    codes += torch.isin(size, bounds[1::2]).int()  # between an odd code and the even one above
+    return codes.to(torch.uint8) | ((value < 0).to(torch.uint8) << 3)
+
+
+QUANTIZERS = {"fp8": quantize_list, "nvfp4": quantize_nvfp4_list}
 """What quantizes a list of weights, by the format's name (`recipe/options.py`, FORMATS)."""
+
+
+def plain_dtype(precision: Precision) -> torch.dtype:
+    """Return torch's type of everything that a precision does not quantize."""
+    return getattr(torch, precision.plain.dtype)
 
 
 def _bf16(weight_OI: Tensor) -> Tensor:

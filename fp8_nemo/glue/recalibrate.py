@@ -8,7 +8,8 @@ value that is not finite is an error; nothing falls back to 1.0, as NeMo RL's co
 silently did for months (#3225).
 
 Shapes: B sequences, T tokens, R rows (tokens of all sequences), H heads, D head dimension, L
-layers, S history steps; the last axis of 3 is Q, K, V.
+layers, S history steps; the last axis of 3 is Q, K, V. Scales may be of groups of heads, one group
+for each K/V head: then that axis has the ranges of Q's groups, of K's and of V's.
 """
 
 from __future__ import annotations
@@ -40,10 +41,18 @@ class AmaxObserver:
         num_layers: layers of the model, counted globally.
         history: S, the number of steps that are kept, the current one included.
         device: where the maxima live; observing never leaves it.
+        groups: groups of heads with ranges of their own; one: a layer's heads together.
     """
 
-    def __init__(self, num_layers: int, history: int, device: torch.device | str = "cpu") -> None:
-        self.amax_SL3 = torch.zeros(history, num_layers, 3, device=device)
+    def __init__(
+        self,
+        num_layers: int,
+        history: int,
+        device: torch.device | str = "cpu",
+        groups: int = 1,
+    ) -> None:
+        self.amax_SL3 = torch.zeros(history, num_layers, 3 * groups, device=device)
+        self.groups = groups
 
     def observe(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask_BT: Tensor
@@ -66,18 +75,20 @@ class AmaxObserver:
 
         Args:
             layer: global layer index.
-            qkv_RHD: Q, K and V, of any number of heads.
+            qkv_RHD: Q, K and V, of any number of heads that the groups divide.
             keep_R: true at real tokens.
         """
         amax_3 = self.amax_SL3[0, layer]
-        if all(x_RHD.is_cuda and x_RHD.dtype == torch.bfloat16 for x_RHD in qkv_RHD):
+        taken = all(x_RHD.is_cuda and x_RHD.dtype == torch.bfloat16 for x_RHD in qkv_RHD)
+        if taken and self.groups == 1:
             from fp8_nemo.glue import kernels
 
             kernels.amax_rows([x_RHD.detach() for x_RHD in qkv_RHD], keep_R, amax_3)
             return
         kept_R11 = keep_R[:, None, None]
-        largest = [x_RHD.abs().masked_fill(~kept_R11, 0).amax() for x_RHD in qkv_RHD]
-        torch.maximum(amax_3, torch.stack(largest).to(amax_3.dtype), out=amax_3)
+        kept = (x_RHD.abs().masked_fill(~kept_R11, 0) for x_RHD in qkv_RHD)
+        largest = [x.unflatten(1, (self.groups, -1)).amax((0, 2, 3)) for x in kept]
+        torch.maximum(amax_3, torch.cat(largest).to(amax_3.dtype), out=amax_3)
 
     def next_step(self) -> None:
         """Start a new step and drop the oldest one."""
@@ -142,28 +153,29 @@ def kv_scales(amax_SL3: Tensor, margin: float) -> dict[str, float]:
     Raises:
         RecalibrateError: a layer was never seen, or its range is not finite.
     """
-    maxima_L3 = amax_SL3.amax(dim=0).tolist()
+    maxima_L3, groups = amax_SL3.amax(dim=0).tolist(), amax_SL3.shape[-1] // 3
     scales = {
         name: margin * amax / FP8_MAX
         for layer, maxima in enumerate(maxima_L3)
-        for name, amax in zip(kv_scale_names(layer), maxima, strict=True)
+        for name, amax in zip(kv_scale_names(layer, groups), maxima, strict=True)
     }
-    check_scales(scales, len(maxima_L3))
+    check_scales(scales, len(maxima_L3), groups)
     return scales
 
 
-def check_scales(scales: Mapping[str, float], num_layers: int) -> dict[str, float]:
-    """Validate KV scales and return them as they are sent: FP32, three a layer, in layer order.
+def check_scales(scales: Mapping[str, float], num_layers: int, groups: int = 1) -> dict[str, float]:
+    """Validate KV scales and return them as they are sent: FP32, in the order of layers.
 
     Args:
         scales: by vLLM's names.
         num_layers: layers of the model.
+        groups: of heads, each with scales of its own.
 
     Raises:
         RecalibrateError: naming every scale that is missing, or not finite and above 0 in FP32:
             attention would divide by zero, or run with vLLM's 1.0.
     """
-    names = [name for layer in range(num_layers) for name in kv_scale_names(layer)]
+    names = [name for layer in range(num_layers) for name in kv_scale_names(layer, groups)]
     rounded = torch.tensor([scales.get(name, math.nan) for name in names]).tolist()
     found = dict(zip(names, rounded, strict=True))
     problems = [
@@ -179,7 +191,8 @@ def check_scales(scales: Mapping[str, float], num_layers: int) -> dict[str, floa
 
 def saturated_fraction(amax_L3: Tensor, scales: dict[str, float]) -> float:
     """Return the share of the 3L ranges that exceeded `448 * scale` of the current scales."""
-    names = [kv_scale_names(layer) for layer in range(len(amax_L3))]
+    groups = amax_L3.shape[-1] // 3
+    names = [kv_scale_names(layer, groups) for layer in range(len(amax_L3))]
     scales_L3 = torch.tensor(
         [[scales[name] for name in each] for each in names], dtype=torch.float64
     )

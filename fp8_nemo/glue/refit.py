@@ -24,7 +24,7 @@ from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.digest import digests_of, placed
 from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, manifest
-from fp8_nemo.glue.quantize import QUANTIZERS
+from fp8_nemo.glue.quantize import QUANTIZERS, plain_dtype
 from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.recipe.options import Precision
@@ -55,6 +55,7 @@ def refit_stream(
     kv_scales: Mapping[str, float] | None,
     *,
     num_layers: int,
+    kv_groups: int = 1,
     metadata_only: bool = False,
     verify: str = "bytes",
     number: int = 0,
@@ -66,6 +67,7 @@ def refit_stream(
         precision: what travels: the recipe's, or BF16 linears where the receiver quantizes.
         kv_scales: `recalibrate.kv_scales`; None where the cache is BF16.
         num_layers: layers of the model.
+        kv_groups: scales that a layer's Q, K or V has (`Precision.kv_groups`).
         metadata_only: NeMo RL runs the stream once at set-up for names, types and shapes, before
             any KV scale exists: NaN stands in for them.
         verify: with `bytes` the manifest carries the digest of every tensor.
@@ -93,7 +95,7 @@ def refit_stream(
         raise RefitError(f"{name}: holds NaN or Inf in the trainer" for name in broken)
     scales: dict[str, float] = {}
     if precision.cache.is_quantized:
-        scales = _checked_kv_scales(kv_scales or {}, num_layers, metadata_only)
+        scales = _checked_kv_scales(kv_scales or {}, num_layers, kv_groups, metadata_only)
         together_N = torch.tensor([*scales.values()]).to(device)
         yield from zip(scales, together_N.split(1), strict=True)
     sums = [each.sums_T for each in verdicts if each.sums_T is not None]
@@ -107,7 +109,7 @@ def encode(
     num_layers: int,
     digests: bool = False,
 ) -> Encoded:
-    """Encode weights and slabs as they are sent: by checkpoint name, FP8 ones with their scales.
+    """Encode weights and slabs as they are sent: by checkpoint name, with scales if quantized.
 
     Args:
         group: at least one weight or slab, all on one device.
@@ -131,14 +133,16 @@ def encode(
             nonfinite_N=nonfinite_N,
         )
         found = dict(zip(chosen, quantized, strict=True))
-    plain = {name: stacks[name].to(torch.bfloat16) for name in stacks if not is_fp8[name]}
+    dtype = plain_dtype(precision)
+    plain = {name: stacks[name].to(dtype) for name in stacks if not is_fp8[name]}
+    suffixes = weights.suffixes(precision.rollout.name) if chosen else []
     tensors = []
     for name, weight in group:
         wires = weights.wire_names(name, tuple(weight.shape))
         if name in found:
-            both = (_apart(name, each) for each in found[name])
-            for wire, fp8_OI, scale_inv_PQ in zip(wires, *both, strict=True):
-                tensors += [(wire, fp8_OI), (weights.scale_name(wire), scale_inv_PQ)]
+            held = [_apart(name, each) for each in found[name]]
+            for wire, *parts in zip(wires, *held, strict=True):
+                tensors += zip([wire + suffix for suffix in suffixes], parts, strict=True)
         else:
             tensors += zip(wires, _apart(name, plain[name]), strict=True)
     # A launch of its own: made in the quantizing kernel, Triton 3.6 wrote other bytes on an H100.
@@ -209,12 +213,12 @@ def _nonfinite(verdicts: Sequence[Encoded]) -> Iterator[str]:
 
 
 def _checked_kv_scales(
-    kv_scales: Mapping[str, float], num_layers: int, metadata_only: bool
+    kv_scales: Mapping[str, float], num_layers: int, kv_groups: int, metadata_only: bool
 ) -> dict[str, float]:
     if metadata_only:
-        layers = range(num_layers)
-        return {name: math.nan for layer in layers for name in weights.kv_scale_names(layer)}
+        names = (weights.kv_scale_names(layer, kv_groups) for layer in range(num_layers))
+        return {name: math.nan for each in names for name in each}
     try:
-        return check_scales(kv_scales, num_layers)
+        return check_scales(kv_scales, num_layers, kv_groups)
     except RecalibrateError as error:
         raise RefitError(error.problems) from error

@@ -14,16 +14,16 @@ Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E exper
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
 from fp8_nemo.recipe.options import FORMATS, Precision, Shape
 
-BF16 = FORMATS["bf16"]
 BLOCK = FORMATS["fp8"].block
 SCALE_SUFFIX = "_scale_inv"
+"""Of FP8's block scales."""
 
 
 SHOWN_PROBLEMS = 8  # a model of 18,000 expert weights may lose them all
@@ -105,7 +105,7 @@ def _in_layer(name: str) -> tuple[int, str] | None:
 
 
 def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_layers: int) -> bool:
-    """Return whether the engine holds this weight in FP8.
+    """Return whether the engine holds this weight quantized, in FP8 or another such format.
 
     Args:
         name: Hugging Face name; a single weight (`...q_proj.weight`) or a slab of experts.
@@ -116,9 +116,22 @@ def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_l
     found = _in_layer(name)
     if not precision.rollout.is_quantized or not found:
         return False
-    layer, rest = found
-    if not precision.first_layers_bf16 <= layer < num_layers - precision.last_layers_bf16:
+    if not precision.first_layers_bf16 <= found[0] < num_layers - precision.last_layers_bf16:
         return False
+    return is_linear(name, shape)
+
+
+def is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a weight is of a layer's linear or expert, which formats may quantize.
+
+    Args:
+        name: Hugging Face name of a weight or of a slab.
+        shape: its shape, `(E, O, I)` for a slab.
+    """
+    found = _in_layer(name)
+    if not found:
+        return False
+    rest = found[1]
     if rest in _SLABS:
         return len(shape) == 3
     module, _, kind = rest.rpartition(".")
@@ -180,14 +193,54 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
 
 
-def kv_scale_names(layer: int) -> tuple[str, str, str]:
-    """Return vLLM's names of a layer's Q, K and V scales (seam scale-names)."""
-    attention = f"model.layers.{layer}.self_attn"
-    return f"{attention}.attn.q_scale", f"{attention}.k_scale", f"{attention}.v_scale"
+HELD: dict[str, Callable[[int, int], dict[str, WireSpec]]] = {
+    "fp8": lambda O, I: {
+        "": WireSpec("float8_e4m3fn", (O, I)),
+        SCALE_SUFFIX: WireSpec("float32", scale_shape((O, I))),
+    },
+    "nvfp4": lambda O, I: {
+        "": WireSpec("uint8", (O, I // 2)),
+        "_scale": WireSpec("float8_e4m3fn", (O, I // 16)),
+        "_scale_2": WireSpec("float32", (1,)),
+    },
+}
+"""What a weight `[O, I]` becomes in a quantized format: its bytes and scales, in the order sent, by
+what is added to its name. vLLM's loaders take them so (`quantization/fp8.py`, `modelopt.py`)."""
+SCALE_SUFFIXES = tuple(suffix for held in HELD.values() for suffix in held(16, 16) if suffix)
+
+
+def suffixes(name: str) -> list[str]:
+    """Return what is added to a weight's name for each tensor of a format; first nothing."""
+    return [*HELD[name](16, 16)]
+
+
+@lru_cache(maxsize=2**16)
+def weight_of(name: str) -> str:
+    """Return the weight, or slab, that a scale's name belongs to; any other name as it is."""
+    for suffix in SCALE_SUFFIXES:
+        weight = name.removesuffix(suffix)
+        if weight != name and (weight.endswith(".weight") or slab_projections(weight)):
+            return weight
+    return name
+
+
+def kv_scale_names(layer: int, groups: int = 1) -> tuple[str, ...]:
+    """Return vLLM's names of a layer's Q, K and V scales (seam scale-names).
+
+    With several groups of heads a scale is named by its group too, as
+    `model.layers.0.self_attn.1.k_scale`: first those of Q, then of K, then of V.
+    """
+    at = f"model.layers.{layer}.self_attn"
+    inner = [f".{group}" if groups > 1 else "" for group in range(groups)]
+    ends = (".attn", "q_scale"), ("", "k_scale"), ("", "v_scale")
+    return tuple(f"{at}{module}{group}.{end}" for module, end in ends for group in inner)
 
 
 def wire_specs(
-    named_shapes: Mapping[str, tuple[int, ...]], precision: Precision, num_layers: int
+    named_shapes: Mapping[str, tuple[int, ...]],
+    precision: Precision,
+    num_layers: int,
+    kv_groups: int = 1,
 ) -> dict[str, WireSpec]:
     """Return the type and shape of every tensor that a refit sends, in the stream's order.
 
@@ -195,13 +248,14 @@ def wire_specs(
         named_shapes: the trainer's weights in export order, slabs allowed.
         precision: the recipe's precision.
         num_layers: layers of the model.
+        kv_groups: scales that a layer's Q, K or V has (`Precision.kv_groups`).
     """
     specs: dict[str, WireSpec] = {}
     for name, shape in named_shapes.items():
         specs.update(_weight_specs(name, shape, precision, num_layers))
     if precision.cache.is_quantized:
         for layer in range(num_layers):
-            specs.update(dict.fromkeys(kv_scale_names(layer), WireSpec("float32", (1,))))
+            specs.update(dict.fromkeys(kv_scale_names(layer, kv_groups), WireSpec("float32", (1,))))
     return specs
 
 
@@ -210,11 +264,12 @@ def _weight_specs(
 ) -> Iterator[tuple[str, WireSpec]]:
     projections = slab_projections(name)
     wire_shape = (shape[1] // len(projections), shape[2]) if projections else shape
-    fp8 = is_fp8_weight(name, shape, precision, num_layers)
+    held = {"": WireSpec(precision.plain.dtype, wire_shape)}
+    if is_fp8_weight(name, shape, precision, num_layers):
+        held = HELD[precision.rollout.name](*wire_shape)
     for wire in wire_names(name, shape):
-        yield wire, WireSpec((precision.rollout if fp8 else BF16).dtype, wire_shape)
-        if fp8:
-            yield scale_name(wire), WireSpec(precision.rollout.scale_dtype, scale_shape(wire_shape))
+        for suffix, spec in held.items():
+            yield wire + suffix, spec
 
 
 def named_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:

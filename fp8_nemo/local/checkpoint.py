@@ -60,7 +60,8 @@ def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             save_file(contiguous, folder / TENSORS)
             state = {
-                "step": progress.step, "kv_scales": progress.kv_scales, "prompts": progress.prompts
+                "step": progress.step, "kv_scales": progress.kv_scales, "prompts": progress.prompts,
+                "loss_scale": policy.scaler.state_dict(),
             }  # fmt: skip
             (folder / STATE).write_text(to_json(state))
     except (OSError, SafetensorError) as error:
@@ -95,6 +96,8 @@ def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:
         _restore(tensors, policy, progress)
         progress.step, progress.kv_scales = state["step"], state["kv_scales"]
         progress.prompts = state.get("prompts", 0)  # earlier versions had no dynamic sampling
+        if scale := state.get("loss_scale"):  # nor FP16
+            policy.scaler.load_state_dict(scale)
     except (*broken, OSError, RuntimeError) as error:
         remedy = (
             "delete this folder and the run goes on from the checkpoint before it"
@@ -107,8 +110,11 @@ def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:
 
 
 def _restore(tensors: dict[str, Tensor], policy: Policy, progress: Progress) -> None:
+    has_moments = any(name.startswith(MOMENTS[0]) for name in tensors)  # some update was made
     for name, master in policy.masters.items():
         master.copy_(tensors[f"master.{name}"])
+        if not has_moments:
+            continue
         moments = {moment: tensors[f"{moment}.{name}"] for moment in MOMENTS}
         moments["step"] = moments["step"].cpu()  # where AdamW keeps its step count
         policy.optimizer.state[master] = moments

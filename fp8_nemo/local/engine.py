@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger, RefitProof
+from fp8_nemo.glue.manifest import KV_SUFFIXES
+from fp8_nemo.glue.quantize import plain_dtype
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.modules import attention
 from fp8_nemo.local.modules.experts import without_host_reads
@@ -84,11 +86,14 @@ class Engine:
     ) -> None:
         with torch.random.fork_rng():
             model = AutoModelForCausalLM.from_config(
-                deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention.NAME
+                deepcopy(config), dtype=plain_dtype(precision), attn_implementation=attention.NAME
             )
         self.model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        self.expected = weights.wire_specs(shapes, precision, config.num_hidden_layers)
+        self.kv_groups = precision.kv_groups(config.num_key_value_heads)
+        self.expected = weights.wire_specs(
+            shapes, precision, config.num_hidden_layers, self.kv_groups
+        )
         set_rollout_precision(self.model, precision)
         self.routers = Routers(self.model) if records else None
 
@@ -154,12 +159,16 @@ class Engine:
         held = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         found: dict[str, Tensor] = {}
         for name, tensor in held.items():
-            slab = name.removesuffix(weights.SCALE_SUFFIX)
+            slab = weights.weight_of(name)
             suffix = name.removeprefix(slab)
             if projections := weights.slab_projections(slab):
                 tensor = tensor.unflatten(1, (len(projections), -1)).flatten(0, 1)
                 wires = weights.wire_names(slab, (len(tensor) // len(projections),))
                 found |= {wire + suffix: view for wire, view in zip(wires, tensor, strict=True)}
+            elif name.endswith(KV_SUFFIXES) and self.kv_groups > 1:
+                at, _, kind = _vllm_name(name).rpartition(".")
+                views = enumerate(tensor.split(1))
+                found |= {f"{at}.{group}.{kind}": view for group, view in views}
             else:
                 found[_vllm_name(name)] = tensor
         return {name: tensor for name, tensor in found.items() if "inv_freq" not in name}

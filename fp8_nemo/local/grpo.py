@@ -30,6 +30,7 @@ from fp8_nemo.correction.correct import (
     correction_metrics,
 )
 from fp8_nemo.correction.measure import packed, pair_file
+from fp8_nemo.correction.metrics import changed_bytes
 from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
 from fp8_nemo.correction.routing import RouteCount, is_missing, replay_shares
 from fp8_nemo.correction.update import policy_ratio
@@ -90,6 +91,7 @@ class GrpoLoop:
             device,
             max_grad_norm=most or MAX_GRAD_NORM,
             replays=replays,
+            lora=self.recipe.lora,
         )
         self.reference = (
             Policy(source, precision, 0.0, device) if self.settled.kl_penalty > 0 else None
@@ -99,7 +101,10 @@ class GrpoLoop:
         self.num_layers = self.policy.model.config.num_hidden_layers
         self.fp8_kv = precision.cache.is_quantized
         observer = recalibrate.AmaxObserver(
-            self.num_layers, self.recipe.glue.recalibrate.history, device
+            self.num_layers,
+            self.recipe.glue.recalibrate.history,
+            device,
+            self.engine.kv_groups,
         )
         sampler = torch.Generator(device).manual_seed(self.recipe.seed)
         self.progress = checkpoint.Progress(0, sampler, observer, {})
@@ -300,7 +305,15 @@ class GrpoLoop:
                 )
 
             norms.append(self.policy.update(batch.rows(whole.start, whole.stop), loss_of))
-        return {"train/grad_norm": max(norms)} | moved.row()
+        largest = max((norm for norm in norms if norm is not None), default=0.0)
+        return {"train/grad_norm": largest} | self._scale_metrics(norms) | moved.row()
+
+    def _scale_metrics(self, norms: list[float | None]) -> dict[str, float]:
+        """Say what the loss is scaled by, and how many updates overflowed; nothing but in FP16."""
+        if not self.policy.scaler.is_enabled():
+            return {}
+        scale = self.policy.scaler.get_scale()
+        return {"train/loss_scale": scale, "train/skipped_updates": norms.count(None)}
 
     def _scales_of_prompts(self) -> dict[str, float]:
         """Set the first scales, before any response: ranges of prompts, with more room."""
@@ -336,11 +349,13 @@ class GrpoLoop:
             self.recipe.precision,
             self.progress.kv_scales,
             num_layers=self.num_layers,
+            kv_groups=self.engine.kv_groups,
             verify=verify,
             number=self.refits,
         )
         proof = self.engine.refit(stream, verify, self.refits)
-        return {"refit/bytes": proof.bytes, "refit/verified_weights": proof.verified_weights}
+        found = {"refit/bytes": proof.bytes, "refit/verified_weights": proof.verified_weights}
+        return found | changed_bytes(proof.changed, proof.sampled)
 
     def _validate(self) -> float:
         """Return the share of right answers on held-out problems; the sampling repeats itself."""

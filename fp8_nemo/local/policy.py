@@ -1,7 +1,9 @@
 """Score and update the trained policy as Megatron does: a BF16 model, FP32 masters behind it.
 
 The optimizer steps FP32 masters; the model computes with their BF16 rounding, and that rounding is
-what a refit exports, so that trainer and engine quantize the same numbers.
+what a refit exports, so that trainer and engine quantize the same numbers. In FP16 the loss is
+scaled, so that small gradients are not lost; where one overflows, the update is left out and the
+scale halved, and after `GROWTH_INTERVAL` updates without one it is doubled.
 
 Shapes: B sequences, T tokens, R response tokens.
 """
@@ -18,12 +20,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8_nemo.correction.routing import RouteCount
+from fp8_nemo.glue.quantize import plain_dtype
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.local.engine import Batch, causal_mask, positions
 from fp8_nemo.local.modules import attention
+from fp8_nemo.local.modules.lora import Adapters
 from fp8_nemo.local.modules.precision import set_train_precision
 from fp8_nemo.local.modules.routing import Routers
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options import Lora, Precision
 
 MAX_GRAD_NORM = 1.0
 WARMUP_START = 0.1
@@ -32,11 +36,17 @@ WEIGHT_DECAY = 0.01
 TOKENS_PER_MICRO_BATCH = 2**14
 
 
-def load_model(path: Path, device: torch.device) -> PreTrainedModel:
-    """Load a checkpoint in BF16 with our attention."""
+GROWTH_INTERVAL = 400
+"""Of the loss scale: that of the Precision-RL patch (arXiv 2510.26788)."""
+
+
+def load_model(
+    path: Path, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
+    """Load a checkpoint in a type of 16 bits with our attention."""
     with device:
         return AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16, attn_implementation=attention.NAME, local_files_only=True
+            path, dtype=dtype, attn_implementation=attention.NAME, local_files_only=True
         )
 
 
@@ -50,6 +60,7 @@ class Policy:
         device: where it lives.
         max_grad_norm: that an update's gradient is scaled down to.
         replays: whether tokens go to the experts that a batch names.
+        lora: which linears have adapters, which alone are trained; without a rank all weights are.
     """
 
     def __init__(
@@ -61,13 +72,17 @@ class Policy:
         *,
         max_grad_norm: float = MAX_GRAD_NORM,
         replays: bool = False,
+        lora: Lora | None = None,
     ) -> None:
-        self.model = load_model(path, device)
+        self.model = load_model(path, device, plain_dtype(precision))
         set_train_precision(self.model, precision)
         self.parameters = dict(self.model.named_parameters())
-        self.masters = {
-            name: weight.detach().float().clone() for name, weight in self.parameters.items()
-        }
+        self.adapters = Adapters(self.parameters, lora) if lora and lora.is_on else None
+        self.masters = (
+            self.adapters.masters
+            if self.adapters
+            else {name: weight.detach().float().clone() for name, weight in self.parameters.items()}
+        )
         matrices = [master for master in self.masters.values() if master.ndim > 1]
         vectors = [master for master in self.masters.values() if master.ndim == 1]
         self.optimizer = torch.optim.AdamW(
@@ -76,6 +91,12 @@ class Policy:
             weight_decay=WEIGHT_DECAY,
         )
         self.learning_rate, self.max_grad_norm = learning_rate, max_grad_norm
+        self.scaler = torch.amp.GradScaler(  # it passes all through where it is not enabled
+            device.type,
+            init_scale=precision.loss_scale or 1.0,
+            growth_interval=GROWTH_INTERVAL,
+            enabled=precision.plain.scales_loss,
+        )
         self.routers = Routers(self.model) if replays else None
 
     def warm_up(self, steps_before: int, warmup_steps: int) -> None:
@@ -115,8 +136,8 @@ class Policy:
         """
         return torch.cat([self._score(part, observer, routes) for part in micro_batches(batch)])
 
-    def update(self, batch: Batch, loss_of: Callable[[Tensor, slice], Tensor]) -> float:
-        """Do one optimizer step; return the gradient's norm before clipping.
+    def update(self, batch: Batch, loss_of: Callable[[Tensor, slice], Tensor]) -> float | None:
+        """Do one optimizer step; return the gradient's norm before clipping, None if it overflowed.
 
         Args:
             batch: the sequences of this update.
@@ -126,19 +147,31 @@ class Policy:
         start = 0
         for part in micro_batches(batch):
             rows = slice(start, start + len(part.tokens_BT))
-            loss_of(self._score(part), rows).backward()
+            self.scaler.scale(loss_of(self._score(part), rows)).backward()
             start = rows.stop
+        self._take_gradients()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.load_masters()
+        overflowed = self.scaler.is_enabled() and not norm.isfinite()
+        return None if overflowed else float(norm)
+
+    def _take_gradients(self) -> None:
+        if self.adapters:
+            self.adapters.take_gradients()
+            return
         for name, weight in self.parameters.items():
             self.masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.max_grad_norm)
-        self.optimizer.step()
-        self.load_masters()
-        return float(norm)
 
     @torch.no_grad()
     def load_masters(self) -> None:
         """Round the masters to BF16 into the model."""
+        if self.adapters:
+            self.adapters.merge()
+            return
         for name, weight in self.parameters.items():
             weight.copy_(self.masters[name])
 

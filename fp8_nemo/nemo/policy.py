@@ -35,6 +35,7 @@ from fp8_nemo.correction.correct import (
     correct,
     correction_metrics,
 )
+from fp8_nemo.correction.metrics import changed_bytes
 from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
 from fp8_nemo.correction.routing import replay_metrics
 from fp8_nemo.correction.update import (
@@ -280,7 +281,7 @@ def ranges_file(weights_path: str | os.PathLike[str]) -> Path:
 
 
 def refit_metrics(proofs: list[dict[str, Any]], info: dict[str, Any]) -> dict[str, float]:
-    """Return bytes and proven weights of the last refit, from the worker that proved least.
+    """Return what the last refit brought, as the worker has it that proved least, and changed.
 
     Args:
         proofs: what each of vLLM's workers reports; none with `verify: off`.
@@ -301,7 +302,8 @@ def refit_metrics(proofs: list[dict[str, Any]], info: dict[str, Any]) -> dict[st
             for name, each in zip(names, digests, strict=True)
             if len(set(each)) > 1
         )
-    return {
+    counted = changed_bytes(*(sum(p[key] for p in proven) for key in ("changed", "sampled")))
+    return counted | {
         "refit/bytes": min(proof["bytes"] for proof in proven),
         "refit/verified_weights": min(proof["verified_weights"] for proof in proven),
     }

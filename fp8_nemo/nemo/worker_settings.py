@@ -76,7 +76,7 @@ class WorkerSettings:
         """The precision that is sent: FP8 that we quantized, or BF16 for the receiver's rule."""
         if self.glue.sends_fp8:
             return self.precision
-        return replace(self.precision, rollout_linear="bf16")
+        return replace(self.precision, rollout_linear=self.precision.plain.name)
 
 
 @functools.cache  # a worker asks in every step and every refit

@@ -16,6 +16,7 @@ GENERATION = "policy.generation"
 VLLM = f"{GENERATION}.vllm_cfg"
 VLLM_KWARGS = f"{GENERATION}.vllm_kwargs"
 MEGATRON = "policy.megatron_cfg"
+PEFT = f"{MEGATRON}.peft"
 
 ADDED = {
     "data.train.data_path": "str",
@@ -94,6 +95,11 @@ OURS = {
     "data.train.data_path": "data.path",
     "data.validation.data_path": "data.path",
     "policy.router_replay.enabled": "replay",
+    f"{PEFT}.enabled": "lora",
+    f"{PEFT}.dim": "lora.rank",
+    f"{PEFT}.alpha": "lora.alpha",
+    f"{PEFT}.target_modules": "lora.target_modules",
+    f"{PEFT}.exclude_modules": "lora.target_modules",
 }
 """NeMo RL's keys that have a word of ours: said twice, they could disagree."""
 WARMUP, CLIP_GRAD = f"{MEGATRON}.scheduler.lr_warmup_iters", f"{MEGATRON}.optimizer.clip_grad"
@@ -177,10 +183,8 @@ ABSENT = {
     f"{GENERATION}.refit_transport": (None, "not supported yet"),
     f"{VLLM}.is_mx": (False, "blockwise FP8 is what is driven here"),
     f"{VLLM}.refit_with_reload_api": (False, "not supported yet: it goes around our receiver"),
-    f"{MEGATRON}.peft.enabled": (
-        False,
-        "not supported yet: memory and refit are counted of all weights",
-    ),
+    f"{PEFT}.enabled": (False, "set lora=all-linear"),
+    f"{PEFT}.dropout": (0.0, "it would change the loss's logprobs, and no others"),
     f"{MEGATRON}.model_overrides.tp_comm_overlap": (
         False,
         "NeMo RL initializes no user buffers for it",

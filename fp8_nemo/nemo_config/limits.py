@@ -21,10 +21,18 @@ from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
 from fp8_nemo.nemo_config.vllm_arguments import VLLM_ARGUMENTS
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options import Precision, Recipe
 from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
 
+ONLY_LOCAL = {
+    "fp16": "NeMo RL's first overflow in FP16 ends its run, and a remedy was not run on a GPU yet "
+    f"({SEAMS['fp16-overflow'].path})",
+    "nvfp4": "vLLM's workers need a refit into Marlin's layout of four bits, which was neither "
+    "written nor run on a GPU (docs/precision.md)",
+}
+"""Formats that the local backend has and NeMo RL lacks: why."""
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
+MULTIPLE = "policy.make_sequence_length_divisible_by"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
 
 
@@ -33,6 +41,15 @@ def host_mistakes(settled: Settled, host: Host) -> Iterator[Mistake]:
     for key, value, broken, allowed, mirrors, remedy in host_limits(settled, host):
         if broken:
             yield Mistake(key, value, f"{allowed} ({mirrors})", remedy)
+
+
+def format_mistakes(precision: Precision) -> Iterator[Mistake]:
+    """Refuse the formats that only the local backend has; one line for each key."""
+    for key in ("rollout_linear", "train_linear"):
+        if why := ONLY_LOCAL.get(held := getattr(precision, key)):
+            remedy = "run it with backend=local, or choose another precision"
+            yield Mistake(f"precision.{key}", held, why, remedy)
+            return  # the other key says the same
 
 
 def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
@@ -104,6 +121,13 @@ def _of_shape(settled: Settled) -> Iterator[Limit]:
     yield _divides(at, "tensor", shape.kv_heads, "the K/V heads", "megatron/core/transformer")
     yield _divides(at, "rollout_tensor", shape.heads, "the heads", "vllm, model config")
     yield Limit(
+        "lora.rank",
+        recipe.lora.rank,
+        (recipe.lora.rank or 0) % at.tensor != 0,
+        f"must be a multiple of model.parallel.tensor={at.tensor}, which shares it out",
+        SEAMS["shares-the-rank"].path,
+    )
+    yield Limit(
         "model.shape.hidden",
         shape.hidden,
         block > 0 and shape.hidden % block != 0,
@@ -153,6 +177,15 @@ def _of_precision(recipe: Recipe) -> Iterator[Limit]:
         "set precision.rollout_kv=bf16",
     )
     yield Limit(
+        "precision.kv_scales",
+        precision.kv_scales,
+        precision.cache.is_quantized and precision.kv_scales != "layer",
+        "vLLM 0.25.1 takes scales of heads from checkpoints of compressed-tensors alone, and NeMo "
+        "RL's FP8 engine is none",
+        SEAMS["scales-of-heads"].path,
+        "set precision.kv_scales=layer, or run it with backend=local",
+    )
+    yield Limit(
         BF16_LAYERS,
         precision.bf16_layers,
         precision.rollout.is_quantized
@@ -200,6 +233,20 @@ def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
         f"must be true with model.parallel.context={context}",
         SEAMS["packed-context"].path,
         "leave it out, or set model.parallel.context=1",
+    )
+    multiple, longest = written[MULTIPLE], written["policy.max_total_sequence_length"]
+    cut = (2 * context if context > 1 else 1) * (
+        tensor if written[f"{MEGATRON}.sequence_parallel"] else 1
+    )
+    each = int(_number(multiple)) or cut
+    yield Limit(
+        f"nemo.{MULTIPLE}",
+        multiple,
+        packed and (each % cut != 0 or longest % each != 0),
+        f"must be a multiple of {cut}, which context and sequence parallelism ask for, and divide "
+        f"the longest sequence, {longest}",
+        SEAMS["cut-evenly"].path,
+        "leave it out",
     )
     chunk, deferred = "policy.logprob_chunk_size", f"{MEGATRON}.defer_fp32_logits"
     yield Limit(
@@ -292,7 +339,7 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
         SEAMS["fused-router"].path,
         "leave it out, or set replay=none",
     )
-    multiple = written["policy.make_sequence_length_divisible_by"]
+    multiple = written[MULTIPLE]
     tokens = 8 * (tensor if by_sequence else 1)
     yield Limit(
         f"nemo.{PACKED}",

@@ -22,6 +22,7 @@ from fp8_nemo.nemo_config.keys import (
     MEGATRON,
     ONLY_IF_KNOWN,
     OPTIONAL,
+    PEFT,
     PENALTY,
     PINNED,
     SCALES,
@@ -34,7 +35,7 @@ from fp8_nemo.nemo_config.own.environments import reward_keys, reward_paths
 from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Model, Recipe
+from fp8_nemo.recipe.options import Lora, Model, Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.settled import (
     KEEPS_OPTIMIZER,
@@ -139,6 +140,7 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
         **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
         **_algorithm(settled),
         **_replay(recipe),
+        **_lora(recipe.lora),
         VALIDATION_BATCH: settled.validation_problems,  # one batch of all
     }
     lacking = [key for key in ONLY_IF_KNOWN if not host.has(base, key)]
@@ -265,6 +267,28 @@ def _replay(recipe: Recipe) -> dict[str, Any]:
         "policy.router_replay.enabled": True,
         f"{VLLM}.enable_prefix_caching": False,
         f"{VLLM_KWARGS}.enable_chunked_prefill": False,
+    }
+
+
+def _lora(lora: Lora) -> dict[str, Any]:
+    """Write every key that NeMo RL reads of LoRA: a base may lack them, or name other linears.
+
+    Without `target_modules` its `LoRA` takes `lm_head`, too (seam adapts-the-head).
+    """
+    if not lora.is_on:
+        return {}
+    return {
+        f"{PEFT}.enabled": True,
+        f"{PEFT}.target_modules": list(lora.target_modules),
+        f"{PEFT}.exclude_modules": [],
+        f"{PEFT}.dim": lora.rank,
+        f"{PEFT}.alpha": lora.alpha,
+        f"{PEFT}.dropout": 0.0,
+        f"{PEFT}.dropout_position": "pre",
+        f"{PEFT}.lora_A_init_method": "xavier",
+        f"{PEFT}.lora_B_init_method": "zero",
+        f"{PEFT}.a2a_experimental": False,
+        f"{PEFT}.lora_dtype": None,  # the base's None is a text
     }
 
 

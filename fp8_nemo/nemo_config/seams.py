@@ -14,6 +14,7 @@ POLICY = "nemo_rl/models/policy"
 ENGINE = "nemo_rl/models/generation/vllm"
 MAIN, V0_7_0 = "7ea279a", "v0.7.0"
 VLLM, MEGATRON = "vllm 0.25.1", "Megatron-LM 14346b6"
+BRIDGE = "Megatron-Bridge 8c46dc4"
 
 
 class Seam(NamedTuple):
@@ -201,10 +202,28 @@ SEAMS = {
         VLLM, "vllm/engine/arg_utils.py", (414,), "class EngineArgs",
         "what vLLM takes",
     ),
+    "scales-of-heads": Seam(
+        VLLM, "vllm/model_executor/layers/attention/attention.py", (293,),
+        'kv_cache_scheme.get("strategy") == "attn_head"',
+        "only a checkpoint's kv_cache_scheme makes scales of heads",
+    ),
     "first-forward-scales": Seam(
         VLLM, "vllm/model_executor/layers/attention/attention.py", (505,),
         "if self.calculate_kv_scales",
         "the first forward overwrites the scales of a cache",
+    ),
+    "fp16-overflow": Seam(
+        MAIN, "nemo_rl/models/megatron/setup.py", (1423,), "check_for_nan_in_grad=True",
+        "the first overflow of an FP16 gradient ends a run, where a loss scale would skip the step",
+    ),
+    "fp16-skipped-step": Seam(
+        MAIN, f"{POLICY}/workers/megatron_policy_worker.py", (1070,), "torch.tensor([grad_norm])",
+        "a skipped step has no norm, and torch.tensor([None]) is an error",
+    ),
+    "fp16-unscaled": Seam(
+        MEGATRON, "megatron/core/optimizer/distrib_optimizer.py", (2780,),
+        "shard_main_param.decoupled_grad = shard_model_grad",
+        "the precision-aware optimizer takes the scale off gradients in FP16, which loses them",
     ),
     "graphs-of-recompute": Seam(
         MEGATRON, "megatron/core/transformer/transformer_config.py", (2590,),
@@ -230,5 +249,59 @@ SEAMS = {
         MEGATRON, "megatron/core/transformer/moe/moe_layer.py", (636,),
         "not self.config.sequence_parallel",
         "experts under tensor parallelism train with sequence parallelism",
+    ),
+    "cut-evenly": Seam(
+        MAIN, "nemo_rl/models/megatron/data.py", (1290,),
+        "assert pad_individual_seqs_to_multiple_of % minimum_pad_factor == 0",
+        "context and sequence parallelism cut each packed sequence into equal parts",
+    ),
+    "makes-adapters": Seam(
+        MAIN, "nemo_rl/models/megatron/setup.py", (1782,), "peft = LoRA(",
+        "every key of `peft` is read, without a default",
+    ),
+    "exports-merged": Seam(
+        MAIN, f"{POLICY}/workers/megatron_policy_worker.py", (2350,),
+        "base_iter = self.megatron_bridge.export_hf_weights(",
+        "a refit exports by Megatron-Bridge, and does not say `merge_adapter_weights`",
+    ),
+    "moves-buffers": Seam(
+        MAIN, f"{POLICY}/workers/megatron_policy_worker.py", (3204,),
+        "for buffers in [model.buffers, model.expert_parallel_buffers]:",
+        "before a rollout the buffers of trained weights go to the host, and nothing else",
+    ),
+    "frozen-without-buffer": Seam(
+        MEGATRON, "megatron/core/distributed/distributed_data_parallel.py", (115,),
+        "if not param.requires_grad:",
+        "a frozen weight has no buffer",
+    ),
+    "merges": Seam(
+        BRIDGE, "megatron/bridge/models/conversion/auto_bridge.py", (710,),
+        "merge_adapter_weights: bool = True",
+        "an export adds adapters to their weights",
+    ),
+    "merges-in-fp32": Seam(
+        BRIDGE, "megatron/bridge/models/conversion/peft_bridge.py", (1372,),
+        "return merged.to(orig_dtype)",
+        "FP32 sum of weight and adapter, rounded once to the weight's type",
+    ),
+    "adapts-the-head": Seam(
+        BRIDGE, "megatron/bridge/peft/module_matcher.py", (148,),
+        "linear_types = [ColumnParallelLinear, RowParallelLinear, nn.Linear]",
+        "without `target_modules` every linear has an adapter, `lm_head` too",
+    ),
+    "shares-the-rank": Seam(
+        BRIDGE, "megatron/bridge/peft/utils.py", (1046,),
+        "self.linear_in = ColumnParallelLinear(",
+        "tensor parallelism shares out an adapter's rank",
+    ),
+    "shares-an-adapter": Seam(
+        BRIDGE, "megatron/bridge/peft/lora.py", (114,),
+        "share_expert_adapters: bool = True",
+        "the experts of a rank share one adapter",
+    ),
+    "saves-adapters": Seam(
+        BRIDGE, "megatron/bridge/training/checkpointing.py", (1287,),
+        "apply_peft_adapter_filter_to_state_dict(",
+        "a checkpoint holds adapters alone",
     ),
 }  # fmt: skip

@@ -21,18 +21,20 @@ from fp8_nemo.plan.layout import Choice, choose
 from fp8_nemo.plan.memory import (
     GPU_GIB,
     HEADROOM,
+    Counts,
     checkpoint_gib,
     count,
     host_gib,
     kv_cache_tokens,
     memory_per_gpu,
+    trained_parameters,
 )
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths
-from fp8_nemo.recipe.checks import as_typed
+from fp8_nemo.recipe.checks import as_typed, mistakes
 from fp8_nemo.recipe.compose import compose, option_names
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options import FORMATS, Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")
@@ -128,8 +130,11 @@ def _in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
     if not plan.nemo:
         return None
     [shipped] = compose([f"precision={name}"])
+    recipe = replace(plan.recipe, precision=shipped.precision)
+    if mistakes(recipe):  # LoRA excludes FP8 training
+        return None
     try:
-        return plan_recipe(replace(plan.recipe, precision=shipped.precision), host).settled
+        return plan_recipe(recipe, host).settled
     except PlanError:
         return None
 
@@ -150,8 +155,7 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         "backend": f"{plan.backend}, cluster {recipe.cluster.name}",
         "rollout": f"linear {precision.rollout_linear}, attention and KV {precision.rollout_kv}",
         "train": f"linear {precision.train_linear}",
-        "weights": f"{counts.parameters:,} parameters in {counts.fp8_weights:,} FP8 and "
-        f"{counts.bf16_weights:,} BF16 tensors",
+        "weights": f"{counts.parameters:,} parameters in {_tensors(counts, precision)} tensors",
         "refit": f"{sent}{how}; verify {recipe.glue.verify}",
         "KV cache": f"{counts.kv_bytes_per_token:,} bytes per token",
         "correction": _as_typed(recipe.correction),
@@ -162,8 +166,20 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         rows["algorithm"] = _as_typed(recipe.algorithm, given=True)
     if recipe.replay.is_on:
         rows["replay"] = f"{recipe.replay.name}: the trainer's tokens go where the engine's went"
+    if recipe.lora.is_on:
+        trained = trained_parameters(plan.settled)
+        rows["lora"] = (
+            f"{trained:,} parameters are trained, {trained / counts.parameters:.2%} of all; "
+            f"{_as_typed(recipe.lora)}; a refit sends merged weights, as many bytes as without"
+        )
     rows |= _nemo_rows(plan, host) if plan.nemo else {}
     return [*rows.items(), *(("note", note) for note in plan.notes)]
+
+
+def _tensors(counts: Counts, precision: Precision) -> str:
+    held = precision.rollout if precision.rollout.is_quantized else FORMATS["fp8"]
+    plain = f"{counts.bf16_weights:,} {precision.plain.name.upper()}"
+    return f"{counts.fp8_weights:,} {held.name.upper()} and {plain}"
 
 
 def differences(plan: Plan, host: Host, run_dir: Path) -> list[Difference]:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fp8_nemo.glue.wire import SCALE_SUFFIX, is_fp8_weight, named_shapes, wire_specs
-from fp8_nemo.recipe.options import DTYPE_BYTES, Precision, Shape
+from fp8_nemo.glue.wire import is_fp8_weight, named_shapes, weight_of, wire_specs
+from fp8_nemo.recipe.options import DTYPE_BYTES, LORA_MODULES, Lora, Precision, Shape
 from fp8_nemo.recipe.settled import Settled
 
 GIB = 2**30
@@ -33,6 +33,9 @@ CHUNK_LOGIT = 24
 """Bytes of one logit of the chunk under way, beside BF16 ones of all: FP32 three times, and the
 chosen tokens as integers of 8 bytes (the same file, ChunkedDistributedLogprob)."""
 
+MERGED_BYTES = 12
+"""Bytes of one weight while its adapter is added to it: three times in FP32 (peft_bridge.py)."""
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -40,7 +43,7 @@ class Counts:
 
     parameters: int
     fp8_weights: int
-    """Weights that the engine holds in FP8, experts counted one by one."""
+    """Weights that the engine holds quantized, experts counted one by one."""
     bf16_weights: int
     refit_bytes: int
     """What one refit sends, scales included."""
@@ -63,13 +66,13 @@ def count(shape: Shape, precision: Precision) -> Counts:
 def _count(numbers: tuple[Any, ...], fields: tuple[Any, ...]) -> Counts:
     shape, precision = Shape(*numbers), Precision(*fields)
     shapes = named_shapes(shape)
-    specs = wire_specs(shapes, precision, shape.layers)
-    scales = [name for name in specs if name.endswith(SCALE_SUFFIX)]
+    specs = wire_specs(shapes, precision, shape.layers, precision.kv_groups(shape.kv_heads))
+    scaled = {weight_of(name) for name in specs if weight_of(name) != name}
     parameters = sum(math.prod(each) for each in shapes.values())
     return Counts(
         parameters=parameters,
-        fp8_weights=len(scales),
-        bf16_weights=len(shapes) - len(scales),
+        fp8_weights=len(scaled),
+        bf16_weights=len(shapes) - len(scaled),
         refit_bytes=sum(DTYPE_BYTES[each.dtype] * math.prod(each.shape) for each in specs.values()),
         refit_bytes_bf16=2 * parameters,
         kv_bytes_per_token=_kv_bytes_per_token(shape, precision),
@@ -77,7 +80,7 @@ def _count(numbers: tuple[Any, ...], fields: tuple[Any, ...]) -> Counts:
 
 
 def _kv_bytes_per_token(shape: Shape, precision: Precision) -> int:
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * precision.cache.bytes
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * DTYPE_BYTES[precision.cache.dtype]
 
 
 class Group(NamedTuple):
@@ -111,6 +114,46 @@ def _part(name: str) -> str:
         return "experts" if ".experts." in name else "layers"
     ends = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}
     return ends.get(name, "norm")
+
+
+class Adapter(NamedTuple):
+    """Give the widths of one layer's adapter: `Adapter(6144, 4096, 2**24, in_experts=False)`."""
+
+    out: int
+    """Rows of `B`: those of all linears that share an `A`."""
+    into: int
+    """Columns of `A`."""
+    largest: int
+    """Elements of the largest linear among them."""
+    in_experts: bool
+    """One for all experts that a GPU trains (seam shares-an-adapter)."""
+
+
+def adapters(shape: Shape, lora: Lora) -> list[Adapter]:
+    """List the adapters that LoRA adds to one layer; none without LoRA."""
+    if not lora.is_on:
+        return []
+    layer = named_shapes(replace(shape, layers=1, experts=min(1, shape.experts)))
+    found = []
+    for module in lora.target_modules:
+        names = tuple(f".{each}.weight" for each in LORA_MODULES[module])
+        sizes = {name: size for name, size in layer.items() if name.endswith(names)}
+        in_experts = any(".experts." in name for name in sizes)
+        _, into = next(iter(sizes.values()))
+        rows = [out for out, _ in sizes.values()]
+        found.append(Adapter(sum(rows), into, max(rows) * into, in_experts))
+    return found
+
+
+def _adapter_parameters(shape: Shape, lora: Lora) -> tuple[int, int]:
+    """Count all adapters' parameters outside experts, and those of one GPU's experts."""
+    found = adapters(shape, lora)
+    each = shape.layers * (lora.rank or 0)
+    dense, expert = (
+        each * sum(one.out + one.into for one in found if one.in_experts == inside)
+        for inside in (False, True)
+    )
+    return dense, expert
 
 
 @dataclass(frozen=True)
@@ -152,16 +195,20 @@ def memory_per_gpu(settled: Settled) -> MemoryByPhase:
     allocated in BF16 and 11.0 in FP8, where weights and gradients are 5.2 each
     (device-8b8-h100.json). The weights' size is counted as such holes; before gradients return,
     our worker empties the allocator's cache, so that they need leave none.
+
+    With LoRA gradients and optimizer are the adapters' alone. The frozen weights lie in no buffer
+    of Megatron's, so NeMo RL moves them nowhere: they stay beside the engine (seams moves-buffers,
+    frozen-without-buffer).
     """
-    recipe, layout = settled.recipe, settled.layout
-    held, spread, fraction = _held(settled)
+    recipe, layout, own = settled.recipe, settled.layout, _held(settled)
+    held, spread = own.held, own.spread
     fp8 = recipe.precision.train.is_quantized
     state = 12 if fp8 else 10
     allowance = ALLOWANCE_GIB * GIB
-    copies = 2 * held * fraction if fp8 else 0.0
+    copies = 2 * held * own.quantized if fp8 else 0.0
     trainer = {
         "weights": 2 * held,
-        "gradients": 2 * held,
+        "gradients": 2 * own.trained,
         "optimizer": state * spread,
         "FP8 copies": copies,
         "allowance": allowance,
@@ -185,9 +232,12 @@ def memory_per_gpu(settled: Settled) -> MemoryByPhase:
     if layout.kv_cache_gib is not None:
         cache = layout.kv_cache_gib * GIB
     stays = any(kept.values())
-    kept |= {"holes": 2 * held if stays else 0.0, "allowance": allowance}
-    refit = {"trainer": 2 * held, "engine": engine, **kept}
-    rollout = {"engine": engine, "KV cache": max(0.0, cache), **kept}
+    kept |= {"holes": 2 * own.trained if stays else 0.0, "allowance": allowance}
+    added = adapters(recipe.model.shape, recipe.lora)
+    merging = MERGED_BYTES * max((each.largest for each in added), default=0)
+    refit = {"trainer": 2 * held, "merging": merging, "engine": engine, **kept}
+    frozen = 2 * (held - own.trained)
+    rollout = {"engine": engine, "KV cache": max(0.0, cache), "frozen weights": frozen, **kept}
     phases = {"train": train, "logprob": logprob, "refit": refit, "rollout": rollout}
     return MemoryByPhase(phases, GPU_GIB[recipe.cluster.gpu])
 
@@ -195,24 +245,32 @@ def memory_per_gpu(settled: Settled) -> MemoryByPhase:
 def host_gib(settled: Settled) -> float:
     """Estimate the host memory in GiB that a step page-locks on one node.
 
-    It holds the weights and moments of every GPU's trainer, and the engine's weights, which vLLM
-    keeps there while it sleeps.
+    It holds the trained weights and moments of every GPU's trainer, and the engine's weights, which
+    vLLM keeps there while it sleeps.
     """
-    held, _, _ = _held(settled)
-    each = 2 * held + moved_bytes(settled) + _engine_weights(settled)
+    each = 2 * _held(settled).trained + moved_bytes(settled) + _engine_weights(settled)
     return settled.recipe.cluster.gpus_per_node * each / GIB
 
 
 def moved_bytes(settled: Settled) -> float:
     """Count the bytes of optimizer state that one GPU moves to the host and back for a refit."""
-    _, spread, _ = _held(settled)
+    spread = _held(settled).spread
     return 0.0 if settled.layout.keeps_optimizer else _moments(settled) * spread
 
 
 def checkpoint_gib(settled: Settled) -> float:
-    """Estimate one checkpoint's GiB: BF16 weights, FP32 masters and two moments."""
-    dense, expert, _ = _parameters(settled.recipe.model.shape)
-    return (2 + 12) * (dense + expert) / GIB
+    """Estimate one checkpoint's GiB: BF16 weights that are trained, FP32 masters, two moments."""
+    return (2 + 12) * trained_parameters(settled) / GIB
+
+
+def trained_parameters(settled: Settled) -> int:
+    """Count the parameters that are trained: all, or with LoRA the adapters'."""
+    shape, lora = settled.recipe.model.shape, settled.recipe.lora
+    dense, expert, _ = _parameters(shape)
+    if lora.is_on:
+        dense, expert = _adapter_parameters(shape, lora)
+        expert *= settled.layout.expert
+    return dense + expert
 
 
 def kv_cache_tokens(settled: Settled, memory: MemoryByPhase) -> int:
@@ -223,18 +281,40 @@ def kv_cache_tokens(settled: Settled, memory: MemoryByPhase) -> int:
     return int(memory.phases["rollout"]["KV cache"] * shards / per_token)
 
 
-def _held(settled: Settled) -> tuple[float, float, float]:
-    """Count the parameters that a GPU trains and its optimizer updates, and FP8's share of all.
+class Held(NamedTuple):
+    """Count what one GPU's trainer holds: `Held(8.0e9, 8.0e9, 1.0e9, 0.87)`."""
 
-    The distributed optimizer spreads a weight's state over the GPUs that hold the weight.
-    """
+    held: float
+    """Parameters on it, adapters included."""
+    trained: float
+    """Of these, the trained ones: all, or the adapters."""
+    spread: float
+    """Parameters whose optimizer state it has."""
+    quantized: float
+    """Share of all that FP8 training quantizes."""
+
+
+def _held(settled: Settled) -> Held:
+    """Count what a GPU trains; a weight's optimizer state is spread over the GPUs that hold it."""
+    shape, lora = settled.recipe.model.shape, settled.recipe.lora
+    dense, expert, quantized = _parameters(shape)
+    held, spread = _shares(settled, dense, expert)
+    trained = held
+    if lora.is_on:
+        in_dense, in_expert = _adapter_parameters(shape, lora)
+        trained, spread = _shares(settled, in_dense, in_expert * settled.layout.expert)
+        held += trained
+    return Held(held, trained, spread, quantized / (dense + expert))
+
+
+def _shares(settled: Settled, dense: float, expert: float) -> tuple[float, float]:
+    """Return one GPU's share of parameters, and its share of their optimizer state."""
     layout, gpus = settled.layout, settled.gpus
-    dense, expert, quantized = _parameters(settled.recipe.model.shape)
     ranks = layout.tensor * layout.pipeline
     held_dense, held_expert = dense / ranks, expert / (layout.expert * layout.pipeline)
     spread_dense = held_dense / max(1, gpus // ranks)
     spread_expert = held_expert / max(1, gpus // (layout.expert * layout.pipeline))
-    return held_dense + held_expert, spread_dense + spread_expert, quantized / (dense + expert)
+    return held_dense + held_expert, spread_dense + spread_expert
 
 
 def _moments(settled: Settled) -> int:
@@ -256,7 +336,8 @@ def _engine_weights(settled: Settled) -> float:
     held = dense / layout.rollout_tensor
     held += expert / max(layout.rollout_tensor, layout.rollout_expert)
     share = quantized / (dense + expert) if precision.rollout.is_quantized else 0.0
-    return held * (2 - share)
+    plain = precision.plain.bytes
+    return held * (plain - share * (plain - precision.rollout.bytes))
 
 
 def _logits(settled: Settled, sequences: int, kept: int) -> float:
@@ -267,9 +348,10 @@ def _logits(settled: Settled, sequences: int, kept: int) -> float:
         sequences: sequences of full length in the micro-batch.
         kept: bytes of one logit that stay allocated while a chunk is computed.
     """
-    layout, tokens = settled.layout, settled.sequence_tokens * sequences
-    words = settled.recipe.model.shape.vocab / (layout.tensor * layout.context)
-    if layout.logits_chunk:
+    layout = settled.layout
+    words = settled.recipe.model.shape.vocab / layout.tensor
+    tokens = settled.sequence_tokens * sequences / layout.context
+    if layout.logits_chunk:  # of a rank's own tokens
         return (kept * tokens + CHUNK_LOGIT * min(tokens, layout.logits_chunk)) * words
     return WHOLE_LOGIT * tokens * words
 

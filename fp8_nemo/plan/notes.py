@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8_nemo.nemo_config.seams import SEAMS
-from fp8_nemo.plan.memory import HEADROOM, MemoryByPhase, memory_per_gpu
+from fp8_nemo.plan.memory import HEADROOM, MemoryByPhase, adapters, memory_per_gpu
 from fp8_nemo.recipe.checks import SBATCH_KEYS
 from fp8_nemo.recipe.options import Recalibrate, Recipe
 from fp8_nemo.recipe.problems import longest_answer, shared_problems
@@ -18,6 +18,8 @@ from fp8_nemo.recipe.settled import PROMPT, SHARE, Settled
 
 WITHOUT_KL = ("dapo", "cispo", "gspo")
 """Algorithms whose recipes in NeMo RL set the KL penalty to 0."""
+USUAL_LORA_RATE = 1e-5
+"""Ten times what is usual for all weights, as QeRL and others train adapters."""
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 """NeMo RL's own (conf/glue/stock.yaml)."""
 
@@ -47,6 +49,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
     if recipe.glue.transfer == "fp8" and not recipe.glue.sends_fp8:
         yield "glue.transfer: no effect, with glue.quantize=stock NeMo RL's receiver quantizes"
     yield from _algorithm_notes(settled)
+    yield from _lora_notes(settled)
     yield from _slow_experts(recipe)
     yield from _without_effect(recipe)
     yield from _tight_memory(settled, memory)
@@ -120,6 +123,29 @@ def _algorithm_notes(settled: Settled) -> Iterator[str]:
         yield "glue.recalibrate.source: NeMo RL's extra pass measures Q, K and V unreplayed"
 
 
+def _lora_notes(settled: Settled) -> Iterator[str]:
+    """Note what low-rank adapters bring along inside NeMo RL."""
+    recipe = settled.recipe
+    if not recipe.lora.is_on:
+        return
+    yield (
+        f"lora: a checkpoint holds adapters alone ({SEAMS['saves-adapters']}); NeMo RL's "
+        "examples/converters/convert_lora_to_hf.py merges it into the base model"
+    )
+    if settled.learning_rate < USUAL_LORA_RATE:
+        yield (
+            f"grpo.learning_rate: {settled.learning_rate:g} is usual for all weights; adapters "
+            f"mostly get {USUAL_LORA_RATE:g} and more, and what a merged weight rounds away does "
+            "not reach the engine"
+        )
+    experts = adapters(recipe.model.shape, recipe.lora)
+    if any(each.in_experts for each in experts):
+        yield (
+            "lora.target_modules: the experts of a GPU share one adapter "
+            f"({SEAMS['shares-an-adapter']}), so what is trained depends on model.parallel.expert"
+        )
+
+
 def _slow_experts(recipe: Recipe) -> Iterator[str]:
     """Note where FP8 makes experts slower than BF16."""
     if not recipe.model.shape.experts:
@@ -151,7 +177,13 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         "glue.recalibrate": (
             not precision.cache.is_quantized and recalibrates, "the KV cache is BF16"
         ),
-        "precision.scales": (bf16 and precision.scales != "fp32", "nothing is quantized"),
+        "precision.kv_scales": (
+            not precision.cache.is_quantized and precision.kv_scales != "layer",
+            "the KV cache has no scales",
+        ),
+        "precision.scales": (
+            not precision.rollout.block and precision.scales != "fp32", "no scales of blocks"
+        ),
         "precision.first_layers_bf16": (bf16 and precision.first_layers_bf16, "all are BF16"),
         "precision.last_layers_bf16": (bf16 and precision.last_layers_bf16, "all are BF16"),
         "algorithm.use_leave_one_out_baseline, normalize_rewards": (

@@ -20,14 +20,14 @@ from functools import cached_property
 from typing import Any
 
 from fp8_nemo.nemo_config.host import MAIN, Host, base_of
-from fp8_nemo.nemo_config.limits import host_mistakes
+from fp8_nemo.nemo_config.limits import format_mistakes, host_mistakes
 from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, configure
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.layout import choose
-from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.memory import MemoryByPhase, adapters, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Recipe, Replay
+from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Lora, Recipe, Replay
 from fp8_nemo.recipe.plain import from_plain, leaves
 from fp8_nemo.recipe.settled import LOCAL_BASE, PROMPT, VALIDATED, Layout, Settled, settle
 
@@ -38,8 +38,14 @@ RETIRED = {"cluster": ("launcher",)}
 """Keys that earlier versions wrote into plan.json, which have no meaning now."""
 RENAMED = {("glue", "verify"): {"ledger": "bytes", "full": "bytes"}}
 """Values that earlier versions wrote into plan.json, to the values that such a run resumes with."""
-LATER_GROUPS = {"algorithm": asdict(Algorithm()), "replay": asdict(Replay())}
+LATER_GROUPS = {
+    "algorithm": asdict(Algorithm()),
+    "replay": asdict(Replay()),
+    "lora": asdict(Lora()),
+}
 """Groups that earlier versions lacked, at the values that such a run had."""
+LATER_KEYS = {("precision", "kv_scales"): "layer"}
+"""Keys that earlier versions lacked, at the values that such a run had."""
 HASHED_AS = {("glue", "verify"): {"bytes": "ledger"}}
 """Values that enter the hash by an older name, so that a run keeps its own."""
 
@@ -97,8 +103,9 @@ class Plan:
         """Six hex digits over the backend and most of the recipe.
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
-        null, `algorithm=grpo`, `replay=none`, cluster, logging, outputs, `grpo.steps`,
-        `grpo.stop_when_unstable`, `correction.measurement` and `correction.max_reject`.
+        null, `algorithm=grpo`, `replay=none`, `lora=none`, `precision.kv_scales=layer`, cluster,
+        logging, outputs, `grpo.steps`, `grpo.stop_when_unstable`, `correction.measurement` and
+        `correction.max_reject`.
         """
         content = self.to_json()["recipe"]
         for group in NOT_IN_HASH:
@@ -106,6 +113,9 @@ class Plan:
         for group, before in LATER_GROUPS.items():
             if content[group] == before:
                 del content[group]
+        for (group, key), before in LATER_KEYS.items():
+            if content[group][key] == before:
+                del content[group][key]
         for key in ("steps", "stop_when_unstable"):
             del content["grpo"][key]
         for key in ONLY_CHECKED:
@@ -195,6 +205,7 @@ def _nemo_plan(recipe: Recipe, host: Host, layout: Layout | None) -> Plan:
     if not base:
         text = "backend=nemo starts from a YAML of NeMo RL's"
         raise PlanError([Mistake("model.base_config", None, text)])
+    _refuse(format_mistakes(recipe.precision))
     settled = settle(recipe, host.base(base), layout)
     chooses = recipe.model.layout == "auto"
     if chooses and layout is None and (choices := choose(settled, host)):
@@ -290,6 +301,13 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             recipe.data.name,
             f"backend=local reads {', '.join(TASKS)} or jsonl",
             "choose data=arithmetic, or data=jsonl data.path=FOLDER",
+        )
+    if any(each.in_experts for each in adapters(recipe.model.shape, recipe.lora)):
+        yield Mistake(
+            "lora.target_modules",
+            recipe.lora.name,
+            "backend=local has no adapters of experts",
+            "choose lora=attention, or run it with backend=nemo",
         )
     for key, value in leaves(recipe.nemo).items():
         yield Mistake(

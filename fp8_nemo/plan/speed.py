@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fp8_nemo.plan.memory import census, count, kv_cache_tokens, memory_per_gpu
-from fp8_nemo.recipe.options import FORMATS, Model, Precision, Shape
+from fp8_nemo.recipe.options import Model, Precision, Shape
 from fp8_nemo.recipe.settled import Settled
 
 
@@ -148,7 +148,7 @@ def decode_work(shape: Shape, precision: Precision, batch: int, context: float) 
     for part, fp8, matrix, elements in census(shape, precision):
         if part == "embedding" and not shape.tied:
             continue
-        each = (precision.rollout if fp8 else FORMATS["bf16"]).bytes_per_weight
+        each = (precision.rollout if fp8 else precision.plain).bytes_per_weight
         is_expert = part == "experts"
         read += elements * each * (1 - (1 - even) ** batch if is_expert else 1)
         operations = 2 * elements * batch * (even if is_expert else 1) if matrix else 0

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from fp8_nemo.plan.memory import census, moved_bytes
+from fp8_nemo.plan.memory import adapters, census, count, moved_bytes
 from fp8_nemo.plan.speed import GPU_SPEED, decode_of_engine, fitted_for, refit_seconds
-from fp8_nemo.recipe.options import FORMATS, Precision, Shape
+from fp8_nemo.recipe.options import Precision, Shape
 from fp8_nemo.recipe.settled import Settled
 
 PROMPT = 256
@@ -40,6 +40,8 @@ class Reached(NamedTuple):
     backward: float
 
 
+PLAIN = "bf16"
+"""Whose row every format of 16 bits takes: tensor cores multiply FP16 as fast."""
 LINEARS = {"bf16": Reached(0.584, 0.541), "fp8": Reached(0.405, 0.338)}
 """Of the datasheet's FLOP/s in that format, norms and casts included."""
 ATTENTION = Reached(0.841, 0.872)
@@ -60,6 +62,12 @@ LOGIT_BYTES = Reached(58, 11)
 """Memory traffic of one logit in the loss, beside the product that makes it."""
 CHUNKED_BYTES = 60
 """More of it in a backward pass that goes by chunks: softmax again, and chosen tokens one-hot."""
+ADAPTER_OUT, ADAPTER_IN = Reached(12, 8), Reached(2, 10)
+"""Memory traffic in bytes of a value of an adapter's output and input, as Megatron-Bridge computes
+it beside its linear: product, scaling and sum apart. Assumed: none was measured, nor what the host
+needs to launch them. The products themselves take less, for a rank of some hundreds."""
+MERGE_BYTES = 36
+"""Memory traffic of one weight that a refit adds its adapter to, in FP32; assumed."""
 NVLINK = 360e9
 """Assumed bytes a second between two GPUs of a node: 0.8 of a direction's 450e9."""
 PINNED = 50e9
@@ -118,6 +126,8 @@ def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSecond
     shape, gpu = recipe.model.shape, recipe.cluster.gpu
     wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
     transfer = refit_seconds(shape, wire, gpu, fitted_for(recipe.model).refit or 0.0)
+    if recipe.lora.is_on:
+        transfer += MERGE_BYTES * count(shape, wire).parameters / GPU_SPEED[gpu].reached().weights
     passes = 2 if settled.kl_penalty else 1
     return StepSeconds(
         rollout=rollout_seconds(settled, lengths),
@@ -190,7 +200,7 @@ def _pass_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
     shape, layout = settled.recipe.model.shape, settled.layout
     speed = GPU_SPEED[settled.recipe.cluster.gpu]
     shared = layout.tensor * layout.context
-    product = (1 + way) * layer_work(shape).end / (LINEARS["bf16"][way] * speed.bf16)
+    product = _products(settled, way) * layer_work(shape).end / (LINEARS["bf16"][way] * speed.bf16)
     traffic = LOGIT_BYTES[way] + (CHUNKED_BYTES if way and layout.logits_chunk else 0)
     logits = traffic * shape.vocab / speed.reached().weights
     end = tokens / shared * (product + logits)
@@ -202,17 +212,34 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
     recipe, layout = settled.recipe, settled.layout
     shape, bf16 = recipe.model.shape, GPU_SPEED[recipe.cluster.gpu].bf16
     fp8 = GPU_SPEED[recipe.cluster.gpu].fp8
-    name = recipe.precision.train.name
-    peak = fp8 if FORMATS[name].is_quantized else bf16
+    train = recipe.precision.train
+    name, peak = (train.name, fp8) if train.is_quantized else (PLAIN, bf16)
     work, ways = layer_work(shape), (1, 2.5)
     linear = work.quantized / (LINEARS[name][way] * peak) + work.other / (
         LINEARS["bf16"][way] * bf16
     )
     attention = ways[way] * _attention(shape, lengths) / (ATTENTION[way] * bf16)
-    device = tokens / (layout.tensor * layout.context) * ((1 + way) * linear + attention)
+    each_token = _products(settled, way) * linear + attention + _adapter_seconds(settled, way)
+    device = tokens / (layout.tensor * layout.context) * each_token
     kind = "experts" if shape.experts else "tensor" if layout.tensor > 1 else "dense"
     each = max(device, LAUNCH[kind, name][way]) + _exchange(settled, tokens) / NVLINK
     return shape.layers / layout.pipeline * each
+
+
+def _products(settled: Settled, way: int) -> int:
+    """Count the products of one weight: a frozen one needs no gradient of its own."""
+    return 2 if way and not settled.recipe.lora.is_on else 1
+
+
+def _adapter_seconds(settled: Settled, way: int) -> float:
+    """Estimate what a token's adapters take in one layer, forward (0) or backward (1)."""
+    recipe, shape = settled.recipe, settled.recipe.model.shape
+    moved = sum(
+        (ADAPTER_OUT[way] * each.out + ADAPTER_IN[way] * each.into)
+        * (shape.experts_per_token if each.in_experts else 1)
+        for each in adapters(shape, recipe.lora)
+    )
+    return moved / GPU_SPEED[recipe.cluster.gpu].reached().weights
 
 
 def _exchange(settled: Settled, tokens: float) -> float:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from fp8_nemo.recipe.options import (
     DIVERGENCES,
     FORMATS,
+    LORA_MODULES,
     OF_A_RATIO,
     RATIOS,
     TASKS,
@@ -23,6 +24,7 @@ from fp8_nemo.recipe.options import (
     Cluster,
     Correction,
     Data,
+    Precision,
     Recipe,
 )
 from fp8_nemo.recipe.plain import leaves
@@ -83,6 +85,7 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
         *_correction_mistakes(recipe.correction),
         *_algorithm_mistakes(recipe),
         *_replay_mistakes(recipe),
+        *_lora_mistakes(recipe),
         *_data_mistakes(recipe.data),
         *_cluster_mistakes(recipe.cluster),
         *_nemo_mistakes(recipe.nemo),
@@ -143,24 +146,26 @@ def _range_text(least: float | None, above: float | None, most: float | None) ->
 
 def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     precision, layers = recipe.precision, recipe.model.shape.layers
-    for key, option in (("rollout_kv", "fp8-kv-attn"), ("train_linear", "fp8-e2e")):
-        held = getattr(precision, key)
-        if FORMATS[held].is_quantized and not precision.rollout.is_quantized:
-            yield Mistake(
-                f"precision.{key}",
-                held,
-                f"needs precision.rollout_linear=fp8, got {precision.rollout_linear}",
-                f"choose precision={option}, or set precision.{key}=bf16",
-            )
+    yield from [*_quantized_mistakes(precision)] or _plain_mistakes(precision)
     kept = precision.bf16_layers
     if kept and precision.rollout.is_quantized and kept >= layers:
         yield Mistake(
             "precision.first_layers_bf16 + precision.last_layers_bf16",
             kept,
-            f"leaves none of the model's {layers} layers in FP8",
+            f"leaves none of the model's {layers} layers in {precision.rollout.name.upper()}",
             "lower one of them, or choose precision=bf16",
         )
-    shape, block = recipe.model.shape, precision.rollout.block
+    shape, block, group = recipe.model.shape, precision.rollout.block, precision.rollout.group
+    width = "expert_ffn" if shape.experts else "ffn"
+    for key in ("hidden", width, "head_dim"):
+        if group and (side := getattr(shape, key)) % group:
+            yield Mistake(
+                f"model.shape.{key}",
+                side,
+                f"must be a multiple of {group} with {precision.rollout.name} linears, whose "
+                "groups would span two rows",
+                "choose precision=bf16, or another width",
+            )
     if block and shape.experts and shape.expert_ffn % block:
         yield Mistake(
             "model.shape.expert_ffn",
@@ -169,6 +174,40 @@ def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             "blocks would span both",
             "choose precision=bf16, or another width",
         )
+
+
+def _quantized_mistakes(precision: Precision) -> Iterator[Mistake]:
+    """Refuse a quantized cache or trainer beside an engine whose linears have another format."""
+    for key, option in (("rollout_kv", "fp8-kv-attn"), ("train_linear", "fp8-e2e")):
+        held = getattr(precision, key)
+        if FORMATS[held].is_quantized and precision.rollout_linear != held:
+            yield Mistake(
+                f"precision.{key}",
+                held,
+                f"needs precision.rollout_linear={held}, got {precision.rollout_linear}",
+                f"choose precision={option}, or set precision.{key}=bf16",
+            )
+
+
+def _plain_mistakes(precision: Precision) -> Iterator[Mistake]:
+    """Refuse BF16 beside FP16, FP8 beside FP16, and a loss scale of the wrong one."""
+    plain = precision.plain
+    for key in ("rollout_linear", "rollout_kv"):
+        held = FORMATS[getattr(precision, key)]
+        if held != plain and (plain.scales_loss or not held.is_quantized):
+            yield Mistake(
+                f"precision.{key}",
+                held.name,
+                f"must be {plain.name}: precision.train_linear={precision.train_linear} computes "
+                "in it, and no kernel mixes it with this",
+                "choose precision=bf16 or precision=fp16, each of which sets both sides",
+            )
+            return
+    if (precision.loss_scale is not None) != plain.scales_loss:
+        text = "must be a number: FP16 loses small gradients without it"
+        if not plain.scales_loss:
+            text = f"must be null: {plain.name} loses no small gradients"
+        yield Mistake("precision.loss_scale", precision.loss_scale, text)
 
 
 def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
@@ -270,6 +309,29 @@ def _replay_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             recipe.replay.name,
             f"{recipe.model.name} is dense, and has no router whose choice could be replayed",
             "choose replay=none, or a mixture of experts, as model=qwen3-30b-a3b",
+        )
+
+
+def _lora_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    lora, modules = recipe.lora, recipe.lora.target_modules
+    if not lora.is_on:
+        if lora.alpha is not None or modules:
+            text = "adapters have a rank"
+            yield Mistake("lora.rank", None, text, "give a number, or choose lora=none")
+        return
+    unknown = [each for each in modules if each not in LORA_MODULES]
+    if unknown or not modules or len(set(modules)) < len(modules):
+        text = f"must be some of {', '.join(LORA_MODULES)}, each once"
+        yield Mistake("lora.target_modules", unknown[0] if unknown else modules, text)
+    if lora.alpha is None:
+        yield Mistake("lora.alpha", None, "scales the adapters", "give a number, usually 32")
+    if recipe.precision.train.is_quantized:
+        yield Mistake(
+            "lora",
+            lora.name,
+            f"trains in BF16, and precision.train_linear={recipe.precision.train_linear}: the "
+            "trainer would compute fp8(W) x + B A x, the engine fp8(W + B A) x",
+            "choose precision=fp8-linear or fp8-kv-attn",
         )
 
 

@@ -45,34 +45,42 @@ class Format(NamedTuple):
     name: str
     dtype: str
     """Torch's name for one element."""
-    bytes: int
-    """Of one element, without its share of a scale."""
+    bytes: float
+    """Of one weight, without its share of a scale."""
     block: int = 0
-    """Side of the square of weights that shares a scale; 0: values have none."""
+    """Side of the square of weights that shares a scale; 0: it has none of these."""
+    group: int = 0
+    """Weights in a row that share a scale; 0: it has none of these."""
     scale_dtype: str = "float32"
     nan: int = 0
     """Byte that reads as NaN, with which a refit poisons the engine's memory."""
+    scales_loss: bool = False
+    """Whether training in it needs a loss scale: else small gradients become zeros."""
 
     @property
     def is_quantized(self) -> bool:
         """Return whether values are held with scales."""
-        return self.block > 0
+        return self.block + self.group > 0
 
     @property
     def bytes_per_weight(self) -> float:
-        """Return the bytes of one weight, with its share of a scale."""
-        return self.bytes + (DTYPE_BYTES[self.scale_dtype] / self.block**2 if self.block else 0)
+        """Return the bytes of one weight, with its share of a scale of a block or group."""
+        sharing = self.block**2 + self.group
+        return self.bytes + (DTYPE_BYTES[self.scale_dtype] / sharing if sharing else 0)
 
 
 FORMATS = {
     each.name: each
     for each in (
         Format("bf16", "bfloat16", 2),
+        Format("fp16", "float16", 2, scales_loss=True),
         Format("fp8", "float8_e4m3fn", 1, block=128, nan=0x7F),
+        Format("nvfp4", "uint8", 0.5, group=16, scale_dtype="float8_e4m3fn"),
     )
 }
-"""What `precision` may name. A new format is a row here and a quantizer in `glue/quantize.py`."""
-DTYPE_BYTES = {"float32": 4} | {each.dtype: each.bytes for each in FORMATS.values()}
+"""What `precision` may name. A new format is a row here, one of `wire.HELD`, a quantizer in
+`glue/quantize.py` and a row of `local/modules/precision.py`."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
 @dataclass
@@ -186,11 +194,15 @@ class Precision:
     name: str = short_name("bf16")
     """Part of the run directory's name."""
     rollout_linear: str = one_of(*FORMATS)
-    """Weights and activations of the engine's linears."""
-    rollout_kv: str = one_of("bf16", "fp8")
+    """Weights and activations of the engine's linears; with `nvfp4` the weights alone."""
+    rollout_kv: str = one_of("bf16", "fp16", "fp8")
     """FP8 cache, and FP8 attention with it."""
-    train_linear: str = one_of(*FORMATS)
-    """Weights and activations of the trainer's linears."""
+    kv_scales: str = one_of("layer", "head")
+    """Of an FP8 cache: one each for a layer's Q, K and V, or for each of its K/V heads."""
+    train_linear: str = one_of("bf16", "fp16", "fp8")
+    """Weights and activations of the trainer's linears; FP16 is that of all else, on both sides."""
+    loss_scale: float | None = number(None, above=0)
+    """Factor on the loss that a run in FP16 begins with, taken out of its gradients again."""
     scales: str = one_of("fp32", "pow2")
     """Block scales: any FP32 number, or powers of two."""
     first_layers_bf16: int = number(0, least=0)
@@ -208,10 +220,19 @@ class Precision:
         """Return the format of the KV cache, and of attention over it."""
         return FORMATS[self.rollout_kv]
 
+    def kv_groups(self, kv_heads: int) -> int:
+        """Return the scales that a layer's Q, K or V has in a model of so many K/V heads."""
+        return kv_heads if self.kv_scales == "head" else 1
+
     @property
     def train(self) -> Format:
         """Return the format in which the trainer multiplies its linears."""
         return FORMATS[self.train_linear]
+
+    @property
+    def plain(self) -> Format:
+        """Return the format of everything that is not quantized: embeddings, norms, activations."""
+        return FORMATS["bf16"] if self.train.is_quantized else self.train
 
     @property
     def bf16_layers(self) -> int:
@@ -440,6 +461,35 @@ class Replay:
 
 
 @dataclass
+class Lora:
+    """Train low-rank adapters of frozen weights (LoRA); a refit sends the merged weights."""
+
+    name: str = short_name("none")
+    """Which linears have adapters; `none`: all weights are trained."""
+    rank: int | None = number(None, least=1)
+    """Rank of an adapter; null: there are none."""
+    alpha: int | None = number(None, least=1)
+    """The engine's weight is `W + alpha / rank * B A`."""
+    target_modules: list[str] = field(default_factory=list)
+    """Linears with adapters, in Megatron's words: `linear_qkv`, `linear_proj` (attention's output),
+    `linear_fc1` (gate and up), `linear_fc2` (down)."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether adapters are trained."""
+        return self.rank is not None
+
+
+LORA_MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's linears to Hugging Face's; those of one row share an adapter's `A`."""
+
+
+@dataclass
 class Recalibrate:
     """Say where Q/K/V ranges come from and how much room they get."""
 
@@ -575,6 +625,7 @@ class Recipe:
     grpo: Grpo = field(default_factory=Grpo)
     algorithm: Algorithm = field(default_factory=Algorithm)
     replay: Replay = field(default_factory=Replay)
+    lora: Lora = field(default_factory=Lora)
     glue: Glue = field(default_factory=Glue)
     logging: Logging = field(default_factory=Logging)
     cluster: Cluster = field(default_factory=Cluster)

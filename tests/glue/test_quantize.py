@@ -16,7 +16,16 @@ import pytest
 import torch
 
 from fp8_nemo.glue import quantize
-from fp8_nemo.glue.quantize import quantize_blocks, quantize_groups
+from fp8_nemo.glue.quantize import (
+    E2M1,
+    FP8,
+    dequantize_nvfp4,
+    e2m1_values,
+    quantize_blocks,
+    quantize_groups,
+    quantize_nvfp4,
+    quantize_nvfp4_list,
+)
 
 BF16_MAX, FP32_MAX = (Fraction(torch.finfo(t).max) for t in (torch.bfloat16, torch.float32))
 POSITIVE_BF16 = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
@@ -269,3 +278,72 @@ def test_bytes_and_scales_are_those_of_the_committed_goldens(case):
     assert scale_inv.flatten()[:2].tolist() == case["first_scales"]
     content = b"".join(each.view(torch.uint8).numpy().tobytes() for each in (fp8, scale_inv))
     assert hashlib.sha256(content).hexdigest() == case["sha256"]
+
+
+def nvfp4_by_search(weight):
+    """ModelOpt's rule value by value: the nearest of 15 numbers, to the even code between two."""
+    value = weight.bfloat16().float().numpy()
+    whole = np.float32(np.abs(value).max() / np.float32(6 * 448))
+    codes, scales = np.zeros(value.shape, np.uint8), np.zeros((len(value), value.shape[1] // 16))
+    for row, column in np.ndindex(scales.shape):
+        group = value[row, 16 * column : 16 * column + 16]
+        scale = np.float32(np.abs(group).max() / np.float32(np.float32(6) * whole))
+        scale = min(max(scale or 1.0, 2**-9), 448.0)
+        scales[row, column] = scale = torch.tensor(scale).to(FP8).float().item()
+        for place, each in enumerate(group):
+            scaled = abs(float(each / np.float32(np.float32(scale) * whole)))
+            distance = [abs(scaled - held) for held in E2M1]
+            nearest = [code for code in range(8) if distance[code] == min(distance)]
+            code = next((code for code in nearest if code % 2 == 0), nearest[0])
+            codes[row, 16 * column + place] = code + 8 * (each < 0)
+    return codes, scales, whole
+
+
+@pytest.mark.parametrize("scale", [1.0, 2e-2, 1e-6, 3e4])
+def test_four_bits_are_the_nearest_numbers_of_modelopts_rule(scale):
+    weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(5)) * scale
+    weight[0, :16], weight[1, :16] = 0.0, weight[1, :16] * 1e-4  # a group of zeros, a small one
+    weight[2, :16] = scale * torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6] * 2)
+    found = quantize_nvfp4(weight, slot := torch.tensor(False))
+    codes, scales, whole = nvfp4_by_search(weight)
+    assert found.packed_OI.tolist() == (codes[:, 1::2] << 4 | codes[:, ::2]).tolist()
+    assert found.scale_OG.float().tolist() == scales.tolist() and not slot
+    assert found.scale_2.tolist() == [whole]
+    assert 0.05 < (dequantize_nvfp4(found) - weight).norm() / weight.norm() < 0.15
+
+
+def test_four_bits_halfway_between_two_numbers_go_to_the_even_code():
+    halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -0.75, -1.25, -1.75, -2.5,
+                           -3.5, -5, -6])  # fmt: skip
+    whole = torch.cat([halves, torch.full((16,), 2688.0)])[None]  # the whole scale is 1
+    packed_OI, scale_OG, scale_2 = quantize_nvfp4(whole, torch.tensor(False))
+    assert scale_2 == 1 and scale_OG.tolist() == [[1.0, 448.0]]
+    found = e2m1_values(packed_OI, scale_OG)[0, :16].tolist()
+    assert found == [0, 1, 1, 2, 2, 4, 4, 6, 0, -1, -1, -2, -2, -4, -4, -6]
+
+
+def test_values_of_four_bits_and_their_scales_are_numbers_of_16_bits():
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(6))
+    packed_OI, scale_OG, _ = quantize_nvfp4(weight, torch.tensor(False))
+    values = e2m1_values(packed_OI, scale_OG)
+    assert torch.equal(values.bfloat16().float(), values) and values.unique().numel() > 100
+
+
+def test_a_stack_gets_the_four_bits_that_each_of_its_weights_gets_alone():
+    stack = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(7))
+    stack[1] *= 100
+    slots = torch.zeros(2, dtype=torch.bool)
+    [together, zeros] = quantize_nvfp4_list([stack, torch.zeros(16, 16)], nonfinite_N=slots)
+    for n, weight in enumerate(stack):
+        alone = quantize_nvfp4(weight, torch.tensor(False))
+        pairs = zip(together, alone, strict=True)
+        assert all(torch.equal(a[n].float(), b.float()) for a, b in pairs)
+    assert not dequantize_nvfp4(zeros).any() and zeros.scale_2 == 1 and not slots.any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_four_bits_of_what_is_not_finite_are_marked(bad):
+    weight = torch.ones(16, 32)
+    weight[3, 4] = bad
+    quantize_nvfp4_list([torch.ones(16, 16), weight], nonfinite_N=(slots := torch.zeros(2).bool()))
+    assert slots.tolist() == [False, True]

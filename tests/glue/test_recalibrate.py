@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from fp8_nemo.glue import recalibrate
-from fp8_nemo.glue.recalibrate import AmaxObserver, RecalibrateError, kv_scales
+from fp8_nemo.glue.recalibrate import (
+    AmaxObserver,
+    RecalibrateError,
+    check_scales,
+    kv_scales,
+    saturated_fraction,
+)
 
 
 def qkv(query=1.0, key=1.0, value=1.0):
@@ -154,3 +160,21 @@ def test_ranges_that_stay_as_they_were_never_count_as_saturated_at_margin_one():
 def test_max_drift_is_the_largest_relative_change_up_or_down(after, drift):
     before, after = (dict(zip("ab", each, strict=True)) for each in ([1.0, 2.0], after))
     assert recalibrate.max_drift(before, after) == drift
+
+
+def test_each_group_of_heads_has_ranges_and_scales_of_its_own():
+    observer = AmaxObserver(num_layers=1, history=1, groups=2)
+    query, key, value = (torch.ones(3, heads, 8) for heads in (4, 2, 2))
+    query[0, 1, 0], query[1, 2, 0], key[1, 1, 3], value[0, 0, 1] = -5.0, 7.0, 11.0, 13.0
+    key[2] = 99.0  # of padding
+    observer.observe_rows(0, [query, key, value], torch.tensor([True, True, False]))
+    assert observer.read().tolist() == [[[5.0, 7.0, 1.0, 11.0, 13.0, 1.0]]]
+    found = kv_scales(observer.read(), 1.0)
+    at = "model.layers.0.self_attn"
+    assert {name: round(448 * scale) for name, scale in found.items()} == {
+        f"{at}.attn.0.q_scale": 5, f"{at}.attn.1.q_scale": 7, f"{at}.0.k_scale": 1,
+        f"{at}.1.k_scale": 11, f"{at}.0.v_scale": 13, f"{at}.1.v_scale": 1,
+    }  # fmt: skip
+    assert saturated_fraction(observer.read()[0] * 1.5, found) == 1.0
+    with pytest.raises(RecalibrateError, match=r"self_attn\.1\.k_scale: KV scale None"):
+        check_scales({n: s for n, s in found.items() if ".1.k_" not in n}, 1, 2)

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_nemo.glue import refit
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.destination import Destination
+from fp8_nemo.glue.destination import Destination, Sample
 from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
-from fp8_nemo.glue.quantize import quantize_blocks
+from fp8_nemo.glue.quantize import quantize_blocks, quantize_nvfp4
 from fp8_nemo.glue.recalibrate import kv_scales
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError
@@ -341,6 +341,85 @@ def test_opening_a_ledger_of_names_poisons_block_scales_and_both_ends_of_the_res
             assert (tensor.float().flatten()[1:-1] == 0.25).all()
 
 
+FOUR = Precision(rollout_linear="nvfp4")
+EVEN = {"dense": {EMBED: (16, 192), Q: (256, 192), "model.norm.weight": (192,)},
+        "moe": {GATE: (3, 192), SLAB: (3, 256, 192), "model.layers.0.mlp.experts.down_proj":
+                (3, 192, 128), "model.norm.weight": (192,)}}  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", EVEN.values(), ids=EVEN)
+@pytest.mark.parametrize("verify", ["names", "bytes"])
+def test_four_bits_land_byte_by_byte_with_both_their_scales(shapes, verify):
+    named = made(shapes)
+    expected, engine = engine_for(shapes, FOUR)
+    proof = deliver(stream_of(named, FOUR, verify=verify), expected, engine, verify=verify)
+    wanted = {}
+    for name, weight in one_by_one(named).items():
+        wanted[name] = weight.bfloat16()
+        if weights.is_linear(name, tuple(weight.shape)):
+            held = quantize_nvfp4(weight, torch.tensor(False))
+            suffixes = ("", "_scale", "_scale_2")
+            wanted |= {name + end: x for end, x in zip(suffixes, held, strict=True)}
+    assert list(engine) == list(wanted)
+    assert all(raw(engine[name]) == raw(wanted[name]) for name in wanted)
+    assert proof.verified_weights == (1 if Q in named else 9)
+    assert proof.bytes == sum(map(len, map(raw, wanted.values())))
+
+
+@pytest.mark.parametrize("end", ["", "_scale", "_scale_2"])
+@pytest.mark.parametrize("verify", ["names", "bytes"])
+def test_four_bits_or_a_scale_of_theirs_that_do_not_arrive_or_load_are_named(end, verify):
+    expected, engine = engine_for(EVEN["dense"], FOUR)
+    sent = list(stream_of(made(EVEN["dense"]), FOUR, verify=verify))
+    with fails(Q + end) as error:
+        deliver([each for each in sent if each[0] != Q + end], expected, engine, verify=verify)
+    assert "never arrived" in str(error.value)
+    if (end, verify) == ("", "names"):
+        return  # packed bytes have no NaN to poison them with: `bytes` alone notices
+    with fails(Q + end):
+        deliver(sent, expected, engine, load=lambda name: name != Q + end, verify=verify)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("verify", ["names", "bytes"])
+@MODELS
+def test_a_proof_counts_the_bytes_of_linears_that_a_refit_changed(shapes, precision, verify):
+    expected, engine = engine_for(shapes, precision)
+
+    def refit(named):
+        return deliver(stream_of(named, precision, verify=verify), expected, engine, verify=verify)
+
+    named = made(shapes)
+    refit(named)
+    assert (proof := refit(named)).changed == 0 and proof.sampled > 0
+    before = {name: raw(tensor) for name, tensor in engine.items()}
+    others = [name for name in named if not weights.is_linear(name, named[name].shape)]
+    moved = made(shapes, salt=7)
+    assert refit(named | {name: moved[name] for name in others}).changed == 0
+    proof = refit(named | {Q: moved[Q]})
+    bytes_of = {name: len(raw(x)) for name, x in engine.items()}
+    linears = [n for n in bytes_of if n.endswith(("proj.weight", "proj.weight_scale_inv"))]
+    assert proof.sampled == sum(bytes_of[name] for name in linears)
+    differ = (a != b for n in linears for a, b in zip(before[n], raw(engine[n]), strict=True))
+    assert proof.changed == sum(differ) > 1000
+
+
+def test_of_many_values_those_at_equal_distances_are_compared(monkeypatch):
+    """Phase goes on from tensor to tensor: a scale has its share of the sample, and no more."""
+    monkeypatch.setattr("fp8_nemo.glue.destination.SAMPLED", 1000)
+    shorts_12672, float_1 = torch.zeros(99, 128).bfloat16(), torch.zeros(1)
+    tensors = [shorts_12672, float_1, torch.zeros(8, 64, dtype=torch.int8)]
+    sample = Sample([*tensors, torch.zeros(4, 4).T[:2]])
+    before = sample.read()
+    step = 15  # 13,185 values over 1,000, and odd
+    places = torch.arange(13185).split([12672, 1, 512])
+    taken = [(part % step == 0).sum().item() for part in places]
+    assert sample.bytes == 2 * taken[0] + 4 * taken[1] + taken[2] == sum(map(len, before))
+    for tensor in tensors:
+        tensor.add_(1)
+    assert sample.changed(before).tolist() == [taken[0] * 2 + taken[1] * 2 + taken[2]]
+
+
 class Counted(TorchDispatchMode):
     """How many operations torch is asked for."""
 
@@ -365,6 +444,7 @@ def test_the_proof_takes_as_many_operations_for_many_tensors_as_for_few(monkeypa
         scales = {n: 1.0 for layer in range(layers) for n in weights.kv_scale_names(layer)}
         sent = list(refit_stream(named.items(), FP8_KV, scales, num_layers=layers))
         destination = Destination(engine, expected)
+        assert destination.sample.bytes  # made once an engine, with views of every linear
         with Counted() as counted:
             ledger = Ledger(expected, destination)
             for name, tensor in sent:

@@ -252,8 +252,8 @@ def test_attention_of_a_token_over_a_bf16_cache_is_that_of_a_cpu(groups, places,
     mask = torch.rand(3, 1, 1, 1, places, generator=draw) > 0.3
     mask[0], mask[1, ..., : places // 2] = False, False
     hidden = (query, unread(key, mask), unread(value, mask), mask)
-    found = attention._attend_bf16(None, *(x.cuda() for x in hidden), D**-0.5).cpu().float()
-    expected = attention._attend_bf16(None, query, key, value, mask, D**-0.5)
+    found = attention._attend_plain(None, *(x.cuda() for x in hidden), D**-0.5).cpu().float()
+    expected = attention._attend_plain(None, query, key, value, mask, D**-0.5)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=5e-3)
 
 
@@ -270,7 +270,7 @@ def test_attention_of_texts_and_its_gradients_are_those_of_a_cpu(groups, T, D):
 
     def attended(device):
         given = [x.to(device).requires_grad_() for x in texts]
-        found = attention._attend_bf16(None, *given, mask.to(device), D**-0.5).float()
+        found = attention._attend_plain(None, *given, mask.to(device), D**-0.5).float()
         (found * weigh.to(device)).sum().backward()
         assert found.isfinite().all()  # a NaN would go into the sums of the next layer
         found = found.detach().cpu() * read

@@ -29,8 +29,8 @@ CORE_KEYS = {
     "reward/mean", "rollout/tokens", "rollout/mean_length", "train/entropy", "mismatch/kl",
     "mismatch/token_mult_prob_error", "mismatch/abs_log_ratio_p99", "mismatch/abs_log_ratio_max",
     "mismatch/ess", "correction/multiplier_mean", "correction/ess", "correction/clipped_fraction",
-    "correction/masked_fraction", "refit/bytes", "refit/verified_weights", "time/rollout",
-    "time/logprob", "time/train", "time/refit", "time/step",
+    "correction/masked_fraction", "refit/bytes", "refit/verified_weights", "refit/changed_bytes",
+    "time/rollout", "time/logprob", "time/train", "time/refit", "time/step",
 }  # fmt: skip
 
 
@@ -74,7 +74,9 @@ def test_every_cell_runs_two_steps(make_plan, model, precision, correction):
     assert set(rows[1]) >= CORE_KEYS and "val/accuracy" in rows[2]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert ("recalibrate/max_drift" in rows[1]) == precision.endswith("kv-attn")
-    assert (rows[1]["refit/verified_weights"] > 0) == (precision != "bf16")
+    assert (rows[1]["refit/verified_weights"] > 0) == (precision not in ("bf16", "fp16"))
+    assert rows[1].get("train/loss_scale") == (65536.0 if precision == "fp16" else None)
+    assert rows[0]["refit/changed_bytes"] > 0.8 > rows[1]["refit/changed_bytes"] > 0
     if correction == "none":
         assert rows[1]["correction/multiplier_mean"] == 1.0 == rows[1]["correction/ess"]
 
@@ -197,6 +199,64 @@ def test_fp8_rollouts_send_about_half_the_bytes(make_plan):
     bf16 = rows_of(make_plan("precision=bf16"))[1]["refit/bytes"]
     fp8 = rows_of(make_plan("precision=fp8-linear"))[1]["refit/bytes"]
     assert fp8 / bf16 == pytest.approx(0.53, abs=0.01)
+
+
+def test_an_fp16_update_that_overflows_is_left_out_and_the_loss_scale_halved(make_plan, tmp_path):
+    """And a run that stops meanwhile goes on with its scale."""
+    steps = ["precision=fp16", "precision.loss_scale=1e7", "grpo.checkpoint_every=1"]
+    plan = make_plan(*steps, "grpo.steps=8", "grpo.learning_rate=1e-3")
+    rows = rows_of(plan)
+    scales, skipped = ([row[f"train/{key}"] for row in rows[1:]] for key in
+                       ("loss_scale", "skipped_updates"))  # fmt: skip
+    assert 0 < sum(skipped) < 8
+    for before, after, count in zip([1e7, *scales], scales, skipped, strict=False):
+        assert after == before / 2**count
+    unchanged = [row["refit/changed_bytes"] == 0 for row in rows[1:]]
+    assert unchanged == [count == 1 for count in skipped]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    for steps_so_far in (2, 8):
+        again = make_plan(*steps, f"grpo.steps={steps_so_far}", "grpo.learning_rate=1e-3",
+                          f"outputs={tmp_path}/in-two")  # fmt: skip
+        [frozen] = run_dir.freeze([again])
+        GrpoLoop(again, frozen.path).train(lambda row: None)
+    found = metrics.read_metrics(frozen.path)
+    assert [row["train/loss_scale"] for row in found[1:]] == scales
+
+
+def test_scales_of_heads_arrive_are_recalibrated_and_survive_a_stop(make_plan, tmp_path):
+    heads = ["precision=fp8-kv-attn", "precision.kv_scales=head", "grpo.checkpoint_every=1"]
+    whole = rows_of(make_plan(*heads, "grpo.steps=3"))
+    for steps in (1, 3):
+        plan = make_plan(*heads, f"grpo.steps={steps}", f"outputs={tmp_path}/in-two")
+        [frozen] = run_dir.freeze([plan])
+        loop = GrpoLoop(plan, frozen.path)
+        loop.train(lambda row: None)
+    held, scales = loop.engine.model.model.layers[1].self_attn.k_scale, loop.progress.kv_scales
+    assert len(scales) == 2 * 3 * 2 and len(held) == 2 and held[0] != held[1]
+    sent = [scales[f"model.layers.1.self_attn.{head}.k_scale"] for head in range(2)]
+    assert held.tolist() == torch.tensor(sent).tolist()
+    found = metrics.read_metrics(frozen.path)
+    for key in ("mismatch/kl", "recalibrate/max_drift"):
+        assert [row[key] for row in found[1:]] == [row[key] for row in whole[1:]]
+
+
+def test_fp16_is_what_both_sides_hold_and_what_travels(make_plan, tmp_path):
+    loop = GrpoLoop(make_plan("precision=fp16", "model=tiny-qwen3-moe"), tmp_path)
+    loop._refit()
+    held = [*loop.policy.model.parameters(), *loop.engine.wire_tensors().values()]
+    assert {each.dtype for each in held} == {torch.float16}
+    computed = set()
+
+    def note(module, inputs, output):
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
+            computed.add(output.dtype)
+
+    for module in (*loop.policy.model.modules(), *loop.engine.model.modules()):
+        module.register_forward_hook(note)
+    batch = loop._sample(loop._problems_of(0, 1), loop.progress.sampler)
+    loop.policy.logprobs(batch)
+    assert computed == {torch.float16}
+    assert {spec.dtype for spec in loop.engine.expected.values()} == {"float16"}
 
 
 def test_advantages_leave_one_out_and_divide_by_the_deviation_of_the_others():

@@ -14,12 +14,19 @@ from fp8_nemo.glue.quantize import (
     FP8,
     dequantize_blocks,
     dequantize_groups,
+    dequantize_nvfp4,
     quantize_blocks,
     quantize_groups,
+    quantize_nvfp4,
 )
 from fp8_nemo.local.engine import causal_mask
 from fp8_nemo.local.modules import attention, linears
-from fp8_nemo.local.modules.experts import Bf16Experts, Fp8RolloutExperts, without_host_reads
+from fp8_nemo.local.modules.experts import (
+    Fp8RolloutExperts,
+    Nvfp4Experts,
+    PlainExperts,
+    without_host_reads,
+)
 from fp8_nemo.local.modules.precision import rms_norm
 
 
@@ -45,7 +52,7 @@ def random(*shape, scale=1.0):
 def test_a_bf16_linear_rounds_its_result_and_nothing_else():
     x, weight = random(5, 256), random(128, 256)
     expected = (x.double() @ weight.double().T).float()
-    found = linears.linear_bf16(x, weight)
+    found = linears.linear_plain(x, weight)
     assert found.dtype == torch.bfloat16
     assert ((found.float() - expected).abs() <= expected.abs() * 2**-8 + 1e-6).all()
 
@@ -202,7 +209,44 @@ def in_fp8(experts):
 CHOSEN_TA = torch.tensor([[0, 3], [7, 3], [3, 1], [1, 0], [2, 3]])
 
 
-@pytest.mark.parametrize("held", [lambda experts: Bf16Experts(experts, False), in_fp8])
+def in_four_bits(experts):
+    four = Nvfp4Experts(experts, False)
+    for name, slab in experts.named_parameters():
+        stacked = slab.detach().unflatten(1, (four.projections(name), -1))  # each has its own scale
+        held = quantize_nvfp4(stacked.flatten(0, 1), torch.tensor(False))
+        for end, tensor in zip(("", "_scale", "_scale_2"), held, strict=True):
+            buffer = getattr(four, name + end)
+            buffer.copy_(tensor.view(buffer.shape))
+    return four
+
+
+def test_a_linear_in_four_bits_multiplies_16_bit_activations_with_what_its_bytes_stand_for():
+    x, four = random(5, 256), linears.Nvfp4Linear(torch.nn.Linear(256, 128), False)
+    assert four.weight_scale.float().isnan().all() and four.weight_scale_2.isnan().all()
+    held = quantize_nvfp4(random(128, 256), torch.tensor(False))
+    for end, tensor in zip(("", "_scale", "_scale_2"), held, strict=True):
+        getattr(four, f"weight{end}").copy_(tensor)
+    expected = (x.double() @ dequantize_nvfp4(held).double().T + four.bias.double()).float()
+    found = four(x)
+    assert ((found.float() - expected).abs() <= expected.abs() * 2**-7 + 1e-3).all()
+
+
+def test_experts_in_four_bits_scale_gate_and_up_by_what_is_each_ones_own():
+    made = made_experts()
+    with torch.no_grad():
+        made.gate_up_proj[:, made.gate_up_proj.shape[1] // 2 :] *= 64  # up: other scales than gate
+    four = in_four_bits(made)
+    hidden_TI, share_TA = random(5, 256), torch.full((5, 2), 0.5).bfloat16()
+    with torch.no_grad():
+        exact_TI, chosen_TI = (each(hidden_TI, CHOSEN_TA, share_TA) for each in (made, four))
+        with without_host_reads():
+            all_TI = four(hidden_TI, CHOSEN_TA, share_TA)
+    error = (chosen_TI - exact_TI).float().norm() / exact_TI.float().norm()
+    assert 0.05 < error < 0.25
+    assert (all_TI - chosen_TI).float().norm() < 0.01 * exact_TI.float().norm()
+
+
+@pytest.mark.parametrize("held", [lambda experts: PlainExperts(experts, False), in_fp8])
 def test_experts_that_take_every_token_give_what_the_chosen_ones_give(held):
     made = made_experts()
     experts, hidden_TI, share_TA = held(made), random(5, 256), torch.linspace(0.1, 1, 10).view(5, 2)
@@ -222,7 +266,7 @@ def test_experts_that_take_every_token_give_what_the_chosen_ones_give(held):
 
 def test_experts_hand_back_the_gradients_that_a_sum_over_all_of_them_has():
     made = made_experts().float()
-    experts, index_TA = Bf16Experts(made, False), CHOSEN_TA
+    experts, index_TA = PlainExperts(made, False), CHOSEN_TA
     weigh_TI = random(5, 256).float()
 
     def gradients(mixed):
@@ -300,7 +344,7 @@ def test_fused_attention_and_its_gradients_are_the_plain_ones_but_for_rounding(g
         return [found.detach(), *(x.grad.float() for x in given)]
 
     fused = attended(attention._attend_fused)
-    plain = attended(partial(attention._attend_bf16, None))
+    plain = attended(partial(attention._attend_plain, None))
     assert not torch.equal(fused[0], plain[0])
     for found, expected in zip(fused, plain, strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
@@ -315,3 +359,26 @@ def test_a_norm_in_one_launch_is_transformers_but_for_one_rounding(shape):
     found, expected = rms_norm(norm, x), norm(x)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+
+
+def test_a_head_with_outliers_costs_the_others_nothing_if_scales_are_of_heads():
+    """K of head 0 is 2^16 times larger, and its Q as much smaller: the same attention."""
+    query, key, value = random(2, 4, 5, 64), random(2, 2, 5, 64), random(2, 2, 5, 64)
+    mask = causal_mask(torch.ones(2, 5, dtype=torch.bool))
+    exact, _ = attention.attend(Module(), query, key, value, mask, 0.125)
+    planted_q, planted_k = query.clone(), key.clone()
+    planted_q[:, :2] /= 2**16
+    planted_k[:, 0] *= 2**16
+
+    def error(groups):
+        """Of FP8 attention, with scales of so many groups of heads."""
+        module = Module()
+        module.q_scale, module.k_scale, module.v_scale = (
+            x.float().abs().unflatten(1, (groups, -1)).amax((0, 2, 3, 4)) / 448
+            for x in (planted_q, planted_k, value)
+        )
+        held = attention.KvLayer((module.k_scale, module.v_scale)).update(planted_k, value)
+        found, _ = attention.attend(module, planted_q, *held, mask, 0.125)
+        return ((found - exact).float().norm() / exact.float().norm()).item()
+
+    assert error(2) < 0.06 < 2 * error(2) < error(1)

@@ -207,12 +207,14 @@ def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weight
 
     def proof(*digests):
         sent = struct.pack(f"{len(digests)}q", *digests)
-        return {"bytes": 8, "verified_weights": 2, "checksums": len(digests), "sent": sent}
+        counted = {"bytes": 8, "verified_weights": 2, "changed": len(digests), "sampled": 8}
+        return {**counted, "checksums": len(digests), "sent": sent}
 
     info = dict.fromkeys((SENTINEL, "a", "b", "x.k_scale", MANIFEST), ((4,), torch.bfloat16))
     alike = {"refit/bytes": 8, "refit/verified_weights": 2}
-    assert refit_metrics([proof(1, 2), {}, proof(1, 2)], info) == alike
-    assert refit_metrics([proof(), proof()], info) == alike  # verify: names
+    quarter = alike | {"refit/changed_bytes": 0.25}
+    assert refit_metrics([proof(1, 2), {}, proof(1, 2)], info) == quarter
+    assert refit_metrics([proof(), proof()], info) == alike | {"refit/changed_bytes": 0.0}  # names
     assert refit_metrics([{}], info) == {"refit/bytes": 40, "refit/verified_weights": 0}
     with pytest.raises(RefitError) as error:
         refit_metrics([proof(1, 2), proof(1, 2), proof(1, 3)], info)

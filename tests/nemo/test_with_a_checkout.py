@@ -71,6 +71,24 @@ def cells(host):
             assert precision.endswith("kv-attn") and host.defects == V0_7_0_DEFECTS
 
 
+@imports
+@pytest.mark.parametrize("model", ["llama31-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8-linear"])
+def test_nemo_rls_parser_accepts_lora_and_makes_the_adapters_that_the_plan_counts(
+    model, precision, host, tmp_path, nemo_path
+):
+    from nemo_rl.algorithms.grpo import MasterConfig
+
+    [recipe] = compose([f"model={model}", f"precision={precision}", "lora=all-linear"])
+    plan = plan_recipe(recipe, host)
+    content = checkout.config_of(
+        Path(host.root), plan.nemo.base_config, written(plan, host, tmp_path)
+    )
+    given = MasterConfig(**content).policy["megatron_cfg"]["peft"]
+    assert (given["enabled"], given["dim"], given["lora_dtype"]) == (True, 32, None)
+    assert "lm_head" not in given["target_modules"] and len(given["target_modules"]) == 4
+
+
 def written(plan, host, tmp_path):
     return plan.nemo.overrides | path_overrides(plan.recipe, tmp_path, Path(host.root))
 

@@ -46,6 +46,7 @@ GIVEN = (
 )
 """A layout that the recipe gives itself, as the real models' files had it once."""
 TWO = ("model.parallel.rollout_tensor=2",)
+TWO_TRAINED = ("model.layout=null", "model.parallel.tensor=2")
 
 VLLM = "policy.generation.vllm_cfg"
 MEGATRON = "policy.megatron_cfg"
@@ -237,6 +238,17 @@ def test_a_length_that_is_given_leaves_room_for_the_prompt():
 
 FORBIDDEN = [
     (
+        ["model=llama31-8b", "precision=bf16", "lora=all-linear", "lora.rank=3", *TWO_TRAINED],
+        "lora.rank=3: must be a multiple of model.parallel.tensor=2, which shares it out "
+        "(megatron/bridge/peft/utils.py:1046)",
+    ),
+    (
+        ["model=llama31-8b", "precision=bf16", "+nemo.policy.make_sequence_length_divisible_by=3"],
+        "nemo.policy.make_sequence_length_divisible_by=3: must be a multiple of 1, which context "
+        "and sequence parallelism ask for, and divide the longest sequence, 4096 "
+        "(nemo_rl/models/megatron/data.py:1290); leave it out",
+    ),
+    (
         ["model=llama31-8b", "precision=fp8-linear", "model.shape.hidden=4032"],
         "model.shape.hidden=4032: must be a multiple of 128 with FP8 linears",
     ),
@@ -289,6 +301,10 @@ FORBIDDEN = [
     (
         ["model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=b200"],
         "precision.scales=fp32: cluster.gpu=b200 trains blockwise FP8 with powers of two",
+    ),
+    (
+        ["model=llama31-8b", "precision=fp8-kv-attn", "precision.kv_scales=head"],
+        "precision.kv_scales=head: vLLM 0.25.1 takes scales of heads from checkpoints",
     ),
     (
         ["model=llama31-8b", "precision=fp8-kv-attn", "cluster.gpu=b200"],
@@ -629,7 +645,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 41
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 44
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]

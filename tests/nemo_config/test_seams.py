@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.nemo_config.seams import MAIN, MEGATRON, SEAMS, V0_7_0, VLLM
+from fp8_nemo.nemo_config.seams import BRIDGE, MAIN, MEGATRON, SEAMS, V0_7_0, VLLM
 from fp8_nemo.nemo_config.versions import Source
 
 PACKAGE = Path(__file__).parents[2]
 NUMBERED = re.compile(r"\w\.(?:py|cuh|cu):\d")
 
 
-def folder_of(project):
-    """Where a project's files lie here; skips where they do not, or in another version."""
+def folder_of(project, file):
+    """Where a project's file lies here; skips where it does not, or in another version."""
     if project in (MAIN, V0_7_0):
         root = os.environ.get("NEMO_RL_ROOT")
         if root is None:
@@ -24,17 +24,17 @@ def folder_of(project):
         if (version == "0.25.1") != (project == MAIN):
             pytest.skip(f"{root} is another version than {project}")
         return Path(root)
-    name = {VLLM: "vllm", MEGATRON: "megatron"}[project]
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"{name} is not here")
-    return Path(next(iter(spec.submodule_search_locations))).parent
+    name = {VLLM: "vllm", MEGATRON: "megatron", BRIDGE: "megatron"}[project]
+    spec = importlib.util.find_spec(name)  # `megatron` may be two projects' folders
+    folders = [Path(each).parent for each in (spec and spec.submodule_search_locations) or ()]
+    here = next((folder for folder in folders if (folder / file).is_file()), None)
+    return here or pytest.skip(f"{project} is not here")
 
 
 @pytest.mark.parametrize("key", SEAMS)
 def test_a_seam_is_on_the_line_that_is_named(key):
     seam = SEAMS[key]
-    lines = (folder_of(seam.of) / seam.file).read_text().splitlines()
+    lines = (folder_of(seam.of, seam.file) / seam.file).read_text().splitlines()
     for number in seam.lines:
         assert seam.text and seam.text in lines[number - 1], (key, number)
 

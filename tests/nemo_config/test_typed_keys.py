@@ -105,7 +105,7 @@ def test_without_a_checkout_environments_are_open_and_what_no_class_declares_is_
             f"nemo.{AT}.fp8_cfg.force_clear_fp8_cache=true: no such key in {BASE}, and NeMo RL "
             f"declares none; did you mean nemo.{AT}.fp8_cfg.force_clear_fp8_caches?",
         ),
-        (f"+nemo.{AT}.peft.enabled=true", f"nemo.{AT}.peft.enabled=true: must be false: not supp"),
+        (f"+nemo.{AT}.peft.enabled=true", f"nemo.{AT}.peft.enabled=true: is written by lora; set"),
         (
             f"+nemo.{AT}.model_overrides.tp_comm_overlap=true",
             f"nemo.{AT}.model_overrides.tp_comm_overlap=true: must be false: NeMo RL initializes",

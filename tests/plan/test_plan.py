@@ -9,6 +9,7 @@ import pytest
 
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.plan.memory import count
 from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
 
@@ -210,3 +211,29 @@ def test_a_proof_frozen_by_its_name_of_before_goes_on_as_the_present_default(bef
 def test_what_the_local_backend_does_not_look_at_is_told(word, note):
     [plan] = compose_plans(["model=tiny-llama", word])
     assert [each for each in plan.notes if each.startswith(note)]
+
+
+def test_fp16_sends_what_bf16_does_and_is_refused_inside_nemo_rl():
+    [bf16, fp16] = compose(["-m", "precision=bf16,fp16", "model=llama31-8b"])
+    sent = [count(each.model.shape, each.precision) for each in (bf16, fp16)]
+    assert sent[0] == sent[1] and sent[1].refit_bytes == sent[1].refit_bytes_bf16
+    with pytest.raises(PlanError) as error:
+        plan_recipe(fp16)
+    [line] = str(error.value).splitlines()
+    assert line.startswith("precision.rollout_linear=fp16: NeMo RL's first overflow")
+    assert line.endswith("run it with backend=local, or choose another precision")
+
+
+def test_scales_of_heads_are_counted_hashed_and_refused_inside_nemo_rl():
+    layer = plan("precision=fp8-kv-attn", "precision.kv_scales=layer")
+    head = plan("precision=fp8-kv-attn", "precision.kv_scales=head")
+    assert layer.hash6 == plan("precision=fp8-kv-attn").hash6 == "0c31f4" != head.hash6
+    shape = head.recipe.model.shape
+    sent = [count(shape, each.recipe.precision).refit_bytes for each in (layer, head)]
+    assert sent[1] - sent[0] == 4 * 3 * shape.layers * (shape.kv_heads - 1)
+    with pytest.raises(PlanError) as error:
+        plan("precision=fp8-kv-attn", "precision.kv_scales=head", "model=llama31-8b")
+    [line] = str(error.value).splitlines()
+    assert line.startswith("precision.kv_scales=head: vLLM 0.25.1 takes scales of heads")
+    noted = plan("precision=fp8-linear", "precision.kv_scales=head").notes
+    assert noted == ("precision.kv_scales: no effect, the KV cache has no scales",)

@@ -42,7 +42,7 @@ MISTAKES = {
     "grpo.steps=null": "grpo.steps=null: must be a whole number",
     "grpo.learning_rate=inf": "grpo.learning_rate=inf: must be above 0 and at most 1, and finite",
     "grpo.learning_rate=nan": "grpo.learning_rate=nan: must be above 0",
-    "precision.train_linear=fp9": "precision.train_linear=fp9: must be one of bf16, fp8",
+    "precision.train_linear=fp9": "precision.train_linear=fp9: must be one of bf16, fp16, fp8",
     "glue.verify=byte": "glue.verify=byte: must be one of bytes, names, off",
     "correction.veto=2": "correction.veto=2.0: must be above 0 and at most 1",
     "correction.low=0.5": "correction.low=0.5: bounds a mask, and correction.mask=none",
@@ -234,6 +234,25 @@ def test_every_distinct_mistake_gets_its_own_line():
 def test_fp8_kv_cache_needs_fp8_rollout_linears():
     [line] = lines("precision=bf16", "precision.rollout_kv=fp8")
     assert line.startswith("precision.rollout_kv=fp8: needs precision.rollout_linear=fp8, got bf16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["precision.rollout_kv=bf16"], "rollout_kv=bf16: must be fp16: precision.train_linear"),
+        (["precision.rollout_linear=fp8"], "rollout_linear=fp8: must be fp16"),
+        (["precision.train_linear=bf16"], "rollout_linear=fp16: must be bf16"),
+        (["precision.loss_scale=null"], "loss_scale=null: must be a number: FP16 loses small"),
+    ],
+)  # fmt: skip
+def test_fp16_is_on_both_sides_and_has_a_loss_scale(arguments, line):
+    [found] = lines("precision=fp16", *arguments)
+    assert found.startswith(f"precision.{line}")
+
+
+def test_other_formats_have_no_loss_scale():
+    [found] = lines("precision=fp8-e2e", "precision.loss_scale=8")
+    assert found == "precision.loss_scale=8.0: must be null: bf16 loses no small gradients"
 
 
 def test_fp8_training_needs_fp8_rollout():
@@ -489,3 +508,20 @@ def test_a_site_that_would_train_on_the_login_node_is_refused():
     with pytest.raises(ComposeError, match="account=mine: is Slurm's, and cluster=mysite is kind"):
         compose(words)
     assert compose(words[:1]) and compose([*words, "cluster=slurm"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        (
+            "precision.rollout_kv=fp8",
+            "precision.rollout_kv=fp8: needs precision.rollout_linear=fp8",
+        ),
+        ("precision.train_linear=fp8", "train_linear=fp8: needs precision.rollout_linear=fp8"),
+        ("model.shape.hidden=200", "model.shape.hidden=200: must be a multiple of 16 with nvfp4"),
+        ("precision.first_layers_bf16=2", "leaves none of the model's 2 layers in NVFP4"),
+    ],
+)
+def test_four_bits_are_of_the_rollouts_weights_alone(argument, line):
+    [found] = lines("precision=nvfp4-w4a16", argument)
+    assert line in found

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from fp8_nemo.plan.plan import plan_recipe
+from fp8_nemo.plan.plan import PlanError, plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Recipe
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = (
     *("model", "precision", "correction", "data", "grpo", "algorithm", "replay", "glue"),
-    "cluster",
+    *("lora", "cluster"),
 )
 
 
@@ -25,6 +25,7 @@ def options(group: str) -> list[str]:
 
 def arguments(group: str, option: str) -> list[str]:
     more = {"jsonl": ["data.path=somewhere"], "r3": ["model=tiny-qwen3-moe"]}
+    more |= {key: ["precision=fp8-linear"] for key in ("all-linear", "attention")}
     return [f"{group}={option}", *more.get(option, ())]
 
 
@@ -34,15 +35,19 @@ MODELS = [
 ]  # tests/recipe/test_own_model.py
 CORRECTIONS = ("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mis")  # not everybody's presets
 CELLS = list(product(options("precision"), CORRECTIONS))
+LOCAL = ("fp16", "nvfp4-w4a16")
+"""Precisions that the local backend alone has."""
 
 
 def test_the_options_of_the_contract_are_there():
     assert options("precision") == [
         "bf16",
+        "fp16",
         "fp8-e2e",
         "fp8-e2e-kv-attn",
         "fp8-kv-attn",
         "fp8-linear",
+        "nvfp4-w4a16",
     ]
     assert {"geo-mis", "mis", "none", "seq-mis", "seq-tis", "tis"} < set(options("correction"))
     assert {"tiny-llama", "tiny-qwen3-moe", "llama31-8b", "qwen3-30b-a3b"} <= set(options("model"))
@@ -71,7 +76,11 @@ def test_every_precision_and_correction_plans_on_every_model(model):
         [recipe] = compose(
             [f"model={model}", f"precision={precision}", f"correction={correction}", *extra]
         )
-        assert plan_recipe(recipe).cell == f"{model}/{precision}-{correction}"
+        if precision in LOCAL and recipe.chosen_backend == "nemo":
+            with pytest.raises(PlanError, match=r"run it with backend=local"):
+                plan_recipe(recipe)
+        else:
+            assert plan_recipe(recipe).cell == f"{model}/{precision}-{correction}"
 
 
 @pytest.mark.parametrize("name", options("experiment"))

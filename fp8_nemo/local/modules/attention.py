@@ -1,10 +1,11 @@
-"""Compute attention of transformers' models over a cache, in BF16 or in FP8.
+"""Compute attention of transformers' models over a cache, in 16 bits or in FP8.
 
 In FP8 it does what vLLM's FlashAttention 3 kernel does on Hopper, without splitting the keys
 (benchmarks/results/fp8-attention-h200.json, docs/research/numerics.md): Q quantized per tensor, K
-and V as the cache holds them, probabilities in E4M3, tile by tile. On a GPU a token's attention
-over its cache goes into a kernel of `kernels.py`, BF16 attention of texts into torch's: they sum in
-another order, and round elsewhere in BF16.
+and V as the cache holds them, probabilities in E4M3, tile by tile. Scales may also be each K/V
+head's own, Q's by the query heads that share it. On a GPU a token's attention over its cache goes
+into a kernel of `kernels.py`, BF16 attention of texts into torch's: they sum in another order, and
+round elsewhere in BF16.
 
 Shapes: B sequences, T tokens, S tokens of the cache, H heads, K key heads, G = H/K, D head
 dimension.
@@ -56,8 +57,8 @@ class KvLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append K and V `[B, K, T, D]`; returns all that is stored, as it is stored."""
         if self.scales is not None:
-            key_states = quantize_tensor(key_states, self.scales[0])
-            value_states = quantize_tensor(value_states, self.scales[1])
+            key_states = quantize_tensor(key_states, self.scales[0].view(-1, 1, 1))
+            value_states = quantize_tensor(value_states, self.scales[1].view(-1, 1, 1))
         if self.room is None:
             return super().update(key_states, value_states)
         states = key_states, value_states
@@ -85,14 +86,15 @@ def attend(
     """
     if module.watch is not None:
         module.watch(query, key, value)
+    dtype = query.dtype
     query = query.unflatten(1, (key.shape[1], -1))
     key, value, mask = key[:, :, None], value[:, :, None], attention_mask[:, :, None]
-    attend = _attend_fp8 if key.dtype == FP8 else _attend_bf16
+    attend = _attend_fp8 if key.dtype == FP8 else _attend_plain
     output = attend(module, query, key, value, mask, scaling)
-    return output.flatten(1, 2).transpose(1, 2).to(torch.bfloat16), None
+    return output.flatten(1, 2).transpose(1, 2).to(dtype), None
 
 
-def _attend_bf16(
+def _attend_plain(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
     if _is_token(query):
@@ -102,7 +104,7 @@ def _attend_bf16(
         return _attend_fused(query, key, value, mask, scaling)
     scores = (matmul_fp32(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
     probability = scores.softmax(-1).nan_to_num()  # padded queries see no key
-    return matmul_fp32(probability.to(torch.bfloat16), value)
+    return matmul_fp32(probability.to(query.dtype), value)
 
 
 def _attend_fused(
@@ -142,9 +144,12 @@ def _attend_fp8(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float
 ) -> Tensor:
     """Attend in FlashAttention 3's order: last tile first, a running maximum, P in (0, 256]."""
-    exponent = scaling * LOG2_E * module.q_scale * module.k_scale
-    query = quantize_tensor(query, module.q_scale)
-    if _is_token(query):
+    q_scale, k_scale, v_scale = (
+        x.view(-1, 1, 1, 1) for x in (module.q_scale, module.k_scale, module.v_scale)
+    )
+    exponent = scaling * LOG2_E * q_scale * k_scale
+    query = quantize_tensor(query, q_scale)
+    if _is_token(query) and exponent.numel() == 1:
         return _attend_token(query, key, value, mask, exponent, module.v_scale, PROBABILITY_BITS)
     top = torch.full((*query.shape[:-1], 1), -torch.inf, device=query.device)
     total, output = torch.zeros_like(top), torch.zeros(query.shape, device=query.device)
@@ -157,7 +162,7 @@ def _attend_fp8(
         total = total * shrink + probability.sum(-1, keepdim=True)  # of P before it is rounded
         output = output * shrink + matmul_fp32(probability.to(FP8), value[..., tile, :])
         top = raised
-    return output * (module.v_scale / total.clamp(min=torch.finfo(total.dtype).tiny))
+    return output * (v_scale / total.clamp(min=torch.finfo(total.dtype).tiny))
 
 
 def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
@@ -176,12 +181,17 @@ def key_tiles(query: Tensor, key: Tensor) -> list[slice]:
     return [slice(start, start + width) for start in range(0, key.shape[-2], width)]
 
 
-def prepare_attention(model: PreTrainedModel, fp8_kv: bool) -> None:
-    """Set each layer's scales of Q, K and V to NaN, until a refit brings them; nobody watches."""
+def prepare_attention(model: PreTrainedModel, scales: int) -> None:
+    """Set each layer's scales of Q, K and V to NaN, until a refit brings them; nobody watches.
+
+    Args:
+        model: of which nobody watches Q, K and V from here on.
+        scales: of each of the three: 1, or one for each K/V head; 0: the cache has none.
+    """
     for module in attention_modules(model):
         module.watch = None
         for name in ("q_scale", "k_scale", "v_scale"):
-            scale = torch.full((1,), torch.nan, device=model.device) if fp8_kv else None
+            scale = torch.full((scales,), torch.nan, device=model.device) if scales else None
             module.register_buffer(name, scale)
 
 

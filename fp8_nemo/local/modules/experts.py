@@ -1,4 +1,4 @@
-"""Compute the experts of transformers' Qwen3-MoE, in BF16 and in FP8.
+"""Compute the experts of transformers' Qwen3-MoE, in every format.
 
 Their products are those of `linears.py`. What a layer does between its products is transformers'
 business, in BF16, on both sides.
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_nemo.glue.quantize import FP8
 from fp8_nemo.local.modules.linears import (
     Fp8Held,
     Fp8Product,
+    Held,
+    Nvfp4Held,
     Operand,
     last_input,
-    nan_scales,
+    linear_w4a16,
     scaled_mm,
 )
 
@@ -117,7 +118,7 @@ def permuted(x_N: Tensor, order_N: Tensor, back_N: Tensor) -> Tensor:
     return Permuted.apply(x_N, order_N, back_N)  # pyright: ignore[reportReturnType]
 
 
-class Bf16Experts(Experts):
+class PlainExperts(Experts):
     """Hold slabs in BF16, as transformers does."""
 
     def __init__(self, experts: Any, pow2: bool) -> None:
@@ -133,11 +134,11 @@ class Bf16Experts(Experts):
         return self.slab(name).unbind()
 
     def product(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Multiply BF16 operands, as `linear_bf16` does."""
+        """Multiply BF16 operands, as `linear_plain` does."""
         return x @ matrix.mT if x.is_cuda else (x.float() @ matrix.float().mT).to(x.dtype)
 
 
-class Fp8TrainExperts(Bf16Experts):
+class Fp8TrainExperts(PlainExperts):
     """Hold slabs in BF16 that are quantized in every product."""
 
     def product(self, x: Tensor, matrix: Tensor) -> Tensor:
@@ -145,24 +146,34 @@ class Fp8TrainExperts(Bf16Experts):
         return Fp8Product.apply(x, matrix, self.pow2)  # pyright: ignore[reportReturnType]
 
 
-class Fp8RolloutExperts(Experts, Fp8Held):
-    """Hold slabs of FP8 bytes and block scales, filled by refits expert by expert."""
+class HeldExperts(Experts, Held):
+    """Hold slabs of a format's bytes and scales, filled by refits expert by expert."""
 
     def __init__(self, experts: Any, pow2: bool) -> None:
         super().__init__(experts, pow2)
         for name in ("gate_up_proj", "down_proj"):
-            slab = getattr(experts, name)
-            self.register_buffer(name, torch.zeros_like(slab, dtype=FP8))
-            self.register_buffer(f"{name}_scale_inv", nan_scales(slab))
+            self.hold(name, getattr(experts, name))
 
-    def slab(self, name: str) -> Operand:
+    def slab(self, name: str) -> Any:
         """Return `[E, O, I]`."""
         return self.value(name)
 
-    def matrices(self, name: str) -> Sequence[Operand]:
+    def matrices(self, name: str) -> Sequence[Any]:
         """Return E times `[O, I]`."""
         return [self.value(name, index) for index in range(len(getattr(self, name)))]
+
+
+class Fp8RolloutExperts(HeldExperts, Fp8Held):
+    """Hold slabs in FP8."""
 
     def product(self, x: Tensor, matrix: Operand) -> Tensor:
         """Multiply FP8 operands."""
         return scaled_mm(last_input.grouped(x, self.pow2), matrix, x.dtype)
+
+
+class Nvfp4Experts(HeldExperts, Nvfp4Held):
+    """Hold slabs in four bits; their activations have 16."""
+
+    def product(self, x: Tensor, matrix: tuple[Tensor, Tensor]) -> Tensor:
+        """Multiply as `linear_w4a16` does."""
+        return linear_w4a16(x, matrix)

@@ -14,7 +14,7 @@ Shapes: T tokens, O out, I in features, E experts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,18 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from fp8_nemo.glue.quantize import (
-    FP8,
     Fp8Groups,
     Fp8Weight,
     dequantize_blocks,
     dequantize_groups,
+    e2m1_values,
     quantize_blocks,
     quantize_groups,
 )
-from fp8_nemo.glue.wire import scale_shape
+from fp8_nemo.glue.wire import HELD, suffixes
 
 
-def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply BF16 operands, with FP32 products and sums and a BF16 result.
 
     On a CPU without BF16 instructions torch's own BF16 product is many times slower than FP32.
@@ -137,12 +137,12 @@ class Fp8Product(torch.autograd.Function):
         return dx_TI.view_as(x), scaled_mm(dy_T, x_T, x.dtype), None
 
 
-class Bf16Linear(nn.Linear):
+class PlainLinear(nn.Linear):
     """Hold a linear whose weight stays BF16."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
-        return linear_bf16(input, self.weight, self.bias)
+        return linear_plain(input, self.weight, self.bias)
 
 
 class Fp8TrainLinear(nn.Linear):
@@ -155,29 +155,78 @@ class Fp8TrainLinear(nn.Linear):
         return _with_bias(Fp8Product.apply(input, self.weight, self.pow2), self.bias)
 
 
-class Fp8Held(nn.Module):
-    """Hold real FP8 bytes and block scales, filled by refits alone."""
+class Held(nn.Module):
+    """Hold real bytes and scales of a format, filled by refits alone."""
 
-    values: dict[tuple[str, int | None], Operand] | None = None
+    rollout: str
+    """The format's name."""
+    values: dict[tuple[str, int | None], Any] | None = None
     """Their operands, kept inside `values_once` alone."""
 
-    def value(self, name: str, index: int | None = None) -> Operand:
-        """Return the operand `[O, I]` that a weight is, or one expert of a slab."""
+    def hold(self, name: str, weight: Tensor) -> None:
+        """Register what a weight, or a slab of experts, becomes: scales are NaN until a refit."""
+        for suffix, spec in HELD[self.rollout](*weight.shape[-2:]).items():
+            shape = (*weight.shape[:-2], *spec.shape)
+            if weight.ndim == 3 and spec.shape == (1,):  # one of each projection in the slab
+                shape = len(weight), self.projections(name)
+            held = torch.full(shape, torch.nan if suffix else 0.0, device=weight.device)
+            self.register_buffer(name + suffix, held.to(getattr(torch, spec.dtype)))
+
+    def projections(self, name: str) -> int:
+        """Return how many projections are stacked in a slab."""
+        return 2 if name.startswith("gate_up") else 1
+
+    def value(self, name: str, index: int | None = None) -> Any:
+        """Return the operand that a weight `[O, I]` is, or one expert of a slab."""
         if self.values is not None and (name, index) in self.values:
             return self.values[name, index]
-        held = Fp8Weight(getattr(self, name), getattr(self, f"{name}_scale_inv"))
-        if index is not None:
-            held = Fp8Weight(held.fp8_OI[index], held.scale_inv_PQ[index])
-        value_OI = operand(held)
+        held = [getattr(self, name + suffix) for suffix in suffixes(self.rollout)]
+        value = self.operand(held if index is None else [each[index] for each in held])
         if self.values is not None:
-            self.values[name, index] = value_OI
-        return value_OI
+            self.values[name, index] = value
+        return value
+
+    def operand(self, held: Sequence[Tensor]) -> Any:
+        """Return what the subclass multiplies, of its bytes and scales."""
+        raise NotImplementedError
+
+
+class Fp8Held(Held):
+    """Hold FP8 bytes and block scales."""
+
+    rollout = "fp8"
+
+    def operand(self, held: Sequence[Tensor]) -> Operand:
+        """Return what `scaled_mm` takes."""
+        return operand(Fp8Weight(*held))
+
+
+class Nvfp4Held(Held):
+    """Hold weights in four bits with scales of 16, and one of the whole weight."""
+
+    rollout = "nvfp4"
+
+    def operand(self, held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what `linear_w4a16` takes: values `[O, I]`, and scales of rows `[O]` or `[1]`."""
+        packed_OI, scale_OG, scale_2 = held
+        rows = packed_OI.shape[-2] // scale_2.shape[-1]
+        whole_O = scale_2.repeat_interleave(rows, -1) if scale_2.shape[-1] > 1 else scale_2
+        return e2m1_values(packed_OI, scale_OG), whole_O
+
+
+def linear_w4a16(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+    """Multiply 16-bit activations with four-bit weights: FP32 sums, the whole scale, one rounding.
+
+    Marlin too unpacks to 16 bits, which hold these values exactly; where it rounds was not read.
+    """
+    value_OI, whole_O = weight
+    return ((x.float() @ value_OI.mT) * whole_O[..., None, :]).to(x.dtype)
 
 
 @contextmanager
 def values_once(model: nn.Module) -> Iterator[None]:
-    """Make FP8 weights operands once, not at every token; no refit comes in here."""
-    modules = [module for module in model.modules() if isinstance(module, Fp8Held)]
+    """Make quantized weights operands once, not at every token; no refit comes in here."""
+    modules = [module for module in model.modules() if isinstance(module, Held)]
     for module in modules:
         module.values = {}
     try:
@@ -193,8 +242,7 @@ class Fp8RolloutLinear(Fp8Held):
     def __init__(self, linear: nn.Linear, pow2: bool) -> None:
         super().__init__()
         self.pow2, self.bias = pow2, linear.bias
-        self.weight = nn.Buffer(torch.zeros_like(linear.weight, dtype=FP8))
-        self.weight_scale_inv = nn.Buffer(nan_scales(linear.weight))
+        self.hold("weight", linear.weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map `[..., I]` to `[..., O]`."""
@@ -202,15 +250,23 @@ class Fp8RolloutLinear(Fp8Held):
         return _with_bias(found, self.bias)
 
 
+class Nvfp4Linear(Nvfp4Held):
+    """Hold a linear in four bits; its activations have 16."""
+
+    def __init__(self, linear: nn.Linear, pow2: bool) -> None:
+        super().__init__()
+        self.bias = linear.bias
+        self.hold("weight", linear.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map `[..., I]` to `[..., O]`."""
+        return _with_bias(linear_w4a16(input, self.value("weight")), self.bias)
+
+
 def _quantize_unchecked(weight_OI: Tensor, pow2: bool) -> Fp8Weight:
     """Quantize without reading the verdict back: the next refit refuses the weight by name."""
     unread = torch.empty((), dtype=torch.bool, device=weight_OI.device)
     return quantize_blocks(weight_OI, pow2=pow2, nonfinite=unread)
-
-
-def nan_scales(weight: Tensor) -> Tensor:
-    """Return the block scales `[P, Q]` of a weight that no refit has filled yet: all NaN."""
-    return torch.full(scale_shape(tuple(weight.shape)), torch.nan, device=weight.device)
 
 
 def _with_bias(product: Any, bias: Tensor | None) -> Tensor:

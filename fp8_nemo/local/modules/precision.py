@@ -10,9 +10,25 @@ from transformers import PreTrainedModel
 
 from fp8_nemo.glue.wire import is_fp8_weight
 from fp8_nemo.local.modules.attention import prepare_attention
-from fp8_nemo.local.modules.experts import Bf16Experts, Fp8RolloutExperts, Fp8TrainExperts
-from fp8_nemo.local.modules.linears import Bf16Linear, Fp8RolloutLinear, Fp8TrainLinear
+from fp8_nemo.local.modules.experts import (
+    Fp8RolloutExperts,
+    Fp8TrainExperts,
+    Nvfp4Experts,
+    PlainExperts,
+)
+from fp8_nemo.local.modules.linears import (
+    Fp8RolloutLinear,
+    Fp8TrainLinear,
+    Nvfp4Linear,
+    PlainLinear,
+)
 from fp8_nemo.recipe.options import Precision
+
+ROLLOUT: dict[str, tuple[Any, Any]] = {
+    "fp8": (Fp8RolloutLinear, Fp8RolloutExperts),
+    "nvfp4": (Nvfp4Linear, Nvfp4Experts),
+}
+"""By quantized format: what holds a linear, and a layer's experts, in the engine."""
 
 
 def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
@@ -21,11 +37,11 @@ def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
     for name, module in list(model.named_modules()):
         fp8 = precision.train.is_quantized and _is_fp8(model, name, precision)
         if _is_experts(name):
-            _replace(model, name, (Fp8TrainExperts if fp8 else Bf16Experts)(module, pow2))
+            _replace(model, name, (Fp8TrainExperts if fp8 else PlainExperts)(module, pow2))
         elif isinstance(module, nn.Linear):
-            module.__class__ = Fp8TrainLinear if fp8 else Bf16Linear
+            module.__class__ = Fp8TrainLinear if fp8 else PlainLinear
             setattr(module, "pow2", pow2)  # noqa: B010 (its class has changed)
-    prepare_attention(model, fp8_kv=False)
+    prepare_attention(model, scales=0)
     _fuse_norms(model)
 
 
@@ -33,14 +49,16 @@ def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
     """Give every linear, expert and cache the format in which the engine holds it, still empty."""
     pow2 = precision.scales == "pow2"
     for name, module in list(model.named_modules()):
-        fp8 = _is_fp8(model, name, precision)
+        quantized = _is_fp8(model, name, precision)
+        linear, experts = ROLLOUT[precision.rollout.name] if quantized else (None, PlainExperts)
         if _is_experts(name):
-            _replace(model, name, (Fp8RolloutExperts if fp8 else Bf16Experts)(module, pow2))
-        elif isinstance(module, nn.Linear) and fp8:
-            _replace(model, name, Fp8RolloutLinear(module, pow2))
+            _replace(model, name, experts(module, pow2))
+        elif isinstance(module, nn.Linear) and linear:
+            _replace(model, name, linear(module, pow2))
         elif isinstance(module, nn.Linear):
-            module.__class__ = Bf16Linear
-    prepare_attention(model, fp8_kv=precision.cache.is_quantized)
+            module.__class__ = PlainLinear
+    groups = precision.kv_groups(model.config.num_key_value_heads)
+    prepare_attention(model, scales=groups if precision.cache.is_quantized else 0)
     _fuse_norms(model)
 
 
@@ -58,7 +76,7 @@ def rms_norm(norm: Any, hidden: Tensor) -> Tensor:
 
 
 def _is_fp8(model: PreTrainedModel, name: str, precision: Precision) -> bool:
-    """Return whether the engine holds the module's weights in FP8."""
+    """Return whether the engine holds the module's weights quantized."""
     layers = model.config.num_hidden_layers
     if _is_experts(name):
         return is_fp8_weight(f"{name}.down_proj", (1, 1, 1), precision, layers)
