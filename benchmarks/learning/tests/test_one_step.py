@@ -183,6 +183,7 @@ def test_many_samples_of_a_bad_engine_come_to_its_expected_gradient(bench, start
     assert float(found_N.norm() / expected_N.norm()) == pytest.approx(1, abs=0.03)
 
 
+@pytest.mark.long
 def test_truncated_sequence_ratios_are_halves_where_all_are_above_a_half(bench, start):
     start.put(bench.policies["bf16"])
     bench._refit("fp8-kv-attn")
