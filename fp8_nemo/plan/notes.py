@@ -182,7 +182,8 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
             "the KV cache has no scales",
         ),
         "precision.scales": (
-            not precision.rollout.block and precision.scales != "fp32", "no scales of blocks"
+            not precision.rollout.block and precision.scales != "fp32",
+            "nothing is quantized" if bf16 else "blocks of FP8 alone have a choice",
         ),
         "precision.first_layers_bf16": (bf16 and precision.first_layers_bf16, "all are BF16"),
         "precision.last_layers_bf16": (bf16 and precision.last_layers_bf16, "all are BF16"),
