@@ -85,9 +85,8 @@ def test_nodes_that_share_a_host_draw_their_workers_ports_from_their_own(process
     assert all(pool[0] >= 2000 and pool[-1] <= 2999 for pool in pools.values())
     assert all(len(pool) >= min(processors + 60, 1000) for pool in pools.values())
     # A slot whose ports somebody has on this host moves on, so some slots may be missing.
-    for slot, later in itertools.combinations(sorted(pools), 2):
-        if later - slot < apart:
-            assert set(pools[slot]).isdisjoint(pools[later])
+    drawn = [port for slot in range(apart) for port in pools.get(slot, ())]
+    assert len(drawn) == len(set(drawn))
 
 
 def test_a_node_on_which_every_port_is_taken_says_so_and_starts_nothing(node, tmp_path):
