@@ -75,6 +75,7 @@ class _Holder:
     """Occupy one GPU in Ray's books, and none of its memory."""
 
     def gpu(self) -> int | str:
+        """Return the index of the GPU, or its name, as Ray has it."""
         import ray
 
         return ray.get_gpu_ids()[0]

@@ -66,7 +66,9 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     recipe, base = settled.recipe, settled.recipe.model.base_config or ""
     written = {**host.leaves(base), **configure(settled, host).keys}
     yield from _of_batches(written)
+    yield from _of_logprobs(written)
     yield from _of_training(recipe, written)
+    yield from _of_fp8_training(recipe, written)
     yield from environment_limits(recipe.data, written)
     yield from _of_engine(settled, host.vllm)
 
@@ -248,6 +250,19 @@ def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
         SEAMS["cut-evenly"].path,
         "leave it out",
     )
+    more, dynamic_sampling = "grpo.batch_multiplier", "grpo.use_dynamic_sampling"
+    yield Limit(
+        f"nemo.{more}",
+        written.get(more),
+        written.get(more, 1) != 1 and not written.get(dynamic_sampling),
+        f"must be 1 without {dynamic_sampling}",
+        SEAMS["batch-multiplier"].path,
+        f"leave it out, or add +nemo.{dynamic_sampling}=true",
+    )
+
+
+def _of_logprobs(written: Mapping[str, Any]) -> Iterator[Limit]:
+    """Yield the limits of how logits become logprobs, from every key that NeMo RL gets."""
     chunk, deferred = "policy.logprob_chunk_size", f"{MEGATRON}.defer_fp32_logits"
     yield Limit(
         f"nemo.{chunk}",
@@ -261,25 +276,16 @@ def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
     yield Limit(
         f"nemo.{fused}",
         written.get(fused),
-        bool(written.get(fused)) and packed,
+        bool(written.get(fused)) and written[PACKED],
         "excludes packed sequences, which a plan turns on",
         SEAMS["fused-logprobs"].path,
         f"leave it out, or add +nemo.{PACKED}=false",
     )
-    more, dynamic_sampling = "grpo.batch_multiplier", "grpo.use_dynamic_sampling"
-    yield Limit(
-        f"nemo.{more}",
-        written.get(more),
-        written.get(more, 1) != 1 and not written.get(dynamic_sampling),
-        f"must be 1 without {dynamic_sampling}",
-        SEAMS["batch-multiplier"].path,
-        f"leave it out, or add +nemo.{dynamic_sampling}=true",
-    )
 
 
 def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
-    """Yield the limits of Megatron and TransformerEngine, from every key that they get."""
-    at, tensor, in_fp8 = f"nemo.{MEGATRON}", written[TENSOR], recipe.precision.train.is_quantized
+    """Yield the limits of Megatron's layers and schedule, from every key that it gets."""
+    at, tensor = f"nemo.{MEGATRON}", written[TENSOR]
     graphs = written.get(f"{MEGATRON}.cuda_graph_impl", "none")
     whole = written.get(f"{MEGATRON}.recompute_granularity", "full") == "full"
     yield Limit(
@@ -310,15 +316,6 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
         SEAMS["experts-by-sequence"].path,
         "leave it out, or set model.parallel.tensor=1",
     )
-    scaling = written[f"{MEGATRON}.fp8_cfg.fp8_recipe"]
-    yield Limit(
-        f"{at}.fp8_cfg.fp8_recipe",
-        scaling,
-        in_fp8 and scaling != "blockwise",
-        "must be blockwise, the rollout's format; mxfp8 is Blackwell's",
-        "transformer_engine, check_mxfp8_support",
-        "leave it out",
-    )
     decay = written.get(f"{MEGATRON}.scheduler.lr_decay_iters")
     longest = recipe.grpo.steps if decay is None else decay
     warmup = recipe.grpo.warmup_steps
@@ -339,8 +336,22 @@ def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
         SEAMS["fused-router"].path,
         "leave it out, or set replay=none",
     )
+
+
+def _of_fp8_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
+    """Yield the limits of TransformerEngine's FP8, from every key that it gets."""
+    in_fp8 = recipe.precision.train.is_quantized
+    scaling = written[f"{MEGATRON}.fp8_cfg.fp8_recipe"]
+    yield Limit(
+        f"nemo.{MEGATRON}.fp8_cfg.fp8_recipe",
+        scaling,
+        in_fp8 and scaling != "blockwise",
+        "must be blockwise, the rollout's format; mxfp8 is Blackwell's",
+        "transformer_engine, check_mxfp8_support",
+        "leave it out",
+    )
     multiple = written[MULTIPLE]
-    tokens = 8 * (tensor if by_sequence else 1)
+    tokens = 8 * (written[TENSOR] if written[f"{MEGATRON}.sequence_parallel"] else 1)
     yield Limit(
         f"nemo.{PACKED}",
         written[PACKED],

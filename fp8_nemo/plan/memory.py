@@ -201,45 +201,52 @@ def memory_per_gpu(settled: Settled) -> MemoryByPhase:
     frozen-without-buffer).
     """
     recipe, layout, own = settled.recipe, settled.layout, _held(settled)
-    held, spread = own.held, own.spread
-    fp8 = recipe.precision.train.is_quantized
-    state = 12 if fp8 else 10
-    allowance = ALLOWANCE_GIB * GIB
-    copies = 2 * held * own.quantized if fp8 else 0.0
-    trainer = {
-        "weights": 2 * held,
-        "gradients": 2 * own.trained,
-        "optimizer": state * spread,
-        "FP8 copies": copies,
-        "allowance": allowance,
-    }
-    backward = trainer | {
-        "activations": _activations(settled),
-        "logits": _logits(settled, layout.micro_batch, 4),
-    }
-    update = trainer | {"gradients of masters": 4 * spread if fp8 else 0.0}
-    train = max(backward, update, key=lambda parts: sum(parts.values()))
-    kept = {
-        "masters": 4 * spread if fp8 else 0.0,
-        "their gradients": 4 * spread if fp8 else 0.0,
-        "FP8 copies": copies,
-        "moments": _moments(settled) * spread if layout.keeps_optimizer else 0.0,
-    }
+    kept, allowance = _kept(settled, own), ALLOWANCE_GIB * GIB
     logits = _logits(settled, layout.logprob_batch, 2)
-    logprob = {"weights": 2 * held, "logits": logits, **kept, "allowance": allowance}
+    logprob = {"weights": 2 * own.held, "logits": logits, **kept, "allowance": allowance}
     engine = _engine_weights(settled)
     cache = GPU_GIB[recipe.cluster.gpu] * GIB * recipe.model.memory.rollout_share - engine
     if layout.kv_cache_gib is not None:
         cache = layout.kv_cache_gib * GIB
-    stays = any(kept.values())
-    kept |= {"holes": 2 * own.trained if stays else 0.0, "allowance": allowance}
+    holes = 2 * own.trained if any(kept.values()) else 0.0
+    kept |= {"holes": holes, "allowance": allowance}
     added = adapters(recipe.model.shape, recipe.lora)
     merging = MERGED_BYTES * max((each.largest for each in added), default=0)
-    refit = {"trainer": 2 * held, "merging": merging, "engine": engine, **kept}
-    frozen = 2 * (held - own.trained)
+    refit = {"trainer": 2 * own.held, "merging": merging, "engine": engine, **kept}
+    frozen = 2 * (own.held - own.trained)
     rollout = {"engine": engine, "KV cache": max(0.0, cache), "frozen weights": frozen, **kept}
+    train = _training(settled, own)
     phases = {"train": train, "logprob": logprob, "refit": refit, "rollout": rollout}
     return MemoryByPhase(phases, GPU_GIB[recipe.cluster.gpu])
+
+
+def _training(settled: Settled, own: Held) -> dict[str, float]:
+    """Return the parts in bytes of a backward pass, or of an update where that needs more."""
+    fp8 = settled.recipe.precision.train.is_quantized
+    trainer = {
+        "weights": 2 * own.held,
+        "gradients": 2 * own.trained,
+        "optimizer": (12 if fp8 else 10) * own.spread,
+        "FP8 copies": 2 * own.held * own.quantized if fp8 else 0.0,
+        "allowance": ALLOWANCE_GIB * GIB,
+    }
+    backward = trainer | {
+        "activations": _activations(settled),
+        "logits": _logits(settled, settled.layout.micro_batch, 4),
+    }
+    update = trainer | {"gradients of masters": 4 * own.spread if fp8 else 0.0}
+    return max(backward, update, key=lambda parts: sum(parts.values()))
+
+
+def _kept(settled: Settled, own: Held) -> dict[str, float]:
+    """Return the parts in bytes of the trainer's state that stay while the engine works."""
+    fp8 = settled.recipe.precision.train.is_quantized
+    return {
+        "masters": 4 * own.spread if fp8 else 0.0,
+        "their gradients": 4 * own.spread if fp8 else 0.0,
+        "FP8 copies": 2 * own.held * own.quantized if fp8 else 0.0,
+        "moments": _moments(settled) * own.spread if settled.layout.keeps_optimizer else 0.0,
+    }
 
 
 def host_gib(settled: Settled) -> float:
