@@ -31,7 +31,6 @@ from fp8_nemo.glue.wire import scale_name
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Batch, Engine, causal_mask, pad_left, positions
 from fp8_nemo.local.modules import attention, linears
-from fp8_nemo.local.modules.experts import Fp8RolloutExperts
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.recipe.options import Precision, Recalibrate
 from fp8_nemo.recipe.problems import Problem
@@ -149,7 +148,7 @@ def in_bf16_but(source: Source, fp8: PreTrainedModel, bf16: PreTrainedModel) -> 
     model, plain = deepcopy(fp8), deepcopy(bf16)
     for name, module in dict[str, Any](model.named_modules()).items():
         here = re.search(source.where, name) is not None
-        if isinstance(module, linears.Fp8RolloutLinear | Fp8RolloutExperts):
+        if isinstance(module, linears.Held):
             on = source.weights and here, source.activations and here
             model.set_submodule(name, _with_operands(module, plain.get_submodule(name), *on))
         elif hasattr(module, "k_scale") and not (source.attention and here):

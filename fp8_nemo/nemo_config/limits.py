@@ -15,7 +15,7 @@ from typing import Any
 from fp8_nemo.glue.wire import is_cut_along_in, is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import DRAFTED, MEGATRON, PASSED, VLLM_KWARGS
-from fp8_nemo.nemo_config.overrides import configure
+from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, configure
 from fp8_nemo.nemo_config.own.environments import environment_limits
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
@@ -24,13 +24,13 @@ from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import Precision, Recipe
 from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
 
-ONLY_LOCAL = {
+WHY_NOT = {
     "fp16": "NeMo RL's first overflow in FP16 ends its run, and a remedy was not run on a GPU yet "
     f"({SEAMS['fp16-overflow'].path})",
     "nvfp4": "vLLM's workers need a refit into Marlin's layout of four bits, which was neither "
     "written nor run on a GPU (docs/precision.md)",
 }
-"""Formats that the local backend has and NeMo RL lacks: why."""
+"""Why NeMo RL lacks a format that the local backend has."""
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
 MULTIPLE = "policy.make_sequence_length_divisible_by"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
@@ -46,8 +46,9 @@ def host_mistakes(settled: Settled, host: Host) -> Iterator[Mistake]:
 def format_mistakes(precision: Precision) -> Iterator[Mistake]:
     """Refuse the formats that only the local backend has; one line for each key."""
     for key in ("rollout_linear", "train_linear"):
-        if why := ONLY_LOCAL.get(held := getattr(precision, key)):
+        if (held := getattr(precision, key)) not in VLLM_PRECISION:
             remedy = "run it with backend=local, or choose another precision"
+            why = WHY_NOT.get(held, "NeMo RL's engine and trainer have no such format")
             yield Mistake(f"precision.{key}", held, why, remedy)
             return  # the other key says the same
 

@@ -79,7 +79,8 @@ FORMATS = {
     )
 }
 """What `precision` may name. A new format is a row here, one of `wire.HELD`, a quantizer in
-`glue/quantize.py` and a row of `local/modules/precision.py`."""
+`glue/quantize.py`, a row of PRODUCTS in `local/modules/linears.py` and an option in
+`conf/precision/`: `tests/test_fifth_format.py` adds one."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 

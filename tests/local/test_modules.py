@@ -21,12 +21,7 @@ from fp8_nemo.glue.quantize import (
 )
 from fp8_nemo.local.engine import causal_mask
 from fp8_nemo.local.modules import attention, linears
-from fp8_nemo.local.modules.experts import (
-    Fp8RolloutExperts,
-    Nvfp4Experts,
-    PlainExperts,
-    without_host_reads,
-)
+from fp8_nemo.local.modules.experts import PlainExperts, RolloutExperts, without_host_reads
 from fp8_nemo.local.modules.precision import rms_norm
 
 
@@ -60,7 +55,7 @@ def test_a_bf16_linear_rounds_its_result_and_nothing_else():
 def test_an_fp8_linear_multiplies_what_the_bytes_stand_for():
     x, weight = random(5, 256), quantize_blocks(random(384, 256))
     expected = linear(values(x), dequantize_blocks(weight)).bfloat16()
-    assert torch.equal(linears.linear_fp8(x, weight, False), expected)
+    assert torch.equal(linears.linear_fp8(x, linears.operand(weight), False), expected)
 
 
 @pytest.mark.parametrize("pow2", [False, True])
@@ -198,7 +193,7 @@ def made_experts():
 
 
 def in_fp8(experts):
-    fp8 = Fp8RolloutExperts(experts, False)
+    fp8 = RolloutExperts(experts, False, "fp8")
     for name, slab in experts.named_parameters():
         held = quantize_blocks(slab.detach())
         getattr(fp8, name).copy_(held.fp8_OI)
@@ -210,7 +205,7 @@ CHOSEN_TA = torch.tensor([[0, 3], [7, 3], [3, 1], [1, 0], [2, 3]])
 
 
 def in_four_bits(experts):
-    four = Nvfp4Experts(experts, False)
+    four = RolloutExperts(experts, False, "nvfp4")
     for name, slab in experts.named_parameters():
         stacked = slab.detach().unflatten(1, (four.projections(name), -1))  # each has its own scale
         held = quantize_nvfp4(stacked.flatten(0, 1), torch.tensor(False))
@@ -221,7 +216,7 @@ def in_four_bits(experts):
 
 
 def test_a_linear_in_four_bits_multiplies_16_bit_activations_with_what_its_bytes_stand_for():
-    x, four = random(5, 256), linears.Nvfp4Linear(torch.nn.Linear(256, 128), False)
+    x, four = random(5, 256), linears.RolloutLinear(torch.nn.Linear(256, 128), False, "nvfp4")
     assert four.weight_scale.float().isnan().all() and four.weight_scale_2.isnan().all()
     held = quantize_nvfp4(random(128, 256), torch.tensor(False))
     for end, tensor in zip(("", "_scale", "_scale_2"), held, strict=True):
@@ -288,7 +283,7 @@ def test_experts_hand_back_the_gradients_that_a_sum_over_all_of_them_has():
 
 
 def test_values_of_a_weight_are_worked_out_once_inside_and_anew_outside():
-    linear = linears.Fp8RolloutLinear(torch.nn.Linear(256, 128, bias=False), False)
+    linear = linears.RolloutLinear(torch.nn.Linear(256, 128, bias=False), False, "fp8")
     held = quantize_blocks(random(128, 256))
     x = random(3, 256)
 
@@ -303,7 +298,7 @@ def test_values_of_a_weight_are_worked_out_once_inside_and_anew_outside():
         refit(-1)
         assert torch.equal(linear(x), before)  # which is why no refit may come in between
     assert torch.equal(linear(x), -before)
-    assert torch.equal(before, linears.linear_fp8(x, held, False))
+    assert torch.equal(before, linears.linear_fp8(x, linears.operand(held), False))
 
 
 def test_an_input_is_quantized_once_while_it_lives_and_is_as_it_was(monkeypatch):

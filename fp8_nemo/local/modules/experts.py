@@ -16,16 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_nemo.local.modules.linears import (
-    Fp8Held,
-    Fp8Product,
-    Held,
-    Nvfp4Held,
-    Operand,
-    last_input,
-    linear_w4a16,
-    scaled_mm,
-)
+from fp8_nemo.local.modules.linears import Fp8Product, Held
 
 
 @contextmanager
@@ -146,11 +137,12 @@ class Fp8TrainExperts(PlainExperts):
         return Fp8Product.apply(x, matrix, self.pow2)  # pyright: ignore[reportReturnType]
 
 
-class HeldExperts(Experts, Held):
-    """Hold slabs of a format's bytes and scales, filled by refits expert by expert."""
+class RolloutExperts(Held, Experts):
+    """Hold slabs of a quantized format's bytes and scales, filled by refits expert by expert."""
 
-    def __init__(self, experts: Any, pow2: bool) -> None:
+    def __init__(self, experts: Any, pow2: bool, rollout: str) -> None:
         super().__init__(experts, pow2)
+        self.rollout = rollout
         for name in ("gate_up_proj", "down_proj"):
             self.hold(name, getattr(experts, name))
 
@@ -161,19 +153,3 @@ class HeldExperts(Experts, Held):
     def matrices(self, name: str) -> Sequence[Any]:
         """Return E times `[O, I]`."""
         return [self.value(name, index) for index in range(len(getattr(self, name)))]
-
-
-class Fp8RolloutExperts(HeldExperts, Fp8Held):
-    """Hold slabs in FP8."""
-
-    def product(self, x: Tensor, matrix: Operand) -> Tensor:
-        """Multiply FP8 operands."""
-        return scaled_mm(last_input.grouped(x, self.pow2), matrix, x.dtype)
-
-
-class Nvfp4Experts(HeldExperts, Nvfp4Held):
-    """Hold slabs in four bits; their activations have 16."""
-
-    def product(self, x: Tensor, matrix: tuple[Tensor, Tensor]) -> Tensor:
-        """Multiply as `linear_w4a16` does."""
-        return linear_w4a16(x, matrix)

@@ -1,4 +1,4 @@
-"""Compute linears of transformers' models, and the products under them, in BF16 and in FP8.
+"""Compute linears of transformers' models, and the products under them, in every format.
 
 Every product takes operands as the real kernels do and multiplies them in FP32: BF16 values for
 `bf16`; FP8 bytes times their scales for `fp8`. Results are rounded to BF16. On a GPU FP8 bytes go
@@ -14,9 +14,9 @@ Shapes: T tokens, O out, I in features, E experts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +48,9 @@ Operand = Tensor | tuple[Tensor, Tensor]
 """Of a product in FP8: its FP32 values on a CPU, its bytes and scales on a GPU."""
 
 
-def linear_fp8(x: Tensor, weight: Fp8Weight, pow2: bool) -> Tensor:
+def linear_fp8(x: Tensor, weight: Operand, pow2: bool) -> Tensor:
     """Quantize `x` 1x128, take the weight as held; FP32 products, BF16 result."""
-    return scaled_mm(last_input.grouped(x, pow2), operand(weight), x.dtype)
+    return scaled_mm(last_input.grouped(x, pow2), weight, x.dtype)
 
 
 def scaled_mm(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
@@ -123,7 +123,7 @@ class Fp8Product(torch.autograd.Function):
         fp8_weight = _quantize_unchecked(weight, pow2)
         ctx.save_for_backward(x, *fp8_weight)
         ctx.pow2 = pow2
-        return linear_fp8(x, fp8_weight, pow2)
+        return linear_fp8(x, operand(fp8_weight), pow2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -155,11 +155,56 @@ class Fp8TrainLinear(nn.Linear):
         return _with_bias(Fp8Product.apply(input, self.weight, self.pow2), self.bias)
 
 
+def fp8_operand(held: Sequence[Tensor]) -> Operand:
+    """Return what `linear_fp8` takes, of FP8 bytes and block scales."""
+    return operand(Fp8Weight(*held))
+
+
+def nvfp4_operand(held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return what `linear_w4a16` takes: values `[O, I]`, and scales of rows `[O]` or `[1]`.
+
+    Args:
+        held: four-bit bytes, scales of 16, and one scale of each whole weight that is stacked here.
+    """
+    packed_OI, scale_OG, scale_2 = held
+    rows = packed_OI.shape[-2] // scale_2.shape[-1]
+    whole_O = scale_2.repeat_interleave(rows, -1) if scale_2.shape[-1] > 1 else scale_2
+    return e2m1_values(packed_OI, scale_OG), whole_O
+
+
+def linear_w4a16(x: Tensor, weight: tuple[Tensor, Tensor], _: bool) -> Tensor:
+    """Multiply 16-bit activations with four-bit weights: FP32 sums, the whole scale, one rounding.
+
+    Marlin too unpacks to 16 bits, which hold these values exactly; where it rounds was not read.
+    """
+    value_OI, whole_O = weight
+    return ((x.float() @ value_OI.mT) * whole_O[..., None, :]).to(x.dtype)
+
+
+class Product(NamedTuple):
+    """How an engine multiplies with weights of a format."""
+
+    operand: Callable[[Sequence[Tensor]], Any]
+    """Makes what is multiplied of a weight's bytes and scales (`wire.HELD`)."""
+    multiply: Callable[[Tensor, Any, bool], Tensor]
+    """Takes activations `[..., T, I]`, the operand of one weight or a slab, and whether the scales
+    of activations are powers of two; returns `[..., T, O]` in the type of the activations."""
+
+
+PRODUCTS = {
+    "fp8": Product(fp8_operand, linear_fp8),
+    "nvfp4": Product(nvfp4_operand, linear_w4a16),
+}
+"""By quantized format, of linears and of experts."""
+
+
 class Held(nn.Module):
     """Hold real bytes and scales of a format, filled by refits alone."""
 
     rollout: str
     """The format's name."""
+    pow2: bool
+    """Whether the scales of activations are powers of two."""
     values: dict[tuple[str, int | None], Any] | None = None
     """Their operands, kept inside `values_once` alone."""
 
@@ -181,46 +226,28 @@ class Held(nn.Module):
         if self.values is not None and (name, index) in self.values:
             return self.values[name, index]
         held = [getattr(self, name + suffix) for suffix in suffixes(self.rollout)]
-        value = self.operand(held if index is None else [each[index] for each in held])
+        held = held if index is None else [each[index] for each in held]
+        value = PRODUCTS[self.rollout].operand(held)
         if self.values is not None:
             self.values[name, index] = value
         return value
 
-    def operand(self, held: Sequence[Tensor]) -> Any:
-        """Return what the subclass multiplies, of its bytes and scales."""
-        raise NotImplementedError
+    def product(self, x: Tensor, matrix: Any) -> Tensor:
+        """Multiply `x` by what `value` returned."""
+        return PRODUCTS[self.rollout].multiply(x, matrix, self.pow2)
 
 
-class Fp8Held(Held):
-    """Hold FP8 bytes and block scales."""
+class RolloutLinear(Held):
+    """Hold a linear of the engine in a quantized format."""
 
-    rollout = "fp8"
+    def __init__(self, linear: nn.Linear, pow2: bool, rollout: str) -> None:
+        super().__init__()
+        self.pow2, self.rollout, self.bias = pow2, rollout, linear.bias
+        self.hold("weight", linear.weight)
 
-    def operand(self, held: Sequence[Tensor]) -> Operand:
-        """Return what `scaled_mm` takes."""
-        return operand(Fp8Weight(*held))
-
-
-class Nvfp4Held(Held):
-    """Hold weights in four bits with scales of 16, and one of the whole weight."""
-
-    rollout = "nvfp4"
-
-    def operand(self, held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return what `linear_w4a16` takes: values `[O, I]`, and scales of rows `[O]` or `[1]`."""
-        packed_OI, scale_OG, scale_2 = held
-        rows = packed_OI.shape[-2] // scale_2.shape[-1]
-        whole_O = scale_2.repeat_interleave(rows, -1) if scale_2.shape[-1] > 1 else scale_2
-        return e2m1_values(packed_OI, scale_OG), whole_O
-
-
-def linear_w4a16(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
-    """Multiply 16-bit activations with four-bit weights: FP32 sums, the whole scale, one rounding.
-
-    Marlin too unpacks to 16 bits, which hold these values exactly; where it rounds was not read.
-    """
-    value_OI, whole_O = weight
-    return ((x.float() @ value_OI.mT) * whole_O[..., None, :]).to(x.dtype)
+    def forward(self, input: Tensor) -> Tensor:
+        """Map `[..., I]` to `[..., O]`."""
+        return _with_bias(self.product(input, self.value("weight")), self.bias)
 
 
 @contextmanager
@@ -234,33 +261,6 @@ def values_once(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.values = None
-
-
-class Fp8RolloutLinear(Fp8Held):
-    """Hold a linear in FP8."""
-
-    def __init__(self, linear: nn.Linear, pow2: bool) -> None:
-        super().__init__()
-        self.pow2, self.bias = pow2, linear.bias
-        self.hold("weight", linear.weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map `[..., I]` to `[..., O]`."""
-        found = scaled_mm(last_input.grouped(input, self.pow2), self.value("weight"), input.dtype)
-        return _with_bias(found, self.bias)
-
-
-class Nvfp4Linear(Nvfp4Held):
-    """Hold a linear in four bits; its activations have 16."""
-
-    def __init__(self, linear: nn.Linear, pow2: bool) -> None:
-        super().__init__()
-        self.bias = linear.bias
-        self.hold("weight", linear.weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Map `[..., I]` to `[..., O]`."""
-        return _with_bias(linear_w4a16(input, self.value("weight")), self.bias)
 
 
 def _quantize_unchecked(weight_OI: Tensor, pow2: bool) -> Fp8Weight:

@@ -10,25 +10,9 @@ from transformers import PreTrainedModel
 
 from fp8_nemo.glue.wire import is_fp8_weight
 from fp8_nemo.local.modules.attention import prepare_attention
-from fp8_nemo.local.modules.experts import (
-    Fp8RolloutExperts,
-    Fp8TrainExperts,
-    Nvfp4Experts,
-    PlainExperts,
-)
-from fp8_nemo.local.modules.linears import (
-    Fp8RolloutLinear,
-    Fp8TrainLinear,
-    Nvfp4Linear,
-    PlainLinear,
-)
+from fp8_nemo.local.modules.experts import Fp8TrainExperts, PlainExperts, RolloutExperts
+from fp8_nemo.local.modules.linears import Fp8TrainLinear, PlainLinear, RolloutLinear
 from fp8_nemo.recipe.options import Precision
-
-ROLLOUT: dict[str, tuple[Any, Any]] = {
-    "fp8": (Fp8RolloutLinear, Fp8RolloutExperts),
-    "nvfp4": (Nvfp4Linear, Nvfp4Experts),
-}
-"""By quantized format: what holds a linear, and a layer's experts, in the engine."""
 
 
 def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
@@ -47,14 +31,15 @@ def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:
 
 def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
     """Give every linear, expert and cache the format in which the engine holds it, still empty."""
-    pow2 = precision.scales == "pow2"
+    pow2, rollout = precision.scales == "pow2", precision.rollout.name
     for name, module in list(model.named_modules()):
         quantized = _is_fp8(model, name, precision)
-        linear, experts = ROLLOUT[precision.rollout.name] if quantized else (None, PlainExperts)
-        if _is_experts(name):
-            _replace(model, name, experts(module, pow2))
-        elif isinstance(module, nn.Linear) and linear:
-            _replace(model, name, linear(module, pow2))
+        if _is_experts(name) and quantized:
+            _replace(model, name, RolloutExperts(module, pow2, rollout))
+        elif _is_experts(name):
+            _replace(model, name, PlainExperts(module, pow2))
+        elif isinstance(module, nn.Linear) and quantized:
+            _replace(model, name, RolloutLinear(module, pow2, rollout))
         elif isinstance(module, nn.Linear):
             module.__class__ = PlainLinear
     groups = precision.kv_groups(model.config.num_key_value_heads)
