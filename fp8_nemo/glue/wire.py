@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from types import MappingProxyType
 from typing import NamedTuple
 
 from fp8_nemo.recipe.options import FORMATS, Precision, Shape
@@ -42,52 +41,27 @@ class RefitError(RuntimeError):
         return RefitError, (self.problems,)  # through Ray, by its names and not its text
 
 
-class Family(NamedTuple):
-    """What a family of models calls its weights, and what vLLM makes of them.
-
-    A projection is the name of a module in its layer, of its weight and of its bias: `q_proj`.
-    """
-
-    fused: Mapping[str, tuple[str, ...]]
-    """Each fused module of vLLM's, with the projections whose out-features it holds, in order."""
-    cut_along_in: frozenset[str]
-    """Projections of which a tensor-parallel rank holds some in-features; of others, some out."""
-    biases: tuple[str, ...] = ()
-    """Projections that have a bias."""
-    slabs: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    """Each slab of experts in transformers, with the projections that are stacked in it."""
-    experts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-    """Each slab of experts in vLLM, with the projections that are stacked in it."""
-    never_fp8: frozenset[str] = frozenset()
-    """Modules that stay in BF16: routers."""
-
-
-LLAMA = Family(
-    fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
-    cut_along_in=frozenset({"o_proj", "down_proj"}),
-)
-FAMILIES = {
-    "llama": LLAMA,
-    "qwen2": LLAMA._replace(biases=("q_proj", "k_proj", "v_proj")),
-    "qwen3": LLAMA,
-    "qwen3_moe": LLAMA._replace(
-        slabs={
-            "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
-            "mlp.experts.down_proj": ("down_proj",),
-        },
-        experts={"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)},
-        never_fp8=frozenset({"mlp.gate", "mlp.shared_expert_gate"}),
-    ),
+# A projection is the name of a module in its layer; it means the same in every family.
+_QKV, _GATE_UP, _DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",)
+FAMILIES = {"llama": (), "qwen2": _QKV, "qwen3": (), "qwen3_moe": ()}
+"""By `model_type` of a Hugging Face checkpoint: the projections that have a bias."""
+_FUSED = {
+    **dict.fromkeys(_QKV, ("qkv_proj", _QKV)),
+    **dict.fromkeys(_GATE_UP, ("gate_up_proj", _GATE_UP)),
 }
-"""By `model_type` of a Hugging Face checkpoint. A name means the same in all of them."""
-
+"""Projection to vLLM's module that holds its out-features, and all that are held there in order."""
+_SLABS = {"mlp.experts.gate_up_proj": _GATE_UP, "mlp.experts.down_proj": _DOWN}
+"""Slab of experts in transformers to the projections that are stacked in it."""
+_EXPERTS = {
+    **dict.fromkeys(_GATE_UP, ("w13_weight", _GATE_UP)),
+    **dict.fromkeys(_DOWN, ("w2_weight", _DOWN)),
+}
+"""Projection of experts to vLLM's slab, and all that are stacked in it."""
+_CUT_ALONG_IN = {"o_proj", "down_proj"}
+"""Projections of which a tensor-parallel rank holds some in-features; of others, some out."""
+_NEVER_FP8 = {"mlp.gate", "mlp.shared_expert_gate"}
+"""Modules that stay in BF16: routers."""
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_ROWS = FAMILIES.values()
-_SLABS = {slab: parts for row in _ROWS for slab, parts in row.slabs.items()}
-_FUSED = {part: held for row in _ROWS for held in row.fused.items() for part in held[1]}
-_EXPERTS = {part: held for row in _ROWS for held in row.experts.items() for part in held[1]}
-_CUT_ALONG_IN = {part for row in _ROWS for part in row.cut_along_in}
-_NEVER_FP8 = {module for row in _ROWS for module in row.never_fp8}
 
 
 class WireSpec(NamedTuple):
@@ -277,7 +251,6 @@ def named_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
     Covers the `FAMILIES`.
     """
-    family = FAMILIES[shape.family]
     query, value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     named: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab, shape.hidden)}
     for layer in range(shape.layers):
@@ -289,7 +262,7 @@ def named_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             ("o_proj", (shape.hidden, query)),
         ):
             named[f"{at}.self_attn.{projection}.weight"] = size
-            if projection in family.biases:
+            if projection in FAMILIES[shape.family]:
                 named[f"{at}.self_attn.{projection}.bias"] = size[:1]
         if shape.qk_norm:
             named[f"{at}.self_attn.q_norm.weight"] = (shape.head_dim,)

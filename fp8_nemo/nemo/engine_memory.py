@@ -13,7 +13,6 @@ Shapes: O out features, I in features, E experts; scales are of blocks of 128.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -280,7 +279,7 @@ class EngineMemory:
         self.attentions: list[Any] = []
         self.known_at: list[tuple | None] = []
         self.known: Destination | None = None
-        self.specs: dict[tuple, dict[str, WireSpec]] = {}
+        self.specs: dict[Precision, dict[str, WireSpec]] = {}
 
     @cached_property
     def rank(self) -> Rank:
@@ -289,10 +288,10 @@ class EngineMemory:
 
     def sent(self, precision: Precision) -> dict[str, WireSpec]:
         """Return what the wire brings in a precision; cached: 37,000 tensors take 0.2 s."""
-        key = astuple(precision)
-        if key not in self.specs:
-            self.specs[key] = wire_specs(named_shapes(self.shape), precision, self.shape.layers)
-        return self.specs[key]
+        if precision not in self.specs:
+            named = named_shapes(self.shape)
+            self.specs[precision] = wire_specs(named, precision, self.shape.layers)
+        return self.specs[precision]
 
     def destination(self) -> Destination:
         """Return where a refit fills this worker's memory, by wire name, as it is now.

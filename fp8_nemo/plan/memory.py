@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fp8_nemo.glue.wire import is_fp8_weight, named_shapes, weight_of, wire_specs
 from fp8_nemo.recipe.options import DTYPE_BYTES, LORA_MODULES, Lora, Precision, Shape
@@ -52,19 +52,9 @@ class Counts:
     kv_bytes_per_token: int
 
 
-def _key(shape: Shape, precision: Precision) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return both as what a cache can hold; `dataclasses.astuple` would copy every number."""
-    return tuple(vars(shape).values()), tuple(vars(precision).values())
-
-
+@lru_cache
 def count(shape: Shape, precision: Precision) -> Counts:
     """Count parameters, weights and bytes from `model.shape` and the precision."""
-    return _count(*_key(shape, precision))
-
-
-@lru_cache
-def _count(numbers: tuple[Any, ...], fields: tuple[Any, ...]) -> Counts:
-    shape, precision = Shape(*numbers), Precision(*fields)
     shapes = named_shapes(shape)
     specs = wire_specs(shapes, precision, shape.layers, precision.kv_groups(shape.kv_heads))
     scaled = {weight_of(name) for name in specs if weight_of(name) != name}
@@ -94,14 +84,9 @@ class Group(NamedTuple):
     elements: int
 
 
+@lru_cache
 def census(shape: Shape, precision: Precision) -> tuple[Group, ...]:
     """Count a model's weights by kind, each that the engine quantizes apart."""
-    return _census(*_key(shape, precision))
-
-
-@lru_cache
-def _census(numbers: tuple[Any, ...], fields: tuple[Any, ...]) -> tuple[Group, ...]:
-    shape, precision = Shape(*numbers), Precision(*fields)
     found: Counter[tuple[str, bool, bool]] = Counter()
     for name, size in named_shapes(shape).items():
         quantized = is_fp8_weight(name, size, precision, shape.layers)

@@ -121,7 +121,7 @@ class Memory:
     """Adam's state between two trainings: moved to the host, as without a value, or kept."""
 
 
-@dataclass
+@dataclass(unsafe_hash=True)  # by its numbers, for caches; OmegaConf fills no frozen one
 class Shape:
     """Give the numbers of a model that its weights' names and shapes follow from."""
 
@@ -188,7 +188,7 @@ class Model:
         return None if self.path else self.hf_id
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class Precision:
     """Choose what is held and multiplied in FP8, on either side."""
 
