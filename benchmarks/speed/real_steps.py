@@ -19,7 +19,9 @@ from typing import Any
 
 from benchmarks import record
 from fp8_nemo.plan.memory import memory_per_gpu
-from fp8_nemo.plan.step_time import Lengths, mfu, step_seconds
+from fp8_nemo.plan.speed import GPU_SPEED
+from fp8_nemo.plan.step_time import Lengths, attention_work, layer_work, step_seconds
+from fp8_nemo.recipe.settled import Settled
 from fp8_nemo.report.runs import FinishedRun, find_runs, read_run
 
 PHASES = ("rollout", "logprob", "train", "refit", "step")
@@ -50,6 +52,24 @@ def row_of(run: FinishedRun, first: int, prompt: float) -> dict[str, Any]:
         },
         "raw": raw,
     }
+
+
+def mfu(settled: Settled, lengths: Lengths, seconds: float, *, trains: bool = True) -> float:
+    """Return the model FLOP utilization of a pass over a step's sequences, of BF16's peak.
+
+    Args:
+        settled: the run.
+        lengths: lengths of its prompts and answers.
+        seconds: time that the pass took.
+        trains: forward and backward, or forward alone. Recomputation does not count.
+    """
+    shape = settled.recipe.model.shape
+    work, ways = layer_work(shape), (3.0, 3.5) if trains else (1.0, 1.0)
+    linear = ways[0] * (shape.layers * (work.quantized + work.other) + work.end)
+    attention = ways[1] * shape.layers * attention_work(shape, lengths)
+    tokens = settled.sequences_per_step * lengths.sequence
+    flops = tokens * (linear + attention) / settled.gpus
+    return flops / seconds / GPU_SPEED[settled.recipe.cluster.gpu].bf16
 
 
 def against_bf16(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

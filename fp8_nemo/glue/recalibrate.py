@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,17 +98,12 @@ class AmaxObserver:
         """Return the maxima `amax_SL3` on the host; the only read of a step."""
         return self.amax_SL3.cpu()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: a resumed run starts with the scales it stopped with."""
-        return {"amax_SL3": self.amax_SL3}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+    def load(self, amax_SL3: Tensor) -> None:
+        """Go on from a checkpoint's maxima: a resumed run starts with the scales it stopped with.
 
         Raises:
-            ValueError: it is of another model or another history.
+            ValueError: they are of another model or another history.
         """
-        amax_SL3 = state["amax_SL3"]
         if amax_SL3.shape != self.amax_SL3.shape:
             raise ValueError(
                 f"Q/K/V ranges {list(amax_SL3.shape)}, expected {list(self.amax_SL3.shape)}"

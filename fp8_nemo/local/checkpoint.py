@@ -49,7 +49,7 @@ def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
     """
     tensors: dict[str, Tensor] = {
         "rng.sampler": progress.sampler.get_state(),
-        "kv.amax_SL3": progress.observer.state_dict()["amax_SL3"],
+        "kv.amax_SL3": progress.observer.amax_SL3,
     }
     for name, master in policy.masters.items():
         tensors[f"master.{name}"] = master
@@ -120,4 +120,4 @@ def _restore(tensors: dict[str, Tensor], policy: Policy, progress: Progress) -> 
         policy.optimizer.state[master] = moments
     policy.load_masters()
     progress.sampler.set_state(tensors["rng.sampler"].cpu())
-    progress.observer.load_state_dict({"amax_SL3": tensors["kv.amax_SL3"]})
+    progress.observer.load(tensors["kv.amax_SL3"])

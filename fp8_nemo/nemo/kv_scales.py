@@ -113,7 +113,7 @@ class KvScales:
         """
         if file.is_file():
             content = json.loads(file.read_text())
-            self.history.load_state_dict({"amax_SL3": torch.tensor(content["amax_SL3"])})
+            self.history.load(torch.tensor(content["amax_SL3"]))
             self.in_force = content["kv_scales"]
 
     def _put_in_force(self, scales: dict[str, float], amax_L3: Tensor) -> dict[str, float]:

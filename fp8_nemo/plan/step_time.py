@@ -147,24 +147,6 @@ def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
     return slower * settled.sequences_per_batch / engines * tokens / decode.tokens_per_second
 
 
-def mfu(settled: Settled, lengths: Lengths, seconds: float, *, trains: bool = True) -> float:
-    """Return the model FLOP utilization of a pass over a step's sequences, of BF16's peak.
-
-    Args:
-        settled: the run.
-        lengths: lengths of its prompts and answers.
-        seconds: time that the pass took.
-        trains: forward and backward, or forward alone. Recomputation does not count.
-    """
-    shape = settled.recipe.model.shape
-    work, ways = layer_work(shape), (3.0, 3.5) if trains else (1.0, 1.0)
-    linear = ways[0] * (shape.layers * (work.quantized + work.other) + work.end)
-    attention = ways[1] * shape.layers * _attention(shape, lengths)
-    tokens = settled.sequences_per_step * lengths.sequence
-    flops = tokens * (linear + attention) / settled.gpus
-    return flops / seconds / GPU_SPEED[settled.recipe.cluster.gpu].bf16
-
-
 def layer_work(shape: Shape) -> LayerWork:
     """Count a token's forward FLOP; of the experts only those that it is routed to count."""
     share = shape.experts_per_token / shape.experts if shape.experts else 1.0
@@ -176,7 +158,7 @@ def layer_work(shape: Shape) -> LayerWork:
     return LayerWork(blocks[True], blocks[False], 2.0 * shape.vocab * shape.hidden)
 
 
-def _attention(shape: Shape, lengths: Lengths) -> float:
+def attention_work(shape: Shape, lengths: Lengths) -> float:
     """Count the FLOP of one token's causal attention in one layer, forward."""
     return 2 * shape.heads * shape.head_dim * lengths.sequence
 
@@ -218,7 +200,7 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
     linear = work.quantized / (LINEARS[name][way] * peak) + work.other / (
         LINEARS["bf16"][way] * bf16
     )
-    attention = ways[way] * _attention(shape, lengths) / (ATTENTION[way] * bf16)
+    attention = ways[way] * attention_work(shape, lengths) / (ATTENTION[way] * bf16)
     each_token = _products(settled, way) * linear + attention + _adapter_seconds(settled, way)
     device = tokens / (layout.tensor * layout.context) * each_token
     kind = "experts" if shape.experts else "tensor" if layout.tensor > 1 else "dense"

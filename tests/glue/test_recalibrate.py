@@ -76,7 +76,7 @@ def test_a_resumed_observer_goes_on_as_the_saved_one():
     for amax in (8.0, 2.0):
         saved.observe(0, *qkv(amax, 2 * amax, 3 * amax), REAL)
         saved.next_step()
-    resumed.load_state_dict(saved.state_dict())
+    resumed.load(saved.amax_SL3)
     for observer in (saved, resumed):
         observer.observe(0, *qkv(), REAL)
         observer.next_step()
@@ -87,7 +87,7 @@ def test_a_resumed_observer_goes_on_as_the_saved_one():
 @pytest.mark.parametrize("shape", [(3, 2, 3), (2, 3, 3), (1, 2, 3), (2, 1, 3)])
 def test_a_state_of_other_layers_or_history_is_refused_and_not_spread(shape):
     with pytest.raises((RuntimeError, ValueError)):
-        AmaxObserver(num_layers=2, history=2).load_state_dict({"amax_SL3": torch.ones(shape)})
+        AmaxObserver(num_layers=2, history=2).load(torch.ones(shape))
 
 
 def test_kv_scales_carry_vllms_names_and_margin_times_amax_over_448():

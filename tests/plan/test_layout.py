@@ -14,7 +14,7 @@ from fp8_nemo.plan.describe import decision, describe, precisions
 from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, host_gib, memory_per_gpu
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
-from fp8_nemo.plan.step_time import ATTENTION, LINEARS, mfu, step_seconds, usual_lengths
+from fp8_nemo.plan.step_time import ATTENTION, LINEARS, step_seconds
 from fp8_nemo.recipe.compose import ComposeError, compose, option_names
 from fp8_nemo.runs.run_dir import freeze, layout_of
 
@@ -131,7 +131,6 @@ def test_seconds_follow_work_and_rates():
     bf16 = plan("precision=bf16", "cluster.gpu=h200").settled
     seconds = step_seconds(bf16)
     assert seconds.total == sum(seconds)
-    assert 0.5 < mfu(bf16, usual_lengths(bf16), seconds.train) < 0.6
     twice = plan("precision=bf16", "cluster.gpu=h200", "grpo.prompts_per_step=128").settled
     assert step_seconds(twice).train == pytest.approx(2 * seconds.train, rel=0.05)
     moved = dataclasses.replace(bf16, layout=bf16.layout._replace(keeps_optimizer=False))
