@@ -5,7 +5,7 @@ ended, its number must be the receiver's own count, KV scales must equal those i
 no storage address may have changed, because CUDA graphs hold the addresses.
 
 `verify: bytes` compares the digest of every tensor in the engine's own memory with the sender's
-(`digest.py`). One launch digests all of them, and the host reads the sums together with the
+(`digest.py`). One launch digests all of them, and the host reads the digests together with the
 manifest. A tensor that the engine holds in part, or in another form than it arrived in, is digested
 twice: whole on arrival, and in the part or form that the engine then loads.
 
@@ -55,7 +55,7 @@ class RefitProof:
     """Received over the wire, weights and scales."""
     verified_weights: int
     """Quantized weights whose bytes and scales the engine took from this refit."""
-    checksums: int
+    equal_digests: int
     """Tensors whose bytes in the engine equal the sender's; 0 unless `verify: bytes`."""
     sent: bytes = b""
     """The sender's digests, eight bytes each, in the order of the stream, without KV scales."""
@@ -102,7 +102,7 @@ class Ledger:
         self.manifest: Manifest | None = None
         """Known once `close` has read it."""
         self.sentinel = False
-        self.arrived_sums, self.loaded_sums = _Sums(), _Sums()
+        self.arrived_digests, self.loaded_digests = _Digests(), _Digests()
         self.otherwise: Collection[str] = ()
         """Names that the engine holds in part, or in another form than they arrive in."""
         self.poisoned: Collection[str] = ()
@@ -141,7 +141,7 @@ class Ledger:
             tensors: those for which `receive` was true; called before their memory is reused.
         """
         some = self._otherwise(tensors)
-        self.arrived_sums.book([name for name, _ in some], [placed(x, x.shape) for _, x in some])
+        self.arrived_digests.book([name for name, _ in some], [placed(x, x.shape) for _, x in some])
         if held := self.destination and self.destination.held:
             self.loading([(name, x) for name, x in some if held[name] == self.expected[name]])
 
@@ -153,7 +153,7 @@ class Ledger:
         if to := self.destination:
             some = self._otherwise(tensors)
             parts = [to.placed(n, x[to.parts[n].of_wire or ...]) for n, x in some]
-            self.loaded_sums.book([name for name, _ in some], parts)
+            self.loaded_digests.book([name for name, _ in some], parts)
 
     def close(self, look: Callable[[], Destination] | None = None) -> RefitProof:
         """Check the whole refit with one read on the host, and return its proof.
@@ -182,11 +182,11 @@ class Ledger:
         wanted = self._wanted(found)
         if now and (problems := [*moved, *self._engine_problems(found, wanted, now)]):
             raise RefitError(problems)
-        sent = self.manifest.sums if self.manifest else []
+        sent = self.manifest.digests if self.manifest else []
         return RefitProof(
             bytes=sum(self.received.values()),
             verified_weights=verified,
-            checksums=len(wanted.keys() & found.held.keys()),
+            equal_digests=len(wanted.keys() & found.held.keys()),
             sent=struct.pack(f"{len(sent)}q", *sent),
             changed=sum(found.changed.values()),
             sampled=opened.sample.bytes if opened else 0,
@@ -246,14 +246,16 @@ class Ledger:
             of_engine.append(now.kv_bits())
         if now and self.destination and self.before:
             of_engine.append(self.destination.sample.changed(self.before))
-        return torch.cat([manifest, *self.arrived_sums.sums, *self.loaded_sums.sums, *of_engine])
+        return torch.cat(
+            [manifest, *self.arrived_digests.tensors, *self.loaded_digests.tensors, *of_engine]
+        )
 
     def _read(self, numbers: Tensor, now: Destination | None) -> _Found:
         """Read on the host what `_ask` returned, all at once."""
         digested = now.digested if now and self.is_digested else []
         kv_scales = now.kv_scales if now else []
         changed = [CHANGED] if now and self.before else []
-        names = self.arrived_sums.names, self.loaded_sums.names, digested, kv_scales, changed
+        names = self.arrived_digests.names, self.loaded_digests.names, digested, kv_scales, changed
         read = numbers.tolist()
         count = len(read) - sum(map(len, names))
         rest = iter(read[count:])
@@ -265,7 +267,7 @@ class Ledger:
     def _sent(self) -> dict[str, int]:
         assert self.manifest is not None
         names = [name for name in self.received if not name.endswith(KV_SUFFIXES)]
-        return dict(zip(names, self.manifest.sums, strict=True))
+        return dict(zip(names, self.manifest.digests, strict=True))
 
     def _wanted(self, found: _Found) -> dict[str, int]:
         """Return the digests that the engine's memory must have, by name."""
@@ -285,7 +287,7 @@ class Ledger:
             ]
         if not self.is_digested:
             return []
-        if len(sent.sums) + len(sent.kv_scales) != len(self.received):
+        if len(sent.digests) + len(sent.kv_scales) != len(self.received):
             return [f"{MANIFEST}: lacks digests, which verify=bytes needs"]
         was = self._sent
         missing = [n for n in was if n in self.otherwise and n not in found.arrived]
@@ -318,18 +320,18 @@ def _moved(opened: Destination, now: Destination) -> Iterator[str]:
             yield f"{name}: its storage moved, CUDA graphs would read the old one"
 
 
-class _Sums:
+class _Digests:
     """Hold digests on their device, and the names that they belong to."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.sums: list[Tensor] = []
+        self.tensors: list[Tensor] = []
 
     def book(self, names: Sequence[str], parts: Sequence[Placed]) -> None:
-        """Digest some tensors as they are now, and keep the sums on their device."""
+        """Digest some tensors as they are now, and keep the digests on their device."""
         if names:
             self.names += names
-            self.sums.append(digests_of(parts)())
+            self.tensors.append(digests_of(parts)())
 
 
 class _Found(NamedTuple):

@@ -30,7 +30,7 @@ class Manifest(NamedTuple):
     names: int
     """`hash_of` the names that were sent."""
     kv_scales: dict[str, float]
-    sums: list[int]
+    digests: list[int]
     """Digest of each tensor but KV scales, in the order sent; none with `verify: names`."""
 
 
@@ -44,7 +44,7 @@ def manifest(
     number: int,
     names: Iterable[str],
     kv_scales: Mapping[str, float],
-    sums: Sequence[Tensor],
+    digests: Sequence[Tensor],
     device: torch.device | None,
 ) -> Tensor:
     """Write a manifest's bytes on the device.
@@ -53,11 +53,11 @@ def manifest(
         number: of the refit.
         names: of all tensors in the order sent, but KV scales.
         kv_scales: in FP32, in the order sent, after all others.
-        sums: their digests, INT64 on the device, or none.
+        digests: of what was sent, INT64 on the device, or none.
         device: where they are to be.
     """
     head = [MARK, number, hash_of([*names, *kv_scales]), *map(_bits, kv_scales.values())]
-    numbers = [torch.tensor(head).to(device, non_blocking=True), *sums]
+    numbers = [torch.tensor(head).to(device, non_blocking=True), *digests]
     return torch.cat(numbers).view(torch.uint8)
 
 
@@ -71,8 +71,8 @@ def read_manifest(numbers: Sequence[int], kv_names: Sequence[str]) -> Manifest |
     if len(numbers) < 3 + len(kv_names) or numbers[0] != MARK:
         return None
     _, number, names, *rest = numbers
-    bits, sums = rest[: len(kv_names)], rest[len(kv_names) :]
-    return Manifest(number, names, dict(zip(kv_names, map(scale_of, bits), strict=True)), sums)
+    bits, digests = rest[: len(kv_names)], rest[len(kv_names) :]
+    return Manifest(number, names, dict(zip(kv_names, map(scale_of, bits), strict=True)), digests)
 
 
 def _bits(scale: float) -> int:

@@ -45,7 +45,7 @@ class Encoded(NamedTuple):
     tensors: list[tuple[str, Tensor]]
     names: list[str]
     nonfinite_N: Tensor
-    sums_T: Tensor | None = None
+    digests_T: Tensor | None = None
     """Digest of each of `tensors`, with `verify: bytes`."""
 
 
@@ -98,8 +98,8 @@ def refit_stream(
         scales = _checked_kv_scales(kv_scales or {}, num_layers, kv_groups, metadata_only)
         together_N = torch.tensor([*scales.values()]).to(device)
         yield from zip(scales, together_N.split(1), strict=True)
-    sums = [each.sums_T for each in verdicts if each.sums_T is not None]
-    yield MANIFEST, manifest(number, names, scales, sums, device)
+    digests = [each.digests_T for each in verdicts if each.digests_T is not None]
+    yield MANIFEST, manifest(number, names, scales, digests, device)
 
 
 def encode(
@@ -146,12 +146,12 @@ def encode(
         else:
             tensors += zip(wires, _apart(name, plain[name]), strict=True)
     # A launch of its own: made in the quantizing kernel, Triton 3.6 wrote other bytes on an H100.
-    sums_T = digests_of([placed(x, x.shape) for _, x in tensors])() if digests else None
+    digests_T = digests_of([placed(x, x.shape) for _, x in tensors])() if digests else None
     if filled := {name: x for name, x in plain.items() if x.numel()}:  # an empty one has no norm
         # One launch and one pass over all of them, with nothing in between; it keeps NaN.
         largest_N = torch.stack(torch._foreach_norm(list(filled.values()), math.inf))
         nonfinite_N = torch.cat([nonfinite_N, ~torch.isfinite(largest_N)])
-    return Encoded(tensors, [*chosen, *filled], nonfinite_N, sums_T)
+    return Encoded(tensors, [*chosen, *filled], nonfinite_N, digests_T)
 
 
 def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

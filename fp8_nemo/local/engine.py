@@ -262,7 +262,7 @@ def _load_unproven(stream: Iterable[tuple[str, Tensor]], tensors: dict[str, Tens
         if name in tensors:
             tensors[name].copy_(tensor)
             received += tensor.numel() * tensor.element_size()
-    return RefitProof(received, verified_weights=0, checksums=0)
+    return RefitProof(received, verified_weights=0, equal_digests=0)
 
 
 def pad_left(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

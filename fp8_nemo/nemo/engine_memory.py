@@ -87,11 +87,11 @@ class ParameterCache:
         alike = all(of.get(key) is each for of, key, each in self.modules)
         return alike and all(tuple(table) == names for table, names in self.names)
 
-    def places(self) -> list[tuple | None]:
-        """Return each parameter's `place_of`; None where a module lost the parameter."""
+    def memory(self) -> list[tuple | None]:
+        """Return each parameter's `memory_of`; None where a module lost the parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's own kinds of parameter are slow
             found = [of.get(key) for _, of, key in self.held]
-            return [each if each is None else place_of(each) for each in found]
+            return [each if each is None else memory_of(each) for each in found]
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters by name, a tied one by its first, as `named_parameters` does."""
@@ -104,7 +104,7 @@ class ParameterCache:
         return dict(found.values())
 
 
-def place_of(tensor: Tensor) -> tuple:
+def memory_of(tensor: Tensor) -> tuple:
     """Return address, type, shape and strides: equal if two tensors read the same memory alike."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
@@ -300,7 +300,7 @@ class EngineMemory:
             RefitError: the worker's tensors are not those that the recipe's engine holds.
         """
         cache = self.look_again()
-        at = [*cache.places(), *(place_of(scale) for _, scale in self._kv_scales())]
+        at = [*cache.memory(), *(memory_of(scale) for _, scale in self._kv_scales())]
         # `known` keeps the storages of what a refit fills: no other tensor gets their addresses.
         if self.known is None or at != self.known_at:
             self.known_at, self.known = at, self.lying(self.rank)

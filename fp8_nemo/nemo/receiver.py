@@ -33,6 +33,7 @@ from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.engine_memory import EngineMemory, attentions
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 
+Extension: Any = object  # NeMo RL's, which is known when `receiver` is called
 EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
 
 
@@ -53,82 +54,89 @@ def register() -> None:
 
 
 def receiver(stock: type, settings: WorkerSettings) -> type:
-    """Make a subclass of NeMo RL's worker extension that receives what our policy workers send.
+    """Make a subclass of NeMo RL's worker extension that is a `Receiver`, under the same name.
 
     Args:
         stock: `VllmInternalWorkerExtension` of main 7ea279a or v0.7.0.
         settings: of the run.
     """
+    return type(stock.__name__, (Receiver, stock), {"fp8_nemo_settings": settings})
 
-    class Receiver(stock):  # type: ignore[misc]
-        fp8_nemo_settings = settings
-        fp8_nemo_engine: EngineMemory | None = None
-        fp8_nemo_refit: Refit | None = None
-        fp8_nemo_proof: RefitProof | None = None
-        fp8_nemo_problems: Sequence[str] = ()
-        fp8_nemo_refits = 0
 
-        def prepare_refit_info(self, *arguments: Any, **options: Any) -> None:
-            self.fp8_nemo_refits = 0  # both sides count from their handshake
-            super().prepare_refit_info(*arguments, **options)
+class Receiver(Extension):
+    """Receive, in NeMo RL's worker extension, what our policy workers send.
 
-        def update_weights_via_ipc_zmq(self) -> bool:
-            return self.fp8_nemo_proven(super().update_weights_via_ipc_zmq)
+    NeMo RL calls the methods without `fp8_nemo` in their names, and the driver the others.
+    """
 
-        def update_weights_from_collective(self, *arguments: Any, **options: Any) -> bool:
-            update = super().update_weights_from_collective  # takes none before NeMo RL #3651
-            return self.fp8_nemo_proven(partial(update, *arguments, **options))
+    fp8_nemo_settings: WorkerSettings
+    fp8_nemo_engine: EngineMemory | None = None
+    fp8_nemo_refit: Refit | None = None
+    fp8_nemo_proof: RefitProof | None = None
+    fp8_nemo_problems: Sequence[str] = ()
+    fp8_nemo_refits = 0
 
-        def _load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-            if self.fp8_nemo_refit is None:
-                super()._load_weights(weights)
-            else:
-                self.fp8_nemo_refit.take(weights, super()._load_weights)
+    def prepare_refit_info(self, *arguments: Any, **options: Any) -> None:
+        """Count refits from here on, as the sender does from the same handshake."""
+        self.fp8_nemo_refits = 0
+        super().prepare_refit_info(*arguments, **options)
 
-        def _weight_update_errors_are_fatal(self) -> bool:
-            return self.fp8_nemo_settings.glue.has_receiver
+    def update_weights_via_ipc_zmq(self) -> bool:
+        """Prove what comes from a trainer on the same GPU."""
+        return self.fp8_nemo_proven(super().update_weights_via_ipc_zmq)
 
-        def fp8_nemo_proven(self, update: Callable[[], bool]) -> bool:
-            """Run NeMo RL's update as one proven refit, and keep what failed for the driver."""
-            self.fp8_nemo_refit, self.fp8_nemo_proof, self.fp8_nemo_problems = None, None, ()
-            model, settings = self.model_runner.model, self.fp8_nemo_settings
-            if not settings.glue.has_receiver:  # recalibration alone is ours
-                landed = update()
-            else:
-                if self.fp8_nemo_engine is None:
-                    self.fp8_nemo_engine = EngineMemory(model, settings)
-                self.fp8_nemo_refits += 1
-                self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, settings, self.fp8_nemo_refits)
-                try:
-                    self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
-                except RefitError as error:  # NeMo RL's actor prints it, and says False
-                    self.fp8_nemo_problems = error.problems
-                    raise
-                landed = True
-            if settings.precision.cache.is_quantized:
-                _keep_kv_scales(self.model_runner, attentions(model, settings.shape.layers))
-            return landed
+    def update_weights_from_collective(self, *arguments: Any, **options: Any) -> bool:
+        """Prove what comes by NCCL."""
+        update = super().update_weights_from_collective  # takes none before NeMo RL #3651
+        return self.fp8_nemo_proven(partial(update, *arguments, **options))
 
-        def fp8_nemo_report(self) -> dict[str, Any]:
-            """Return the last refit's proof; empty before a refit, and with `verify: off`."""
-            proof = self.fp8_nemo_proof
-            return asdict(proof) if proof is not None else {}
+    def _load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        if self.fp8_nemo_refit is None:
+            super()._load_weights(weights)
+        else:
+            self.fp8_nemo_refit.take(weights, super()._load_weights)
 
-        def fp8_nemo_layout_problems(self) -> list[str]:
-            """List the tensors that a refit would not find in the memory of a sleeping engine."""
-            settings = self.fp8_nemo_settings
-            if not settings.glue.has_receiver or settings.glue.verify == "off":
-                return []
+    def _weight_update_errors_are_fatal(self) -> bool:
+        return self.fp8_nemo_settings.glue.has_receiver
+
+    def fp8_nemo_proven(self, update: Callable[[], bool]) -> bool:
+        """Run NeMo RL's update as one proven refit, and keep what failed for the driver."""
+        self.fp8_nemo_refit, self.fp8_nemo_proof, self.fp8_nemo_problems = None, None, ()
+        model, settings = self.model_runner.model, self.fp8_nemo_settings
+        if not settings.glue.has_receiver:  # recalibration alone is ours
+            landed = update()
+        else:
+            if self.fp8_nemo_engine is None:
+                self.fp8_nemo_engine = EngineMemory(model, settings)
+            self.fp8_nemo_refits += 1
+            self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, settings, self.fp8_nemo_refits)
             try:
-                EngineMemory(self.model_runner.model, settings).check_asleep()
-            except RefitError as error:
-                return error.problems
-            except (AttributeError, KeyError) as error:  # a module of vLLM's has another name
-                return [_reason(error)]
-            return []
+                self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
+            except RefitError as error:  # NeMo RL's actor prints it, and says False
+                self.fp8_nemo_problems = error.problems
+                raise
+            landed = True
+        if settings.precision.cache.is_quantized:
+            _keep_kv_scales(self.model_runner, attentions(model, settings.shape.layers))
+        return landed
 
-    Receiver.__qualname__ = Receiver.__name__ = stock.__name__
-    return Receiver
+    def fp8_nemo_report(self) -> dict[str, Any]:
+        """Return the last refit's proof; empty before a refit, and with `verify: off`."""
+        proof = self.fp8_nemo_proof
+        return asdict(proof) if proof is not None else {}
+
+    def fp8_nemo_layout_problems(self) -> list[str]:
+        """List the tensors that a refit would not find in the memory of a sleeping engine."""
+        settings = self.fp8_nemo_settings
+        if not settings.glue.has_receiver or settings.glue.verify == "off":
+            return []
+        try:
+            EngineMemory(self.model_runner.model, settings).check_asleep()
+        except RefitError as error:
+            return error.problems
+        except (AttributeError, KeyError) as error:  # a module of vLLM's has another name
+            return [_reason(error)]
+        return []
 
 
 class Refit:

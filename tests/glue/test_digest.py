@@ -139,8 +139,8 @@ def test_a_group_is_digested_as_it_travels():
     group = [(slab, torch.randn(2, 512, 256)), ("model.norm.weight", torch.randn(256))]
     encoded = encode(group, Precision(rollout_linear="fp8"), num_layers=1, digests=True)
     wanted = [digest(tensor).item() for _, tensor in encoded.tensors]
-    assert len(wanted) == 2 * 2 * 2 + 1 and encoded.sums_T.tolist() == wanted
-    assert encode(group, Precision(), num_layers=1).sums_T is None
+    assert len(wanted) == 2 * 2 * 2 + 1 and encoded.digests_T.tolist() == wanted
+    assert encode(group, Precision(), num_layers=1).digests_T is None
 
 
 def changed(tensor, how, draw):

@@ -130,7 +130,7 @@ def test_a_whole_refit_lands_byte_by_byte(shapes, dtype, precision):
     assert all(raw(engine[name]) == raw(wanted[name]) for name in wanted)
     assert proof.bytes == sum(map(len, map(raw, wanted.values())))
     assert proof.verified_weights == sum(name.endswith("_scale_inv") for name in wanted)
-    assert proof.checksums == len(wanted.keys() - KV.keys())
+    assert proof.equal_digests == len(wanted.keys() - KV.keys())
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -258,7 +258,7 @@ def test_a_buffer_that_the_wire_uses_again_spoils_no_proof():
             buffer.view(torch.uint8).fill_(0)
 
     proof = deliver(reusing(stream_of(made(DENSE))), *engine_for(DENSE))
-    assert proof.checksums == len(weights.wire_specs(DENSE, FP8_KV, L).keys() - KV.keys())
+    assert proof.equal_digests == len(weights.wire_specs(DENSE, FP8_KV, L).keys() - KV.keys())
 
 
 @pytest.mark.parametrize("name", [None, Q, GATE])
@@ -270,7 +270,7 @@ def test_without_an_engine_the_wire_alone_is_proven(name):
     assert [each for each, _ in taken] == list(ledger.expected)
     if name is None:
         proof = ledger.close()
-        assert (proof.verified_weights, proof.checksums) == (10, 0)
+        assert (proof.verified_weights, proof.equal_digests) == (10, 0)
     else:
         with fails(name) as error:
             ledger.close()
@@ -518,7 +518,7 @@ def test_what_is_stale_but_plausible_is_seen_by_bytes_and_not_by_names(name):
     before = {each: 3 * weight for each, weight in made(DENSE, salt=5).items()}
     stale = edited(name, lambda t: [(name, dict(stream_of(before))[name])])
     by_names = deliver(stale(stream_of(made(DENSE))), *engine_for(DENSE), verify="names")
-    assert by_names.checksums == 0
+    assert by_names.equal_digests == 0
     with fails(name) as error:
         deliver(stale(stream_of(made(DENSE))), *engine_for(DENSE))
     assert "checksum" in str(error.value)

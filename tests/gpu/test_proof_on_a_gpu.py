@@ -75,7 +75,7 @@ def test_a_stream_carries_on_a_gpu_what_it_carries_on_a_cpu():
     cpu = encode(group, FP8, num_layers=2, digests=True)
     gpu = encode([(n, x.cuda()) for n, x in group], FP8, num_layers=2, digests=True)
     assert [name for name, _ in cpu.tensors] == [name for name, _ in gpu.tensors]
-    assert torch.equal(cpu.sums_T, gpu.sums_T.cpu())
+    assert torch.equal(cpu.digests_T, gpu.digests_T.cpu())
     streams = [
         dict(refit_stream(((n, x.to(device)) for n, x in group), FP8, None, num_layers=2, number=3))
         for device in ("cpu", "cuda")
@@ -116,7 +116,7 @@ def test_a_refit_of_a_rank_of_two_on_a_gpu_is_proven_or_named(fault):
             part.copy_(tensor[: len(part)])
         tensor.view(torch.uint8).zero_()  # the wire uses its buffer again
     if fault is None:
-        assert ledger.close().checksums == len(specs)
+        assert ledger.close().equal_digests == len(specs)
         return
     with pytest.raises(RefitError) as error:
         ledger.close()

@@ -81,7 +81,7 @@ def test_a_refit_brings_the_biases_and_no_head_of_its_own(folder):
     proof = engine.refit(stream, "bytes", 1)
     held = engine.wire_tensors()
     assert torch.equal(held[K_BIAS], policy.parameters[K_BIAS])
-    assert proof.checksums == len(names) - 2  # all but the sentinel and the manifest
+    assert proof.equal_digests == len(names) - 2  # all but the sentinel and the manifest
 
 
 @pytest.mark.parametrize("lost", [K_BIAS, "model.embed_tokens.weight"])

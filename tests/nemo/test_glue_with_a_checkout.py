@@ -208,7 +208,7 @@ def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weight
     def proof(*digests):
         sent = struct.pack(f"{len(digests)}q", *digests)
         counted = {"bytes": 8, "verified_weights": 2, "changed": len(digests), "sampled": 8}
-        return {**counted, "checksums": len(digests), "sent": sent}
+        return {**counted, "equal_digests": len(digests), "sent": sent}
 
     info = dict.fromkeys((SENTINEL, "a", "b", "x.k_scale", MANIFEST), ((4,), torch.bfloat16))
     alike = {"refit/bytes": 8, "refit/verified_weights": 2}

@@ -490,7 +490,7 @@ def test_a_fault_stops_the_refit_by_name(fault):
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 def test_the_same_scene_without_a_fault_is_proven(moe, rank):
     proof = (scene := Scene(moe, rank)).refit(Fault("none", set()))
-    assert proof.checksums == len(scene.held) - len(KV)
+    assert proof.equal_digests == len(scene.held) - len(KV)
     named = named_shapes(MOE if moe else DENSE)
     fp8 = [n for n, s in named.items() if is_fp8_weight(n, s, FP8_KV, 2)]
     assert proof.verified_weights == sum(map(rank.holds, fp8))
