@@ -75,7 +75,7 @@ def command() -> str:
 def _script() -> str:
     """Return `benchmarks.speed.train` of `python -m benchmarks.speed.train`, else the file."""
     spec = sys.modules["__main__"].__spec__
-    return spec.name if spec else sys.argv[0]
+    return spec.name.removesuffix(".__main__") if spec else sys.argv[0]
 
 
 def kernels(work: Callable[[], Any]) -> list[tuple[str, float]]:

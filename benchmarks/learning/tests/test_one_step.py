@@ -9,24 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.learning import one_step
-from benchmarks.learning.one_step_expected import (
+from benchmarks.learning.one_step import __main__ as one_step
+from benchmarks.learning.one_step.expected import (
     expected_by_sequence,
     expected_gradients,
     mean_advantages,
     places,
 )
-from benchmarks.learning.one_step_judge import page_table, ratio_of, summary, told
-from benchmarks.learning.one_step_measure import (
-    Bench,
-    Start,
-    Study,
-    above,
-    different,
-    flat,
-    multiplied,
-)
-from benchmarks.learning.one_step_moments import ABOVE, BELOW, Moments
+from benchmarks.learning.one_step.judge import page_table, ratio_of, summary, told
+from benchmarks.learning.one_step.measure import Bench, above, different, multiplied
+from benchmarks.learning.one_step.moments import ABOVE, BELOW, Moments
+from benchmarks.learning.one_step.starts import Start, Study, flat
 from benchmarks.numerics.sources import answered
 from fp8_nemo.correction.correct import correct
 from fp8_nemo.correction.mismatch import LogprobPair, ratio

@@ -1,6 +1,6 @@
 """Draw what one step of each cell does against BF16's, from `benchmarks.learning.one_step`.
 
-python -m benchmarks.learning.draw_one_step
+python -m benchmarks.learning.one_step.draw
 
 Writes docs/figures/one-step.svg, which docs/research/one-step.md shows.
 """
@@ -16,9 +16,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.learning.one_step_judge import Estimate, sideways
+from benchmarks.learning.one_step.judge import Estimate, sideways
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TARGET = ROOT / "docs" / "figures" / "one-step.svg"
 RESULTS = ROOT / "benchmarks" / "results" / "one-step-cpu.json"
 CELLS = (

@@ -1,4 +1,4 @@
-"""Summarize the steps of `one_step`: each cell against BF16 and against no correction.
+"""Summarize the steps of `measure.py`: each cell against BF16 and against no correction.
 
 Every number is a mean over checkpoints with its standard error. A ratio is one of sums, its error
 the jackknife's. Cells are compared at the same checkpoint, with the same random numbers.

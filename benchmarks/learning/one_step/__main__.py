@@ -16,7 +16,7 @@ An update is the recipe's: loss, clipping, AdamW, rounding to BF16. Where a step
 without momentum: it does at once what momentum would spread over some ten steps. Where it has four,
 momentum is the run's.
 
-The same line goes on behind the last whole checkpoint. `one_step_judge` summarizes.
+The same line goes on behind the last whole checkpoint. `judge.py` summarizes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-from benchmarks.learning.one_step_judge import Estimate, summary
-from benchmarks.learning.one_step_measure import Bench, Study, starts
+from benchmarks.learning.one_step.judge import Estimate, summary
+from benchmarks.learning.one_step.measure import Bench
+from benchmarks.learning.one_step.starts import Study, starts
 from benchmarks.record import add_options, keep, show
 from fp8_nemo.recipe.plain import read_json
 from fp8_nemo.runs.frozen_code import code_dir
 from fp8_nemo.runs.provenance import commit
 
-MEASURE = ("measure", "expected", "moments")
+MEASURE = ("starts", "measure", "expected", "moments")
 """Files whose digest stands in the results."""
 SHOWN = ("expected gain", "along", "sideways square", "in BF16, from BF16", "in BF16, from none")
 SIXTHS, BETWEEN = tuple(range(6, 61, 6)), tuple(range(3, 61, 6))
@@ -57,7 +58,7 @@ STUDIES = {
 
 def sources() -> dict[str, str]:
     """Return digests of the package's sources, and of what measures here."""
-    ours = sorted(Path(__file__).with_name(f"one_step_{name}.py") for name in MEASURE)
+    ours = sorted(Path(__file__).with_name(f"{name}.py") for name in MEASURE)
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in ours)).hexdigest()[:12]
     return {"fp8_nemo": code_dir(Path()).name, "one_step": digest}
 
