@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import record
-from fp8_nemo.export.fp8_checkpoint import INDEX
+from fp8_nemo.export.source import INDEX
 from fp8_nemo.glue.wire import named_shapes
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Shape

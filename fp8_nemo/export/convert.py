@@ -6,14 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fp8_nemo.export.calibrate import calibration_of
-from fp8_nemo.export.fp8_checkpoint import (
-    ConversionError,
-    Progress,
-    WeightError,
-    quantize_checkpoint,
-    read_config,
-)
+from fp8_nemo.export.fp8_checkpoint import Progress, WeightError, quantize_checkpoint
 from fp8_nemo.export.from_run import exported, last_checkpoint
+from fp8_nemo.export.source import ConversionError, read_config
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.compose import compose

@@ -22,7 +22,6 @@ Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E exper
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -33,10 +32,18 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fp8_nemo.export.source import (
+    INDEX,
+    ConversionError,
+    check_blocks,
+    read_config,
+    read_json,
+    shards_of,
+)
 from fp8_nemo.export.whole_files import (
     PART,
     part_of,
@@ -54,19 +61,12 @@ from fp8_nemo.recipe.options import Precision
 from fp8_nemo.runs.metrics import sync
 from fp8_nemo.runs.terminal import table
 
-DTYPES = ("BF16", "F32")
-INDEX = "model.safetensors.index.json"
 BOOK = "quantization.json"
 """Beside the shards: source, settings, KV scales, and per shard every FP8 weight's error."""
 LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-LFS_POINTER = b"version https://git-lfs"
 
 Progress = Callable[[str, int, int], None]
 """Told a shard's name, and how many of how many tensors are done."""
-
-
-class ConversionError(ValueError):
-    """Report a checkpoint that cannot be converted, or a folder that cannot take the result."""
 
 
 class WeightError(NamedTuple):
@@ -108,9 +108,9 @@ def quantize_checkpoint(
     Raises:
         ConversionError: see the module.
     """
-    config, shards = read_config(source), _shards(source)
+    config, shards = read_config(source), shards_of(source)
     for shard in shards:
-        _check_blocks(shard, precision, config["num_hidden_layers"])
+        check_blocks(shard, precision, config["num_hidden_layers"])
     settings = asdict(precision) | (calibration.settings if calibration else {})
     book = _opened_book(source, target, shards, settings)
     with written(target):
@@ -142,26 +142,6 @@ def _finish(source: Path, target: Path, done: Mapping[str, Any]) -> dict[str, st
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(tensors.items()))}
         write_json(target / INDEX, index)
     return tensors
-
-
-def read_config(source: Path) -> dict[str, Any]:
-    """Read the configuration of a checkpoint that can be converted.
-
-    Raises:
-        ConversionError: there is none, it is quantized already, or of an unknown family.
-    """
-    file = source / "config.json"
-    config = _json(file)
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ConversionError(f"{source}: is quantized already ({method})")
-    family = config.get("model_type")
-    if family not in weights.FAMILIES:
-        families = ", ".join(weights.FAMILIES)
-        raise ConversionError(f"{file}: model_type={family}, must be one of {families}")
-    if not isinstance(config.get("num_hidden_layers"), int):
-        raise ConversionError(f"{file}: has no num_hidden_layers")
-    return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 def error_table(errors: list[WeightError]) -> Table:
@@ -197,81 +177,6 @@ def by_layer(errors: list[WeightError]) -> dict[int, list[WeightError]]:
     return {n: sorted(found[n], key=lambda each: -each.relative) for n in sorted(found)}
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConversionError(
-            f"{file}: {reason}; must be a checkpoint in Hugging Face format, or the directory of a "
-            "local run; of a run of NeMo RL its examples/converters/convert_megatron_to_hf.py "
-            "makes one"
-        ) from None
-    if not isinstance(found, dict):
-        raise ConversionError(f"{file}: is not an object")
-    return found
-
-
-def _shards(source: Path) -> list[Path]:
-    names, weight_map = ["model.safetensors"], {}
-    if (source / INDEX).is_file():
-        weight_map = _json(source / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ConversionError(f"{source / INDEX}: has no weight_map")
-        if strange := [n for n, shard in weight_map.items() if not isinstance(shard, str)]:
-            raise ConversionError(f"{source / INDEX}: gives {strange[0]} no file's name")
-        names = sorted(set(weight_map.values()))
-    held: dict[str, str] = {}
-    for name in names:
-        for tensor in _tensors_of(source / name):
-            if tensor in held:
-                raise ConversionError(f"{tensor}: is in {held[tensor]} and in {name} ({source})")
-            held[tensor] = name
-    for tensor, name in weight_map.items():
-        if held.get(tensor) != name:
-            raise ConversionError(f"{tensor}: is not in {name}, where {source / INDEX} has it")
-    return [source / name for name in names]
-
-
-def _tensors_of(file: Path) -> list[str]:
-    """Name what a shard holds; check that it is whole, and of numbers that can be quantized."""
-    if not file.is_file():
-        raise ConversionError(f"{file.parent}: lacks {file.name}; its weights must be safetensors")
-    with file.open("rb") as stream:
-        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise ConversionError(f"{file}: is a pointer of git-lfs, not weights; git lfs pull")
-    if found := damage(file):
-        raise ConversionError(f"{file}: {found}")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            dtypes = {name: each.get_dtype() for name, each in found.items()}
-            empty = [name for name, each in found.items() if 0 in each.get_shape()]
-    except SafetensorError as error:
-        raise ConversionError(f"{file}: is no safetensors file ({error})") from None
-    for name, dtype in dtypes.items():
-        if dtype not in DTYPES or name.endswith(weights.SCALE_SUFFIX):
-            raise ConversionError(f"{name}: is {dtype}, must be BF16 or F32 ({file})")
-    if empty:
-        raise ConversionError(f"{empty[0]}: is empty ({file})")
-    return list(dtypes)
-
-
-def _check_blocks(file: Path, precision: Precision, layers: int) -> None:
-    """Check that vLLM will take every weight's blocks (`validate_fp8_block_shape`)."""
-    with safe_open(file, framework="pt") as opened:
-        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    for name, shape in shapes.items():
-        if not weights.is_fp8_weight(name, shape, precision, layers):
-            continue
-        stacked = max(1, len(weights.slab_projections(name)))
-        if shape[-2] % (weights.BLOCK * stacked) or shape[-1] % weights.BLOCK:
-            raise ConversionError(
-                f"{name}: is {' x '.join(map(str, shape))}, and vLLM takes blockwise FP8 in "
-                f"multiples of {weights.BLOCK} alone; this model stays in BF16 ({file})"
-            )
-
-
 def _opened_book(
     source: Path, target: Path, shards: list[Path], settings: dict[str, Any]
 ) -> dict[str, Any]:
@@ -286,7 +191,7 @@ def _opened_book(
     if target.is_dir() and _is_begun(target):
         without_parts(target)
     if (target / BOOK).is_file():
-        book = _json(target / BOOK)
+        book = read_json(target / BOOK)
         for what, value in begun.items():
             if book.get(what) != value:
                 other = {

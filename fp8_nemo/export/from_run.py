@@ -10,8 +10,8 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
-from fp8_nemo.export.fp8_checkpoint import ConversionError
 from fp8_nemo.export.make_model import save_model
+from fp8_nemo.export.source import ConversionError
 from fp8_nemo.glue.quantize import plain_dtype
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.checkpoint import TENSORS

@@ -22,14 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from fp8_nemo.export import calibrate, fp8_checkpoint
 from fp8_nemo.export.calibrate import scales_of_texts
-from fp8_nemo.export.fp8_checkpoint import (
-    BOOK,
-    INDEX,
-    Calibration,
-    ConversionError,
-    by_layer,
-    quantize_checkpoint,
-)
+from fp8_nemo.export.fp8_checkpoint import BOOK, Calibration, by_layer, quantize_checkpoint
+from fp8_nemo.export.source import INDEX, ConversionError
 from fp8_nemo.export.whole_files import PART
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import refit_stream
