@@ -61,10 +61,12 @@ def mfu(settled: Settled, lengths: Lengths, seconds: float, *, trains: bool = Tr
         settled: the run.
         lengths: lengths of its prompts and answers.
         seconds: time that the pass took.
-        trains: forward and backward, or forward alone. Recomputation does not count.
+        trains: forward and backward, or forward alone. Recomputation does not count, and the
+            frozen weights of LoRA have no gradient.
     """
     shape = settled.recipe.model.shape
-    work, ways = layer_work(shape), (3.0, 3.5) if trains else (1.0, 1.0)
+    products = 2.0 if settled.recipe.lora.is_on else 3.0
+    work, ways = layer_work(shape), (products, 3.5) if trains else (1.0, 1.0)
     linear = ways[0] * (shape.layers * (work.quantized + work.other) + work.end)
     attention = ways[1] * shape.layers * attention_work(shape, lengths)
     tokens = settled.sequences_per_step * lengths.sequence

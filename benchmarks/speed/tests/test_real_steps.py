@@ -17,3 +17,13 @@ def test_a_planned_training_reaches_more_than_half_of_the_peak_and_logprobs_a_th
         1 / 3, rel=0.02
     )
     assert mfu(settled, lengths, 2.0) == mfu(settled, lengths, 1.0) / 2
+
+
+def test_frozen_weights_have_no_gradient_to_compute():
+    words = ("model=llama31-8b", "correction=tis", "precision=bf16")
+    whole, adapters = (
+        compose_plans([*words, f"lora={each}"])[0].settled for each in ("none", "all-linear")
+    )
+    lengths = usual_lengths(whole)
+    parts = [mfu(each, lengths, 1.0) / each.gpus * whole.gpus for each in (whole, adapters)]
+    assert parts[1] / parts[0] == pytest.approx(2 / 3, rel=0.02)
