@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.speed import draw_decode
-from benchmarks.speed.draw_steps import CELLS, PANELS, TARGET, label, rows_of
+from benchmarks.speed import draw_decode, draw_steps
 from fp8_nemo.correction.health import GROWTH, SIGNALS
 from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
@@ -64,7 +63,7 @@ def of(file, pick):
 
 
 def times(file, precision):
-    return rows_of(f"{file}.json")[precision]["times_bf16"]
+    return draw_steps.rows_of(f"{file}.json")[precision]["times_bf16"]
 
 
 def speed(row):
@@ -196,7 +195,7 @@ def minutes(target):
 
 
 def rollout_share(file):
-    row = rows_of(f"{file}.json")["bf16"]
+    row = draw_steps.rows_of(f"{file}.json")["bf16"]
     return f"{row['rollout'] / row['step']:.0%}"
 
 
@@ -236,6 +235,21 @@ def bounds(signal):
     word = "above" if signal.unstable > signal.watch else "below"
     last = f"{word} {signal.unstable:g} " if 0 <= signal.unstable <= 1 or signal.watch > 1 else ""
     return f"| `{signal.key}` | {word} {signal.watch:g} | {last}|"
+
+
+REAL = draw_steps.rows_of("real-steps-8b-lora-h100.json")
+
+
+def real_row(name, phase, digits):
+    """A phase of the pair inside NeMo RL, measured and planned, BF16 and FP8."""
+    numbers = [row[part] if part else row for row in REAL.values() for part in (None, "plan")]
+    texts = [f"{each[phase]:.{digits}f} s" for each in numbers]
+    return f"| {name} | {' | '.join(texts)} |"
+
+
+def real_gain(phase):
+    """How many times as fast a phase of the pair was with an FP8 rollout."""
+    return f"{REAL['fp8-kv-attn']['times_bf16'][phase]:.2f} times"
 
 
 SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
@@ -280,6 +294,18 @@ SAID = {
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],
     "docs/speed.md": [
+        lambda: f"`fp8-kv-attn`, {real_gain('step')} as fast as in BF16",
+        lambda: f"the rollout alone {real_gain('rollout')}",
+        *(
+            partial(real_row, name, phase, digits)
+            for name, phase, digits in (
+                ("rollout", "rollout", 1),
+                ("logprobs", "logprob", 1),
+                ("training", "train", 1),
+                ("refit", "refit", 2),
+                ("**step**", "step", 1),
+            )
+        ),
         lambda: f"cache and attention {h100_decode()} times",
         lambda: f"it is {decode('rollout-8b-h200', KV)} times",
         *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),
@@ -345,10 +371,11 @@ def test_a_number_on_a_page_is_the_result_files(page, said):
     assert said() in (ROOT / page).read_text()
 
 
-def test_the_figure_shows_the_files_numbers():
-    texts = re.findall(r">([^<>]+)</text>", TARGET.read_text())
-    for file in PANELS.values():
-        assert {label(rows_of(file)[cell]) for cell in CELLS} <= {*texts}
+@pytest.mark.parametrize("name", draw_steps.DRAWINGS)
+def test_the_figure_shows_the_files_numbers(name):
+    texts = re.findall(r">([^<>]+)</text>", (draw_steps.FOLDER / f"{name}.svg").read_text())
+    for file in draw_steps.DRAWINGS[name].panels.values():
+        assert {draw_steps.label(row) for row in draw_steps.drawn(file).values()} <= {*texts}
 
 
 def test_the_decode_figure_shows_the_files_numbers():

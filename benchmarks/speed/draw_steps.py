@@ -1,26 +1,51 @@
-"""Draw the seconds of a step by phase, from results files of `benchmarks.speed.step`.
+"""Draw the seconds of a step by phase: a pair that NeMo RL ran, and sums of phases.
 
 python -m benchmarks.speed.draw_steps
 
-Writes docs/figures/step-8b.svg, which README shows. Every number in the figure is a text that
-`tests/test_docs.py` compares with the files.
+Writes docs/figures/real-step-8b.svg, which README shows, from `benchmarks.speed.real_steps`, and
+docs/figures/step-8b.svg, which docs/speed.md shows, from `benchmarks.speed.step`. Every number in
+the figures is a text that `tests/test_docs.py` compares with the files.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
-TARGET = ROOT / "docs" / "figures" / "step-8b.svg"
-PANELS = {
-    "answers of 2,000 tokens, 8 GPUs": "step-8b-h200.json",
-    "answers of 7,168 tokens, 32 GPUs": "step-8b-long-h200.json",
+FOLDER = ROOT / "docs" / "figures"
+
+
+class Drawing(NamedTuple):
+    """A figure: its title, and a results file for each panel's."""
+
+    title: str
+    panels: dict[str, str]
+    width: float
+    height: float
+
+
+DRAWINGS = {
+    "real-step-8b": Drawing(
+        "Llama 3.1 8B in NeMo RL, one H100: what an FP8 rollout saves of a step",
+        {"all 32 layers, LoRA, 64 answers of 4,000 tokens; black: each step": "real-steps-8b-lora-h100.json"},
+        8.5,
+        2.3,
+    ),
+    "step-8b": Drawing(
+        "Llama 3.1 8B: FP8 shortens a step where answers are long",
+        {
+            "answers of 2,000 tokens, 8 GPUs": "step-8b-h200.json",
+            "answers of 7,168 tokens, 32 GPUs": "step-8b-long-h200.json",
+        },
+        11,
+        3.4,
+    ),
 }
 CELLS = ("bf16", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn")
 COLORS = {"rollout": "#0072B2", "logprob": "#E69F00", "train": "#009E73", "refit": "#CC79A7"}
@@ -30,41 +55,64 @@ COLORS = {"rollout": "#0072B2", "logprob": "#E69F00", "train": "#009E73", "refit
 def rows_of(file: str) -> dict[str, dict[str, Any]]:
     """Return a results file's rows by precision: `{"bf16": {"rollout": 36.7, ...}}`."""
     rows = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["rows"]
-    return {row["cell"].partition("/")[2].removesuffix("-tis"): row for row in rows}
+    return {row.get("precision") or cell_precision(row["cell"]): row for row in rows}
+
+
+def drawn(file: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of a results file that are drawn, the first on top."""
+    rows = rows_of(file)
+    return {precision: rows[precision] for precision in CELLS if precision in rows}
+
+
+def cell_precision(cell: str) -> str:
+    """Return the precision of `llama31-8b/fp8-e2e-tis`."""
+    return cell.partition("/")[2].removesuffix("-tis")
 
 
 def label(row: dict[str, Any]) -> str:
     """Return what stands at the end of a bar: `120 s, 1.09x`."""
-    return f"{row['step']:.0f} s" + (f", {row['times_bf16']:.2f}x" if "times_bf16" in row else "")
+    gain = row.get("times_bf16")
+    gain = gain["step"] if isinstance(gain, dict) else gain
+    return f"{row['step']:.0f} s" + (f", {gain:.2f}x" if gain else "")
 
 
-def draw_panel(axes: Axes, title: str, rows: dict[str, dict[str, Any]]) -> None:
-    """Draw one workload: a bar of phases for each precision, the first on top."""
-    for place, cell in enumerate(reversed(CELLS)):
+def draw_panel(axes: Axes, title: str, rows: dict[str, dict[str, Any]], longest: float) -> None:
+    """Draw one workload: a bar of phases for each precision, the first on top, up to `longest`."""
+    for place, row in enumerate(reversed(rows.values())):
         left = 0.0
         for phase, color in COLORS.items():
             name = phase if place == 0 else None
-            axes.barh(place, rows[cell][phase], left=left, color=color, label=name, height=0.7)
-            left += rows[cell][phase]
-        axes.text(left + 2, place, label(rows[cell]), va="center")
-    axes.set_yticks(range(len(CELLS)), reversed(CELLS))
-    axes.set_xlim(0, 235)
+            axes.barh(place, row[phase], left=left, color=color, label=name, height=0.7)
+            left += row[phase]
+        steps = row.get("raw", {}).get("step", [])
+        axes.plot(steps, [place] * len(steps), "|", color="black", markersize=9)
+        axes.text(max(left, *steps, 0) + longest / 90, place, label(row), va="center")
+    axes.set_yticks(range(len(rows)), reversed(rows))
+    axes.set_xlim(0, 1.2 * longest)
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("seconds")
 
 
-def main() -> None:
-    """Draw both workloads side by side."""
-    matplotlib.rcParams |= {"svg.hashsalt": "step-8b", "svg.fonttype": "none", "font.size": 10}
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, (title, file) in zip(panels, PANELS.items(), strict=True):
-        draw_panel(axes, title, rows_of(file))
-    figure.suptitle("Llama 3.1 8B: FP8 shortens a step where answers are long", weight="bold")
+def draw(name: str, drawing: Drawing) -> None:
+    """Draw a figure's workloads side by side, and write it."""
+    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}
+    figure = Figure(figsize=(drawing.width, drawing.height), layout="constrained")
+    panels = figure.subplots(1, len(drawing.panels), sharey=True, squeeze=False)[0]
+    workloads = {title: drawn(file) for title, file in drawing.panels.items()}
+    longest = max(row["step"] for rows in workloads.values() for row in rows.values())
+    for axes, (title, rows) in zip(panels, workloads.items(), strict=True):
+        draw_panel(axes, title, rows, longest)
+    figure.suptitle(drawing.title, weight="bold")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    TARGET.parent.mkdir(exist_ok=True)
-    figure.savefig(TARGET, metadata={"Date": None}, facecolor="white")
+    FOLDER.mkdir(exist_ok=True)
+    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+
+
+def main() -> None:
+    """Draw them all."""
+    for name, drawing in DRAWINGS.items():
+        draw(name, drawing)
 
 
 if __name__ == "__main__":

@@ -25,5 +25,5 @@ def test_frozen_weights_have_no_gradient_to_compute():
         compose_plans([*words, f"lora={each}"])[0].settled for each in ("none", "all-linear")
     )
     lengths = usual_lengths(whole)
-    parts = [mfu(each, lengths, 1.0) / each.gpus * whole.gpus for each in (whole, adapters)]
-    assert parts[1] / parts[0] == pytest.approx(2 / 3, rel=0.02)
+    ratio = mfu(adapters, lengths, 1.0) / mfu(whole, lengths, 1.0)
+    assert 2 / 3 < ratio < 0.7
