@@ -33,7 +33,11 @@ class Drawing(NamedTuple):
 DRAWINGS = {
     "real-step-8b": Drawing(
         "Llama 3.1 8B in NeMo RL, one H100: what an FP8 rollout saves of a step",
-        {"all 32 layers, LoRA, 64 answers of 4,000 tokens; black: each step": "real-steps-8b-lora-h100.json"},
+        {
+            "all 32 layers, LoRA, 64 answers of 4,000 tokens; black: each step": (
+                "real-steps-8b-lora-h100.json"
+            )
+        },
         8.5,
         2.3,
     ),
