@@ -7,19 +7,18 @@ trip, so that it is one line before a GPU is asked for. What only some versions 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from fp8_nemo.glue.wire import is_cut_along_in, is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.keys import DRAFTED, MEGATRON, PASSED, VLLM_KWARGS
+from fp8_nemo.nemo_config.keys import MEGATRON
 from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, configure
 from fp8_nemo.nemo_config.own.environments import environment_limits
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
-from fp8_nemo.nemo_config.vllm_arguments import VLLM_ARGUMENTS
+from fp8_nemo.nemo_config.vllm_arguments import argument_limits
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import Precision, Recipe
 from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
@@ -71,7 +70,7 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from _of_training(recipe, written)
     yield from _of_fp8_training(recipe, written)
     yield from environment_limits(recipe.data, written)
-    yield from _of_engine(settled, host.vllm)
+    yield from argument_limits(settled, host.vllm)
 
 
 def _of_gpus(settled: Settled) -> Iterator[Limit]:
@@ -360,56 +359,6 @@ def _of_fp8_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Lim
         f"must be true with precision.train_linear=fp8, or sequences multiples of {tokens} tokens",
         "transformer_engine, assert_dim_for_fp8_exec",
         "leave it out, or add +nemo.policy.make_sequence_length_divisible_by=128",
-    )
-
-
-def _of_engine(settled: Settled, version: str | None) -> Iterator[Limit]:
-    """Yield the limits of vLLM's arguments beside those that NeMo RL writes.
-
-    Args:
-        settled: the run, with the user's own keys.
-        version: vLLM's version. Names are checked if its argument names are known.
-    """
-    given = {
-        key.removeprefix(f"{VLLM_KWARGS}.").partition(".")[0]: value
-        for key, value in settled.own.items()
-        if key.startswith(f"{VLLM_KWARGS}.")
-    }
-    taken = VLLM_ARGUMENTS.get(version or "", given.keys())
-
-    def limit(bad: Iterable[str], allowed: str, mirrors: str, remedy: str = "") -> Limit:
-        name = next(iter(bad), "")
-        key = ".".join(filter(None, (f"nemo.{VLLM_KWARGS}", name)))
-        return Limit(key, given.get(name), bool(name), allowed, mirrors, remedy)
-
-    twice = [name for name in given if name in PASSED]
-    word = PASSED[twice[0]] if twice else ""
-    yield limit(
-        twice,
-        "is written by NeMo RL: two values stop the engine, or one is lost",
-        SEAMS["engine-arguments"].path,
-        f"set {word} instead" if word else "leave it out",
-    )
-    unknown = [name for name in given if name not in taken]
-    near = difflib.get_close_matches(unknown[0], taken, n=1) if unknown else []
-    yield limit(
-        unknown,
-        f"vLLM {version} has no such argument",
-        SEAMS["engine-names"].path,
-        f"did you mean {near[0]}?" if near else "leave it out",
-    )
-    yield limit(
-        [name for name in DRAFTED if given.get(name) is not None],
-        "not supported yet: logprobs of drafted tokens were not compared with the trainer's",
-        "vllm/v1/sample/rejection_sampler.py",
-        "leave it out",
-    )
-    measures = given.get("calculate_kv_scales")
-    yield limit(
-        ["calculate_kv_scales"] * bool(measures and settled.recipe.precision.cache.is_quantized),
-        "must be false: the engine's first forward would overwrite the scales of a refit",
-        SEAMS["first-forward-scales"].path,
-        "leave it out",
     )
 
 

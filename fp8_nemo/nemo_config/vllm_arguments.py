@@ -1,10 +1,18 @@
-"""List the arguments of `vllm.LLM`, by version: one that is not here stops an engine at its start.
+"""Name the arguments of `vllm.LLM`, by version, and what forbids a user's own among them.
 
-They are its own and those of `EngineArgs`; a test with vLLM reads both again
-(tests/nemo_config/test_typed_keys.py).
+An argument that is not here stops an engine at its start. They are the class's own and those of
+`EngineArgs`; a test with vLLM reads both again (tests/nemo_config/test_typed_keys.py).
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+
+from fp8_nemo.nemo_config.keys import DRAFTED, PASSED, VLLM_KWARGS
+from fp8_nemo.nemo_config.seams import SEAMS
+from fp8_nemo.nemo_config.versions import Limit
+from fp8_nemo.recipe.settled import Settled
 
 _OF_0_20_0 = """
     _api_process_count _api_process_rank additional_config aggregate_engine_logging
@@ -67,3 +75,53 @@ VLLM_ARGUMENTS = {
     "0.25.1": frozenset(_OF_0_20_0.split() + _SINCE.split()),
 }
 """By the versions that v0.7.0 and main 7ea279a of NeMo RL pin."""
+
+
+def argument_limits(settled: Settled, version: str | None) -> Iterator[Limit]:
+    """Yield the limits of vLLM's arguments beside those that NeMo RL writes.
+
+    Args:
+        settled: the run, with the user's own keys.
+        version: vLLM's version. Names are checked if its argument names are known.
+    """
+    given = {
+        key.removeprefix(f"{VLLM_KWARGS}.").partition(".")[0]: value
+        for key, value in settled.own.items()
+        if key.startswith(f"{VLLM_KWARGS}.")
+    }
+    taken = VLLM_ARGUMENTS.get(version or "", given.keys())
+
+    def limit(bad: Iterable[str], allowed: str, mirrors: str, remedy: str = "") -> Limit:
+        name = next(iter(bad), "")
+        key = ".".join(filter(None, (f"nemo.{VLLM_KWARGS}", name)))
+        return Limit(key, given.get(name), bool(name), allowed, mirrors, remedy)
+
+    twice = [name for name in given if name in PASSED]
+    word = PASSED[twice[0]] if twice else ""
+    yield limit(
+        twice,
+        "is written by NeMo RL: two values stop the engine, or one is lost",
+        SEAMS["engine-arguments"].path,
+        f"set {word} instead" if word else "leave it out",
+    )
+    unknown = [name for name in given if name not in taken]
+    near = difflib.get_close_matches(unknown[0], taken, n=1) if unknown else []
+    yield limit(
+        unknown,
+        f"vLLM {version} has no such argument",
+        SEAMS["engine-names"].path,
+        f"did you mean {near[0]}?" if near else "leave it out",
+    )
+    yield limit(
+        [name for name in DRAFTED if given.get(name) is not None],
+        "not supported yet: logprobs of drafted tokens were not compared with the trainer's",
+        "vllm/v1/sample/rejection_sampler.py",
+        "leave it out",
+    )
+    measures = given.get("calculate_kv_scales")
+    yield limit(
+        ["calculate_kv_scales"] * bool(measures and settled.recipe.precision.cache.is_quantized),
+        "must be false: the engine's first forward would overwrite the scales of a refit",
+        SEAMS["first-forward-scales"].path,
+        "leave it out",
+    )

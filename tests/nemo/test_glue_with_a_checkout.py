@@ -241,7 +241,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 name = "nemo_rl.models.generation.vllm.vllm_backend.VllmInternalWorkerExtension"
 extension = resolve_obj_by_qualname(name)
 ours = hasattr(extension, "fp8_nemo_report")
-print("TAKEN", extension.__module__, ours, extension.__mro__[1].__module__)
+print("TAKEN", extension.__module__, ours, extension.__bases__[-1].__module__)
 from vllm.v1.worker.gpu_worker import Worker
 clash = [a for a in dir(extension) if not a.startswith("__") and hasattr(Worker, a)]
 print("CLASH", clash)
