@@ -211,7 +211,7 @@ def slower_at_tensor_2():
 
 
 def studied(precision, correction):
-    """A row of correction.md's study: accuracy at both learning rates."""
+    """A row of the corrections' study: accuracy at both learning rates."""
     cell = f"tiny-llama/{precision}-{correction}"
     found = [row["accuracy"] for row in of("correction-study-cpu", lambda it: it["rows"])
              if row["cell"] == cell]  # fmt: skip
@@ -220,7 +220,7 @@ def studied(precision, correction):
 
 
 def predicted(mask):
-    """A row of correction.md's predictions beside what was rejected later."""
+    """A row of the corrections' predictions beside what was rejected later."""
     rows = [
         row for row in of("predicted-rejects-cpu", lambda it: it["rows"]) if row["mask"] == mask
     ]
@@ -300,10 +300,12 @@ SAID = {
         lora_of_8b,
     ],
     "docs/correction.md": [
-        *(partial(studied, *cell) for cell in STUDIED),
-        *(partial(predicted, mask) for mask in ("token", "geometric", "mean-k3", "max-k3")),
         *(partial(bounds, signal) for signal in SIGNALS),
         lambda: f"above {GROWTH.watch:g} | above {GROWTH.unstable:g} |",
+    ],
+    "docs/research/correction.md": [
+        *(partial(studied, *cell) for cell in STUDIED),
+        *(partial(predicted, mask) for mask in ("token", "geometric", "mean-k3", "max-k3")),
         lambda: f"without correction, {told(TINY, 'fp8-kv-attn-none')} points",
         lambda: f"`mis`, {told(TINY, 'fp8-kv-attn-mis')}; with `tis` it is open",
         lambda: told(TINY, "fp8-kv-attn-tis").removesuffix(", open"),
