@@ -37,11 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not runs:
         return 2
     comparison = compare(runs, lines)
+    for choice in choices(comparison):
+        tell(f"{choice.headline}: {choice.why}\n")
     console().print(comparison_table(comparison))
     for verdict in against_baselines(comparison):
         tell(verdict)
-    for choice in choices(comparison):
-        tell(f"{choice.headline}: {choice.why}")
     try:
         line = f"{verb_line('compare')} {shlex.join(words)}"
         for page in write_pages(comparison, found, line, with_html=options.html):
