@@ -260,14 +260,17 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
 SAID = {
     "README.md": [
         lambda: f"**{h100_decode()} times** as fast as in BF16",
-        lambda: f"8 H100, answers up to 2k | `bf16` | default {planned('h100', 2048)[E2E]}x |",
-        lambda: "{0[fp8-kv-attn]}x; default {0[fp8-e2e]}x: it must".format(planned("h100", 8192)),
-        lambda: f"8 H200, up to 2k | the default | {planned('h200', 2048)[E2E]}x |",
+        lambda: (
+            "answers up to 2k tokens | `bf16` | `fp8-e2e` would gain {0[fp8-e2e]}x, "
+            "`fp8-e2e-kv-attn` {0[fp8-e2e-kv-attn]}x |".format(planned("h100", 2048))
+        ),
+        lambda: "{0[fp8-kv-attn]}x (`fp8-e2e` {0[fp8-e2e]}x: to".format(planned("h100", 8192)),
+        lambda: f"8 H200, up to 2k | `fp8-e2e` | {planned('h200', 2048)[E2E]}x |",
         lambda: (
             f"(benchmarks/results/step-8b-again-h200.json) {times(AGAIN, E2E):.2f}x to "
             f"{times(SHORT, E2E):.2f}x"
         ),
-        lambda: f"8 H200, up to 8k | the default | {planned('h200', 8192)[E2E]}x |",
+        lambda: f"8 H200, up to 8k | `fp8-e2e` | {planned('h200', 8192)[E2E]}x |",
         lambda: f"(benchmarks/results/step-8b-long-h200.json) {times(LONG, E2E):.2f}x, 32 H200",
         lambda: f"[decode alone {decode('rollout-8b-h200', KV, 'limited')}x]",
         lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
