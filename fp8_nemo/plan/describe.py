@@ -110,10 +110,12 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     memory = memory_per_gpu(settled)
     phase = memory.worst
     needs = f"{phase} needs {memory.needed_gib(phase):.0f} of {memory.gpu_gib:.0f} GiB"
+    gpus = f"each of {settled.gpus} {gpu}" if settled.gpus > 1 else f"one {gpu}"
     here = step_seconds(settled)
+    seconds = f"{here.total:.0f} s by estimate{_phases(here)}"
     return [
-        ("fits", f"{_fit(memory)}: {needs} on each of {settled.gpus} {gpu}, by estimate"),
-        ("step", f"{here.total:.0f} s by estimate: {_phases(here)}; {_against_bf16(plan, host)}"),
+        ("fits", f"{_fit(memory)}: {needs} on {gpus}, by estimate"),
+        ("step", f"{seconds}; {_against_bf16(plan, host)}"),
     ]
 
 
@@ -167,7 +169,9 @@ def _in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
 
 
 def _phases(seconds: StepSeconds) -> str:
-    return ", ".join(f"{name} {each:.0f}" for name, each in seconds._asdict().items() if each >= 1)
+    """Write the phases of a second or more: `: rollout 47, logprob 25`."""
+    found = [f"{name} {each:.0f}" for name, each in seconds._asdict().items() if each >= 1]
+    return f": {', '.join(found)}" if found else ""
 
 
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:

@@ -170,6 +170,7 @@ def test_a_sweep_opens_with_one_row_a_cell():
     columns = [[*column.cells] for column in overview((each, MAIN) for each in cells).columns]
     assert columns[0] == [each.run_name for each in cells]
     assert columns[1] == ["yes", "NO"]
+    assert "on one h100, by estimate" in dict(decision(cells[1], MAIN))["fits"]
     said = [dict(decision(each, MAIN))["step"] for each in cells]
     for seconds, gain, text in zip(*columns[3:], said, strict=True):
         assert text.startswith(f"{seconds} s") and gain.removesuffix("x") in text
