@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -37,11 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not runs:
         return 2
     comparison = compare(runs, lines)
+    for choice in choices(comparison):
+        tell(f"{choice.headline}: {choice.why}\n")
     console().print(comparison_table(comparison))
     for verdict in against_baselines(comparison):
         tell(verdict)
-    for choice in choices(comparison):
-        tell(f"{choice.headline}: {choice.why}")
     try:
         line = f"{verb_line('compare')} {shlex.join(words)}"
         for page in write_pages(comparison, found, line, with_html=options.html):
@@ -66,4 +67,5 @@ def _options(words: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     raise SystemExit(main())

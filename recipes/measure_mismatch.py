@@ -10,6 +10,7 @@ RUN_DIR/report/mismatch.json, which `correction.measurement=` can name.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -71,4 +72,5 @@ def _options(words: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     raise SystemExit(main())

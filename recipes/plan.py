@@ -12,7 +12,7 @@ import sys
 
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.describe import change_lines, differences, plan_table, stock_command
+from fp8_nemo.plan.describe import change_lines, differences, overview, plan_table, stock_command
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.run_dir import layout_of, run_path
@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ComposeError, RunDirError) as error:
         tell(error, sys.stderr)
         return 2
+    if len(plans) > 1:
+        console().print(overview((plan, host_of(plan.recipe)) for plan in plans), "")
     for plan in plans:
         host, path = host_of(plan.recipe), run_path(plan)
         console().print(plan_table(plan, host, path, alone=len(plans) == 1))

@@ -9,6 +9,7 @@ them goes on from their checkpoints.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -82,4 +83,5 @@ def _options(words: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     raise SystemExit(main())

@@ -210,7 +210,7 @@ def slower_at_tensor_2():
 
 
 def studied(precision, correction):
-    """A row of correction.md's study: accuracy at both learning rates."""
+    """A row of the corrections' study: accuracy at both learning rates."""
     cell = f"tiny-llama/{precision}-{correction}"
     found = [row["accuracy"] for row in of("correction-study-cpu", lambda it: it["rows"])
              if row["cell"] == cell]  # fmt: skip
@@ -219,7 +219,7 @@ def studied(precision, correction):
 
 
 def predicted(mask):
-    """A row of correction.md's predictions beside what was rejected later."""
+    """A row of the corrections' predictions beside what was rejected later."""
     rows = [
         row for row in of("predicted-rejects-cpu", lambda it: it["rows"]) if row["mask"] == mask
     ]
@@ -274,14 +274,17 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
 SAID = {
     "README.md": [
         lambda: f"**{h100_decode()} times** as fast as in BF16",
-        lambda: f"8 H100, answers up to 2k | `bf16` | default {planned('h100', 2048)[E2E]}x |",
-        lambda: "{0[fp8-kv-attn]}x; default {0[fp8-e2e]}x: it must".format(planned("h100", 8192)),
-        lambda: f"8 H200, up to 2k | the default | {planned('h200', 2048)[E2E]}x |",
+        lambda: (
+            "answers up to 2k tokens | `bf16` | `fp8-e2e` would gain {0[fp8-e2e]}x, "
+            "`fp8-e2e-kv-attn` {0[fp8-e2e-kv-attn]}x |".format(planned("h100", 2048))
+        ),
+        lambda: "{0[fp8-kv-attn]}x (`fp8-e2e` {0[fp8-e2e]}x: to".format(planned("h100", 8192)),
+        lambda: f"8 H200, up to 2k | `fp8-e2e` | {planned('h200', 2048)[E2E]}x |",
         lambda: (
             f"(benchmarks/results/step-8b-again-h200.json) {times(AGAIN, E2E):.2f}x to "
             f"{times(SHORT, E2E):.2f}x"
         ),
-        lambda: f"8 H200, up to 8k | the default | {planned('h200', 8192)[E2E]}x |",
+        lambda: f"8 H200, up to 8k | `fp8-e2e` | {planned('h200', 8192)[E2E]}x |",
         lambda: f"(benchmarks/results/step-8b-long-h200.json) {times(LONG, E2E):.2f}x, 32 H200",
         lambda: f"[decode alone {decode('rollout-8b-h200', KV, 'limited')}x]",
         lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
@@ -326,10 +329,12 @@ SAID = {
         lora_of_8b,
     ],
     "docs/correction.md": [
-        *(partial(studied, *cell) for cell in STUDIED),
-        *(partial(predicted, mask) for mask in ("token", "geometric", "mean-k3", "max-k3")),
         *(partial(bounds, signal) for signal in SIGNALS),
         lambda: f"above {GROWTH.watch:g} | above {GROWTH.unstable:g} |",
+    ],
+    "docs/research/correction.md": [
+        *(partial(studied, *cell) for cell in STUDIED),
+        *(partial(predicted, mask) for mask in ("token", "geometric", "mean-k3", "max-k3")),
         lambda: f"without correction, {told(TINY, 'fp8-kv-attn-none')} points",
         lambda: f"`mis`, {told(TINY, 'fp8-kv-attn-mis')}; with `tis` it is open",
         lambda: told(TINY, "fp8-kv-attn-tis").removesuffix(", open"),

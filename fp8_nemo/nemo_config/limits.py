@@ -141,9 +141,11 @@ def _of_shape(settled: Settled) -> Iterator[Limit]:
         "model.parallel.rollout_tensor",
         at.rollout_tensor,
         uneven is not None,
-        f"cuts {uneven} into shards that are no multiple of {block}",
+        f"leaves {uneven} with a side that is no multiple of {block}",
         "vllm, validate_fp8_block_shape",
-        "experts stay whole with model.parallel.rollout_expert=rollout_tensor; else lower it"
+        "choose precision=bf16"
+        if at.rollout_tensor == 1
+        else "experts stay whole with model.parallel.rollout_expert=rollout_tensor; else lower it"
         if shape.experts
         else "lower it",
     )

@@ -6,11 +6,12 @@ Counts are exact; memory and speed are estimates that say so.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich import box
 from rich.table import Column, Table
 
 from fp8_nemo.nemo_config.host import Host
@@ -22,6 +23,7 @@ from fp8_nemo.plan.memory import (
     GPU_GIB,
     HEADROOM,
     Counts,
+    MemoryByPhase,
     checkpoint_gib,
     count,
     host_gib,
@@ -69,6 +71,30 @@ def plan_table(plan: Plan, host: Host, run_dir: Path, *, alone: bool) -> Table:
     return rows
 
 
+def overview(cells: Iterable[tuple[Plan, Host]]) -> Table:
+    """Return the decisions of a sweep, one row a cell, named as its run directory."""
+    heads = ("run", "fits", "GiB a GPU", "s a step", "vs BF16")
+    columns = [Column(head, overflow="fold") for head in heads]
+    rows = Table(*columns, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for plan, host in cells:
+        rows.add_row(plan.run_name, *(_in_short(plan, host) if plan.nemo else ("yes", *"---")))
+    return rows
+
+
+def _in_short(plan: Plan, host: Host) -> tuple[str, str, str, str]:
+    """Return whether a run fits, what its worst phase needs, and how fast a step is."""
+    memory, seconds = memory_per_gpu(plan.settled), step_seconds(plan.settled).total
+    needed = f"{memory.needed_gib(memory.worst):.0f} of {memory.gpu_gib:.0f}"
+    plain = _in_precision(BASELINE, plan, host)
+    gain = f"{_times(plan.settled, plain):.2f}x" if plain else "-"
+    return _fit(memory), needed, f"{seconds:.0f}", gain
+
+
+def _fit(memory: MemoryByPhase) -> str:
+    free = memory.headroom(memory.worst)
+    return "yes" if free >= HEADROOM else "TIGHT" if free >= 0 else "NO"
+
+
 def change_lines(found: list[Difference]) -> list[str]:
     """Return the keys of NeMo RL that a plan changes, as typed: `grpo.seed=7 (base: 42)`."""
     return [
@@ -83,13 +109,13 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     settled, gpu = plan.settled, plan.recipe.cluster.gpu
     memory = memory_per_gpu(settled)
     phase = memory.worst
-    free = memory.headroom(phase)
-    fits = "yes" if free >= HEADROOM else "hardly" if free >= 0 else "NO"
-    needs = f"{phase} needs {memory.gpu_gib * (1 - free):.0f} of {memory.gpu_gib:.0f} GiB"
+    needs = f"{phase} needs {memory.needed_gib(phase):.0f} of {memory.gpu_gib:.0f} GiB"
+    gpus = f"each of {settled.gpus} {gpu}" if settled.gpus > 1 else f"one {gpu}"
     here = step_seconds(settled)
+    seconds = f"{here.total:.0f} s by estimate{_phases(here)}"
     return [
-        ("fits", f"{fits}: {needs} on each of {settled.gpus} {gpu}, by estimate"),
-        ("step", f"{here.total:.0f} s by estimate: {_phases(here)}; {_against_bf16(plan, host)}"),
+        ("fits", f"{_fit(memory)}: {needs} on {gpus}, by estimate"),
+        ("step", f"{seconds}; {_against_bf16(plan, host)}"),
     ]
 
 
@@ -98,13 +124,16 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     plain = _in_precision(BASELINE, plan, host)
     if plain is None:
         return []
-    others = [_in_precision(name, plan, host) for name in option_names("precision")]
-    gains = ", ".join(
-        f"{each.recipe.precision.name} {_times(each, plain):.2f}"
+    others = filter(None, (_in_precision(name, plan, host) for name in option_names("precision")))
+    gains = {
+        each.recipe.precision.name: _times(each, plain)
         for each in others
-        if each and each.recipe.precision != plain.recipe.precision and _fits(each)
-    )
-    return [("precisions", f"times as fast as BF16, each in its fastest layout: {gains}")]
+        if each.recipe.precision != plain.recipe.precision and _fits(each)
+    }
+    fastest = sorted(gains, key=lambda name: -gains[name])
+    texts = ", ".join(f"{name} {gains[name]:.2f}x" for name in fastest)
+    said = f"against BF16, each in its fastest layout: {texts}" if texts else "no FP8 fits"
+    return [("precisions", said)]
 
 
 def _against_bf16(plan: Plan, host: Host) -> str:
@@ -140,7 +169,9 @@ def _in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
 
 
 def _phases(seconds: StepSeconds) -> str:
-    return ", ".join(f"{name} {each:.0f}" for name, each in seconds._asdict().items() if each >= 1)
+    """Write the phases of a second or more: `: rollout 47, logprob 25`."""
+    found = [f"{name} {each:.0f}" for name, each in seconds._asdict().items() if each >= 1]
+    return f": {', '.join(found)}" if found else ""
 
 
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
@@ -150,20 +181,20 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
     precision = recipe.precision
     fp8_on_wire = plan.backend == "local" or recipe.glue.sends_fp8
     sent = _size(counts.refit_bytes if fp8_on_wire else counts.refit_bytes_bf16)
-    how = f", in BF16 {_size(counts.refit_bytes_bf16)}" if fp8_on_wire else ", in BF16"
+    how = f", {_size(counts.refit_bytes_bf16)} in BF16" if fp8_on_wire else ", in BF16"
     rows = {
         "backend": f"{plan.backend}, cluster {recipe.cluster.name}",
         "rollout": f"linear {precision.rollout_linear}, attention and KV {precision.rollout_kv}",
         "train": f"linear {precision.train_linear}",
         "weights": f"{counts.parameters:,} parameters in {_tensors(counts, precision)} tensors",
-        "refit": f"{sent}{how}; verify {recipe.glue.verify}",
+        "refit": f"{sent}{how}; glue.verify={recipe.glue.verify}",
         "KV cache": f"{counts.kv_bytes_per_token:,} bytes per token",
         "correction": _as_typed(recipe.correction),
         "grpo": _as_typed(recipe.grpo),
         "data": _as_typed(recipe.data),
     }
     if recipe.algorithm.changes:
-        rows["algorithm"] = _as_typed(recipe.algorithm, given=True)
+        rows["algorithm"] = _as_typed(recipe.algorithm)
     if recipe.replay.is_on:
         rows["replay"] = f"{recipe.replay.name}: the trainer's tokens go where the engine's went"
     if recipe.lora.is_on:
@@ -229,7 +260,7 @@ def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
 def _layout_text(settled: Settled, layout: Layout) -> str:
     """Return how the GPUs are used, training first, as one text."""
     data = max(1, settled.gpus // layout.copy)
-    kept = "optimizer kept" if layout.keeps_optimizer else "optimizer moved"
+    kept = f"optimizer {'kept on the GPU' if layout.keeps_optimizer else 'moved to the host'}"
     again = "recompute" if layout.recompute else "no recompute"
     cache = "" if layout.kv_cache_gib is None else f", KV cache {layout.kv_cache_gib:.0f} GiB"
     return (
@@ -274,7 +305,9 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
     recipe = settled.recipe
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
         memory = memory_per_gpu(_with(settled, gpu, recipe.precision))
-        free = ", ".join(f"{phase} {memory.headroom(phase):.0%}" for phase in memory.phases)
+        free = ", ".join(
+            f"{phase} {max(0.0, memory.headroom(phase)):.0%}" for phase in memory.phases
+        )
         low = "" if memory.headroom(memory.worst) >= HEADROOM else " (TOO LITTLE)"
         yield f"{gpu} {GPU_GIB[gpu]:.0f} GiB, free in {free}{low}"
     memory = memory_per_gpu(settled)
@@ -282,7 +315,7 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
     yield f"KV cache of an engine {kv_cache_tokens(settled, memory):,} tokens"
     yield f"host memory {host_gib(settled):,.0f} GiB a node, page-locked"
     saved = checkpoint_gib(settled)
-    yield f"a checkpoint {saved:,.0f} GiB, {KEPT_CHECKPOINTS} kept and one written"
+    yield f"a checkpoint {saved:,.0f} GiB, {KEPT_CHECKPOINTS} kept while one is written"
     if OPTIMIZER_ALWAYS_MOVED in host.defects or settled.layout.keeps_optimizer:
         return
     kept = memory_per_gpu(replace(settled, layout=settled.layout._replace(keeps_optimizer=True)))
@@ -302,14 +335,14 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
     plain = decode_of_engine(_with(settled, recipe.cluster.gpu, Precision()), context)
     yield (
         f"{found.running} of an engine's {settled.sequences_per_engine} sequences of "
-        f"{context:,.0f} tokens in its cache"
+        f"{context:,.0f} tokens fit its cache"
     )
     for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
         there = decode_of_engine(_with(settled, gpu, recipe.precision), context)
         yield f"{gpu} {there.tokens_per_second:,.0f} tokens/s"
     if recipe.precision.rollout.is_quantized:
         ratio = found.tokens_per_second / plain.tokens_per_second
-        yield f"{ratio:.2f} times BF16 with {plain.running} in its cache"
+        yield f"{ratio:.2f} times BF16, whose cache holds {plain.running}"
     if is_fitted(settled):
         yield "estimates, fitted on an H200"
     else:
@@ -319,19 +352,17 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
 def _checked(plan: Plan, host: Host) -> str:
     if host.bases is None:
         return (
-            "options and the host's limits; not the keys of NeMo RL's YAML, for which NEMO_RL_ROOT "
-            "must name a checkout; not the model's files"
+            "options and NeMo RL's limits; not its YAML's keys (set NEMO_RL_ROOT to a clone), nor "
+            "the model's files"
         )
-    return f"options, the host's limits, every key against the YAML in {host.root}"
+    return f"options, NeMo RL's limits, every key against the YAML in {host.root}"
 
 
-def _as_typed(group: Any, *, given: bool = False) -> str:
-    """Return the fields of a group as a user types them; null inherits the base configuration."""
+def _as_typed(group: Any) -> str:
+    """Return the fields of a group as a user types them, less null, which is the base's value."""
     fields = {key: value for key, value in vars(group).items() if key != "name"}
-    pairs = [
-        f"{k}={as_typed(value)}" for k, value in fields.items() if not given or value is not None
-    ]
-    return f"{group.name}: " + " ".join(pairs)
+    pairs = [f"{key}={as_typed(value)}" for key, value in fields.items() if value is not None]
+    return f"{group.name}: {' '.join(pairs)}" if pairs else group.name
 
 
 def _size(count: float) -> str:

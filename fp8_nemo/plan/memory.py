@@ -33,6 +33,8 @@ CHUNK_LOGIT = 24
 """Bytes of one logit of the chunk under way, beside BF16 ones of all: FP32 three times, and the
 chosen tokens as integers of 8 bytes (the same file, ChunkedDistributedLogprob)."""
 
+PLAIN = {"moments": "Adam's moments", "holes": "fragmentation", "allowance": "reserve"}
+"""Parts of a phase whose names a user would not know, as they are printed."""
 MERGED_BYTES = 12
 """Bytes of one weight while its adapter is added to it: three times in FP32 (peft_bridge.py)."""
 
@@ -156,11 +158,16 @@ class MemoryByPhase:
 
     def headroom(self, phase: str) -> float:
         """Return the share of the GPU that a phase leaves free; negative if it does not fit."""
-        return 1 - sum(self.phases[phase].values()) / (self.gpu_gib * GIB)
+        return 1 - self.needed_gib(phase) / self.gpu_gib
+
+    def needed_gib(self, phase: str) -> float:
+        """Return the GiB that a phase takes."""
+        return sum(self.phases[phase].values()) / GIB
 
     def text(self, phase: str) -> str:
         """Write a phase's parts: `train in GiB: weights 7.5, gradients 7.5, ...`."""
-        parts = [f"{name} {size / GIB:.1f}" for name, size in self.phases[phase].items() if size]
+        sizes = self.phases[phase].items()
+        parts = [f"{PLAIN.get(name, name)} {size / GIB:.1f}" for name, size in sizes if size]
         return f"{phase} in GiB: " + ", ".join(parts)
 
 

@@ -63,7 +63,10 @@ def local_notes(settled: Settled) -> Iterator[str]:
         "logging": (recipe.logging != usual.logging, "the local backend writes metrics.jsonl"),
         "glue.quantize": (glue.quantize != "fused", "the local backend has one quantizer"),
         "glue.transfer": (glue.transfer != "fp8", "the local backend sends what it holds"),
-        "model.parallel": (recipe.model.parallel != usual.model.parallel, "one device is used"),
+        "model.parallel": (
+            not {None, 1}.issuperset(vars(recipe.model.parallel).values()),
+            "one device is used",
+        ),
         "cluster.nodes": (recipe.cluster.nodes > 1, "the local backend runs on the first node"),
         "model.hf_id": (
             recipe.model.hf_id and recipe.model.name.startswith("tiny-"),
@@ -229,8 +232,8 @@ def _tight_memory(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
     recipe = settled.recipe
     if memory.headroom(memory.worst) < HEADROOM:
         yield (
-            f"memory: {memory.worst} leaves {memory.headroom(memory.worst):.0%} of an "
-            f"{recipe.cluster.gpu}'s {memory.gpu_gib} GiB free, by estimate; "
+            f"memory: {memory.worst} needs {memory.needed_gib(memory.worst):.0f} of an "
+            f"{recipe.cluster.gpu}'s {memory.gpu_gib} GiB, by estimate; "
             f"{memory.text(memory.worst)}; {_room(settled, memory.worst)}"
         )
 

@@ -109,8 +109,7 @@ class AgainstBaseline:
         return f", BF16's {self.baseline_kl.mean:{KL_FORMAT}}" if self.baseline_kl else ""
 
     def __str__(self) -> str:
-        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
-        said = [f"{self.cell} against {self.baseline}, {seeds} of both"]
+        said = []
         if self.accuracy:
             said.append(f"accuracy {self.accuracy.text('+.1f')} points ({self.accuracy_word})")
         elif self.finished < self.seeds:
@@ -123,7 +122,9 @@ class AgainstBaseline:
             said.append(f"step {self.step.text('.2f')} times as fast ({self.speed_word})")
         if self.rollout:
             said.append(f"rollout {self.rollout.text('.2f')}")
-        return "; ".join([*said, *(f"NOT MATCHED: {each}" for each in self.unmatched)])
+        said += [f"NOT MATCHED: {each}" for each in self.unmatched]
+        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        return f"{self.cell} against {self.baseline}, {seeds} each: {'; '.join(said)}"
 
 
 def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:

@@ -191,12 +191,12 @@ SECTIONS: dict[str, tuple[Column, ...]] = {
     ),
     "Refit and recalibration": (
         Column("refit bytes", ",.0f", _mean("refit/bytes"), "sent by one refit", terminal=False),
-        Column("of BF16", ".2f", _mean("refit/bytes"),
+        Column("refit /BF16", ".2f", _mean("refit/bytes"),
                "refit bytes, divided by those of the same model's BF16 rollout", relative=True),
         Column("verified", ",.0f", _mean("refit/verified_weights", min),
                "FP8 weights proven to have arrived, the fewest in any refit; 0 in a BF16 rollout "
                "and with glue.verify=off", terminal=False),
-        Column("satur.", ".2%", _mean("recalibrate/saturated_fraction"),
+        Column("saturated", ".2%", _mean("recalibrate/saturated_fraction"),
                "share of Q/K/V ranges that exceeded the scale in force"),
         Column("drift", ".1%", _max_drift,
                "largest change of a Q/K/V scale in one step, after step 1", terminal=False),

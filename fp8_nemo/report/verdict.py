@@ -176,7 +176,7 @@ def _unfinished(found: AgainstBaseline) -> str:
 
 def _rank(standing: Standing) -> tuple[float, ...]:
     """Return what sorts the cell to take first."""
-    found, sent = standing.found, standing.cell.numbers["of BF16"]
+    found, sent = standing.found, standing.cell.numbers["refit /BF16"]
     speed = found.step.mean if found.step else 0.0
     share = round(sent.mean, 2) if sent else 1.0
     least = -math.inf
@@ -188,7 +188,7 @@ def _rank(standing: Standing) -> tuple[float, ...]:
 
 def _gains(best: Standing) -> str:
     """Say what a cell buys, as far as it was measured."""
-    found, sent, said = best.found, best.cell.numbers["of BF16"], ""
+    found, sent, said = best.found, best.cell.numbers["refit /BF16"], ""
     if sent and round(sent.mean, 2) != 1:
         said = f"; sends {sent.mean:.2f} times BF16's bytes"
     if found.step:

@@ -289,7 +289,7 @@ FORBIDDEN = [
     ),
     (
         ["model=qwen3-30b-a3b", "model.parallel.rollout_tensor=4"],
-        "model.parallel.rollout_tensor=4: cuts model.layers.0.mlp.experts.0.gate_proj.weight",
+        "model.parallel.rollout_tensor=4: leaves model.layers.0.mlp.experts.0.gate_proj.weight",
     ),
     (
         [
@@ -430,6 +430,18 @@ def test_what_the_host_forbids_is_refused_at_compose_time(arguments, line):
     with pytest.raises(ComposeError) as caught:
         compose_plans(once(*NEMO, *arguments))
     assert any(each.startswith(line) for each in caught.value.lines), caught.value.lines
+
+
+def test_a_matrix_that_is_narrower_than_a_block_as_a_whole_asks_for_bf16():
+    """No smaller `rollout_tensor` would help."""
+    with pytest.raises(ComposeError) as caught:
+        compose_plans(once(*NEMO, "model=llama31-8b", *GIVEN, "precision=fp8-linear",
+                           "model.shape.kv_heads=1", "model.shape.head_dim=64"))  # fmt: skip
+    [line] = [each for each in caught.value.lines if "no multiple of 128" in each]
+    assert line.startswith(
+        "model.parallel.rollout_tensor=1: leaves model.layers.0.self_attn.k_proj"
+    )
+    assert line.endswith("; choose precision=bf16")
 
 
 def rejected(arguments):
@@ -584,7 +596,7 @@ def test_a_cache_that_holds_less_than_one_sequence_is_refused():
 def test_the_remedy_for_too_little_memory_is_one():
     def remedy(*words):
         [note] = [note for note in plan(*words).notes if note.startswith("memory: ")]
-        return note.partition("GiB free")[2]
+        return note.partition("GiB, by estimate")[2]
 
     too_few = ("model=qwen3-30b-a3b", "precision=fp8-e2e", "cluster.nodes=1")
     assert "sequences of one token would not fit either" in remedy(*too_few)
@@ -889,7 +901,7 @@ def test_a_plan_says_what_a_measured_model_decodes_and_that_a_full_cache_halves_
     held = [int(sequences.search(text)[1]) for text in (plain, fp8)]
     assert held[0] < 256 and held[1] == min(256, 2 * held[0])  # half the bytes a token
     rates = [int(rate.search(text)[1].replace(",", "")) for text in (plain, fp8)]
-    assert f"{rates[1] / rates[0]:.2f} times BF16 with {held[0]} in its cache" in fp8
+    assert f"{rates[1] / rates[0]:.2f} times BF16, whose cache holds {held[0]};" in fp8
     assert rates[1] > 1.5 * rates[0] and "times BF16" not in plain
     assert all("h100" in text and "fitted on an H200" in text for text in (plain, fp8))
 

@@ -10,7 +10,7 @@ import pytest
 from fp8_nemo.nemo_config.host import MAIN, Host
 from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.describe import decision, describe, precisions
+from fp8_nemo.plan.describe import decision, describe, overview, precisions
 from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, host_gib, memory_per_gpu
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
@@ -81,7 +81,7 @@ def test_where_nothing_fits_the_least_is_taken_and_said():
     words = ("model=qwen3-30b-a3b", "precision=fp8-e2e", "cluster.nodes=1")
     [found] = compose_plans(words)
     assert dict(decision(found, MAIN))["fits"].startswith("NO: train needs")
-    assert any(note.startswith("memory: train leaves -") for note in found.notes)
+    assert any(note.startswith("memory: train needs ") for note in found.notes)
 
 
 def test_the_plan_says_the_layout_and_the_next_two():
@@ -100,7 +100,7 @@ def test_the_plan_says_what_every_precision_that_fits_gains():
         row = dict(decision(plan(f"precision={name}", "grpo.max_new_tokens=8192"), MAIN))["step"]
         assert row.endswith(f"; {gain} times as fast as BF16")
     [(_, said)] = precisions(plan("precision=bf16", "cluster.gpu=b200"), MAIN)
-    assert said.endswith("layout: fp8-linear 1.00")  # the others are refused there
+    assert said.endswith("layout: fp8-linear 1.00x")  # the others are refused there
     assert not precisions(plan_recipe(compose([])[0]), MAIN)
 
 
@@ -161,3 +161,21 @@ def test_the_rates_are_those_of_the_results_file_and_hold_where_nothing_was_fitt
     dense = [row for row in content["rows"] if row["half"] == "tested" and not row["experts"]]
     late = [row for row in dense if abs(row["error"]) > 0.2]
     assert len(dense) >= 20 and [row["file"] for row in late] == ["bench-train-8b-4k-h200.json"]
+
+
+def test_a_sweep_opens_with_one_row_a_cell():
+    small = "cluster.gpus_per_node=1"
+    cells = [plan("precision=fp8-linear"), plan("precision=fp8-linear", small)]
+    columns = [[*column.cells] for column in overview((each, MAIN) for each in cells).columns]
+    assert columns[0] == [each.run_name for each in cells]
+    assert columns[1] == ["yes", "NO"]
+    assert "on one h100, by estimate" in dict(decision(cells[1], MAIN))["fits"]
+    said = [dict(decision(each, MAIN))["step"] for each in cells]
+    for seconds, gain, text in zip(*columns[3:], said, strict=True):
+        assert text.startswith(f"{seconds} s") and gain.removesuffix("x") in text
+
+
+def test_where_no_fp8_fits_the_plan_says_so():
+    assert precisions(plan("precision=bf16", "cluster.gpus_per_node=1"), MAIN) == [
+        ("precisions", "no FP8 fits")
+    ]

@@ -213,6 +213,15 @@ def test_what_the_local_backend_does_not_look_at_is_told(word, note):
     assert [each for each in plan.notes if each.startswith(note)]
 
 
+def test_a_layout_that_nobody_gave_is_no_note():
+    given, left = (
+        compose_plans(["model=tiny-llama", f"model.parallel.tensor={size}"])[0].notes
+        for size in ("2", "null")
+    )
+    assert any("model.parallel: no effect" in note for note in given)
+    assert not any("model.parallel" in note for note in left)
+
+
 def test_fp16_sends_what_bf16_does_and_is_refused_inside_nemo_rl():
     [bf16, fp16] = compose(["-m", "precision=bf16,fp16", "model=llama31-8b"])
     sent = [count(each.model.shape, each.precision) for each in (bf16, fp16)]

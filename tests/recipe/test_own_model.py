@@ -367,7 +367,7 @@ def test_each_model_fits_the_gpus_that_the_pages_name(name, precision):
 def test_what_does_not_fit_says_why():
     [plan] = compose_plans(["model=qwen3-32b", "precision=fp8-e2e", "cluster.gpu=h100"])
     [note] = [note for note in plan.notes if note.startswith("memory")]
-    assert "leaves -12% of an h100's 79.6 GiB free" in note and "use more GPUs" in note
+    assert "train needs 90 of an h100's 79.6 GiB" in note and "use more GPUs" in note
 
 
 def test_a_bias_that_is_null_or_false_makes_no_other_run(tmp_path):

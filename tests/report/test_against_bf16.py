@@ -176,7 +176,7 @@ def test_one_seed_from_other_weights_is_enough():
 def test_a_pair_that_has_not_finished_says_why_it_has_no_accuracy():
     short = run(FP8)
     unfinished = FinishedRun(short.path, short.plan, short.rows[:2], short.environment)
-    assert "; no accuracy before both have finished; KL 1.0e-02" in str(only(run(BF16), unfinished))
+    assert ": no accuracy before both have finished; KL 1.0e-02" in str(only(run(BF16), unfinished))
     assert "before both" not in str(only(run(BF16), run(FP8)))
 
 

@@ -144,8 +144,8 @@ def test_numbers_of_one_run_equal_those_computed_by_hand(make):
         "reward": "0.600",  # steps 4 to 8
         "KL": "4.5e-03", "p99": "1.125", "prob. error": "1.562", "mult. mean": "1.450",
         "mult. ESS": "0.955", "clip": "0.45%", "mask": "4.50%",
-        "refit bytes": "1,000", "of BF16": "-", "verified": "14",
-        "satur.": "4.50%",
+        "refit bytes": "1,000", "refit /BF16": "-", "verified": "14",
+        "saturated": "4.50%",
         "drift": "50.0%",  # step 1 is left out
     }  # fmt: skip
 
@@ -235,14 +235,15 @@ def test_refit_bytes_are_relative_to_the_bf16_rollout_of_the_same_model(make):
         make(finished(refit__bytes=900), model=moe, first=None),
     ]
     bf16, fp8, other_model = compare(map(read_run, paths)).cells
-    assert [shown(cell)["of BF16"] for cell in (bf16, fp8, other_model)] == ["1.00", "0.55", "-"]
+    shares = [shown(cell)["refit /BF16"] for cell in (bf16, fp8, other_model)]
+    assert shares == ["1.00", "0.55", "-"]
     assert shown(fp8)["refit bytes"] == "1,100"
 
 
 def test_a_missing_number_is_a_dash_and_a_zero_is_a_zero(make):
     cell = only_cell(make(finished(refit__bytes=None), precision=BF16, first=None))
     assert {name for name, text in shown(cell).items() if text == "-"} == {
-        "first acc.", "gain", "refit bytes", "of BF16", "satur.", "drift",
+        "first acc.", "gain", "refit bytes", "refit /BF16", "saturated", "drift",
     }  # fmt: skip
     assert shown(cell)["clip"] == "0.00%"
 

@@ -157,7 +157,7 @@ def _head(cell: Cell, look: str, badge: str) -> str:
 
 
 def _measured(cell: Cell) -> list[tuple[str, str]]:
-    sent, kl, health = cell.numbers["of BF16"], cell.numbers["KL"], health_of(cell)
+    sent, kl, health = cell.numbers["refit /BF16"], cell.numbers["KL"], health_of(cell)
     color, mark = HEALTH[health]
     return [
         ("Bytes a refit", f"{sent.mean:.2f} times BF16" if sent else "-"),
