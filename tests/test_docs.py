@@ -140,6 +140,14 @@ def planned(gpu, tokens):
     return dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))
 
 
+def planned_lora():
+    """Times as fast as BF16 that README's line of one H100 is to be, by the plan."""
+    [line] = re.findall(r"recipes.grpo (.*lora=.*)", (ROOT / "README.md").read_text())
+    [plan] = compose_plans(line.split())
+    [(_, said)] = precisions(plan, MAIN)
+    return dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))[KV]
+
+
 def planned_row(precision):
     """A row of docs/speed.md: 8B on two kinds of GPU, at two lengths."""
     cells = [(gpu, tokens) for gpu in ("h100", "h200") for tokens in (2048, 8192)]
@@ -273,7 +281,12 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
            (KV, "tis"), (E2E, "none"))  # fmt: skip
 SAID = {
     "README.md": [
-        lambda: f"**{h100_decode()} times** as fast as in BF16",
+        lambda: f"**{real_gain('step')}** as fast with an FP8 rollout",
+        lambda: "the plan estimates {:.0f} and {:.0f} s".format(
+            *(row["plan"]["step"] for row in REAL.values())
+        ),
+        lambda: f"one H100, up to 4k | `fp8-kv-attn`, and compare with BF16 | {planned_lora()}x |",
+        lambda: f"[whole steps {real_gain('step').removesuffix(' times')}x](docs/speed.md)",
         lambda: (
             "answers up to 2k tokens | `bf16` | `fp8-e2e` would gain {0[fp8-e2e]}x, "
             "`fp8-e2e-kv-attn` {0[fp8-e2e-kv-attn]}x |".format(planned("h100", 2048))
