@@ -21,8 +21,15 @@ from fp8_nemo.runs.terminal import table
 
 GONE = "Invalid job id"
 """What squeue says of one job that Slurm has forgotten."""
-UNREACHED = ("resolve_ctls_from_dns_srv", "establish a configuration source", "Unable to contact")
-"""What Slurm's commands say of a machine that is no part of a cluster, among other lines."""
+_AWAY = "no Slurm controller is reached from here; ask on a login node of the cluster"
+UNREACHED = {
+    "resolve_ctls_from_dns_srv": _AWAY,
+    "establish a configuration source": _AWAY,
+    "Unable to contact": _AWAY,
+    "process configuration file": "slurm.conf cannot be read here; `sinfo` says why, and where "
+    "SLURM_CONF leads",
+}
+"""What Slurm's commands say, among other lines, where nobody can be asked; and what we say."""
 SAID = re.compile(r"^\[\S+ (?:job )?\S+\] (.+)$", re.M)
 """A line of grpo.sbatch's or node.sh's in a job's log."""
 LAST_BYTES = 8192
@@ -178,10 +185,15 @@ def cancel(numbers: Sequence[str]) -> None:
         raise QueueError(f"scancel: {bare(asked.stderr)}")
 
 
+def unreached(said: str) -> str | None:
+    """Return why no controller could be asked; None if one has answered."""
+    return next((text for words, text in UNREACHED.items() if words in said), None)
+
+
 def bare(said: str) -> str:
     """Return Slurm's message without its prefixes."""
-    if any(word in said for word in UNREACHED):
-        return "no Slurm controller is reached from here; ask on a login node of the cluster"
+    if text := unreached(said):
+        return text
     last = said.strip().splitlines()[-1] if said.strip() else "nothing"
     prefixes = ("sbatch: error: ", "allocation failure: ", "Batch job submission failed: ")
     for prefix in (*prefixes, "squeue: error: ", "slurm_load_jobs error: ", "scancel: error: "):

@@ -24,7 +24,7 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import SBATCH_OPTIONS, as_typed
 from fp8_nemo.runs.frozen_code import code_dir, freeze_code
 from fp8_nemo.runs.metrics import RunDirError
-from fp8_nemo.runs.queue import QueueError, bare, entries
+from fp8_nemo.runs.queue import QueueError, bare, entries, unreached
 from fp8_nemo.runs.run_dir import (
     Frozen,
     State,
@@ -150,10 +150,8 @@ def submit_problems(plans: Iterable[Plan]) -> list[str]:
         tried = subprocess.run(call, capture_output=True, text=True)
         if tried.returncode:
             said = [line for line in tried.stderr.strip().splitlines() if line]
-            whole = bare(tried.stderr)
-            if not tried.stderr.strip().endswith(whole):
-                lines.append(f"cluster.kind=slurm: {whole}, or run here with cluster=here")
-                continue
+            if why := unreached(tried.stderr):
+                return [*lines, f"cluster.kind=slurm: {why}, or run here with cluster=here"]
             lines.append(
                 f"{plan.cell}: sbatch says {'; '.join(dict.fromkeys(map(bare, said)))} "
                 f"({_asked(plan)})"
@@ -232,8 +230,9 @@ def submit(plans: list[Plan], jobs: list[Job]) -> list[Job]:
                 done.append(job)
                 (job.path / "job" / "id").write_text(f"{job.id}\n")
     except BaseException as error:
-        if done:
-            subprocess.run(["scancel", *(each.id or "" for each in done)], capture_output=True)
+        if done:  # an array whole, of which `done` may have its first tasks alone
+            numbers = dict.fromkeys((each.id or "").partition("_")[0] for each in done)
+            subprocess.run(["scancel", *numbers], capture_output=True)
         if isinstance(error, OSError):
             outputs = waiting[0].recipe.outputs
             text = f"outputs={outputs}: cannot be written ({error.strerror}); nothing is queued"

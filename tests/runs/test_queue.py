@@ -6,7 +6,7 @@ import pytest
 from fp8_nemo.recipes.queue import main
 
 from fp8_nemo.runs.metrics import append_metrics
-from fp8_nemo.runs.queue import stands
+from fp8_nemo.runs.queue import bare, stands
 from fp8_nemo.runs.run_dir import freeze, job_dir
 from tests.conftest import small_plan
 
@@ -63,3 +63,31 @@ def test_the_table_counts_states_and_says_that_nobody_could_be_asked(run, tmp_pa
     assert "there is no squeue on PATH" in told and "log/slurm-7.out" in told
     assert main([str(tmp_path / "none")]) == 2
     assert "no run directory here" in capsys.readouterr().err
+
+
+AWAY = "no Slurm controller is reached from here; ask on a login node of the cluster"
+DNS = """squeue: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+squeue: error: fetch_config: DNS SRV lookup failed
+squeue: error: _establish_config_source: failed to fetch config
+squeue: fatal: Could not establish a configuration source
+"""
+GARBAGE = """sbatch: error: Parse error in file /etc/slurm/slurm.conf line 2: "garbage line"
+sbatch: error: ClusterName needs to be specified
+sbatch: fatal: Unable to process configuration file
+"""
+DOWN = "Unable to contact slurm controller (connect failure)"
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        (DNS, AWAY),
+        (f"slurm_load_jobs error: {DOWN}\n", AWAY),
+        (f"scancel: error: Kill job error on job id 1: {DOWN}\n", AWAY),
+        (GARBAGE, "slurm.conf cannot be read here; `sinfo` says why, and where SLURM_CONF leads"),
+        ("sbatch: error: invalid partition specified: x\n", "invalid partition specified: x"),
+        ("", "nothing"),
+    ],
+)
+def test_what_slurm_22_prints_is_said_in_one_line(printed, said):
+    assert bare(printed) == said

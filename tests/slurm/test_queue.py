@@ -103,20 +103,6 @@ def test_gpus_are_asked_for_where_slurm_counts_them_and_as_gres_says(
     slurm_without_arrays.verb("queue", tmp_path / "o", "--cancel")
 
 
-def test_a_watched_queue_is_looked_at_until_nothing_is_in_it(slurm, small, tmp_path):
-    words = ["cluster.setup='sleep 15; exit 3'", FAST, "cluster.requeue=false"]
-    [job] = slurm.submit(*small, *words)
-    started = time.monotonic()
-    watched = slurm.verb("queue", tmp_path / "o", "--watch")
-    assert watched.returncode == 0 and job.id not in slurm.queue()
-    titles = [
-        line.rstrip() for line in watched.stdout.splitlines() if line.startswith("tiny-llama: ")
-    ]
-    assert len(titles) >= 2 and titles[-1] == "tiny-llama: 1 failed"
-    assert {*titles[:-1]} <= {"tiny-llama: 1 pending", "tiny-llama: 1 running"}
-    assert time.monotonic() - started < 60
-
-
 def test_a_cancelled_sweep_is_shown_so_and_the_same_line_queues_it_again(slurm, small, tmp_path):
     line = ["-m", *small, HOLD, "seed=1,2"]
     jobs = slurm.submit(*line)
