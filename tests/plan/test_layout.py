@@ -14,7 +14,7 @@ from fp8_nemo.plan.describe import decision, describe, overview, precisions
 from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, host_gib, memory_per_gpu
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
-from fp8_nemo.plan.step_time import ATTENTION, LINEARS, step_seconds
+from fp8_nemo.plan.step_time import ATTENTION, LINEARS, Lengths, step_seconds
 from fp8_nemo.recipe.compose import ComposeError, compose, option_names
 from fp8_nemo.runs.run_dir import freeze, layout_of
 
@@ -189,3 +189,36 @@ def test_where_no_fp8_fits_the_plan_says_so():
     assert precisions(plan("precision=bf16", "cluster.gpus_per_node=1"), MAIN) == [
         ("precisions", "no FP8 fits")
     ]
+
+
+def lora_on_one_h100(precision):
+    """The run that was timed: benchmarks/results/device-8b-lora-h100.json has its line."""
+    [found] = compose_plans([
+        "model=llama31-8b", "lora=all-linear", f"precision={precision}", "data=arithmetic",
+        "grpo=demo", "grpo.prompts_per_step=8", "grpo.generations_per_prompt=8",
+        "grpo.max_new_tokens=4096", "+nemo.data.max_input_seq_length=64",
+        "cluster.gpus_per_node=1", "cluster.gpu=h100",
+    ])  # fmt: skip
+    return found.settled
+
+
+def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says():
+    measured = json.loads((RESULTS / "real-steps-8b-lora-h100.json").read_text())["rows"]
+    assert [row["precision"] for row in measured] == ["bf16", "fp8-kv-attn"]
+    for row in measured:
+        said = step_seconds(lora_on_one_h100(row["precision"]), Lengths(17, row["answer"]))
+        phases = said._asdict() | {"step": said.total}
+        for phase in ("rollout", "logprob", "train"):
+            assert phases[phase] == pytest.approx(row[phase], rel=0.2), phase
+        assert said.total == pytest.approx(row["step"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "begins", "ends"),
+    [("fp8-kv-attn", "18:04:25", "18:07:20"), ("bf16", "18:12:40", "18:17:40")],
+)
+def test_the_memory_of_8b_inside_nemo_rl_was_what_a_plan_says(precision, begins, ends):
+    rows = json.loads((RESULTS / "device-8b-lora-h100.json").read_text())["rows"]
+    peak = max(mib for time, mib, *_ in rows if begins <= time <= ends)
+    phases = memory_per_gpu(lora_on_one_h100(precision)).phases.values()
+    assert max(sum(each.values()) for each in phases) == pytest.approx(peak * 2**20, rel=0.02)
