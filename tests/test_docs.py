@@ -285,11 +285,11 @@ SAID = {
         lambda: "the plan estimates {:.0f} and {:.0f} s".format(
             *(row["plan"]["step"] for row in REAL.values())
         ),
-        lambda: f"one H100, up to 4k | `fp8-kv-attn`, and compare with BF16 | {planned_lora()}x |",
+        lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: f"[whole steps {real_gain('step').removesuffix(' times')}x](docs/speed.md)",
         lambda: (
-            "answers up to 2k tokens | `bf16` | `fp8-e2e` would gain {0[fp8-e2e]}x, "
-            "`fp8-e2e-kv-attn` {0[fp8-e2e-kv-attn]}x |".format(planned("h100", 2048))
+            "answers up to 2k tokens | `bf16` | under 1.1x, unless training and cache are FP8: "
+            "{0[fp8-e2e-kv-attn]}x |".format(planned("h100", 2048))
         ),
         lambda: "{0[fp8-kv-attn]}x (`fp8-e2e` {0[fp8-e2e]}x: to".format(planned("h100", 8192)),
         lambda: f"8 H200, up to 2k | `fp8-e2e` | {planned('h200', 2048)[E2E]}x |",
@@ -298,7 +298,7 @@ SAID = {
             f"{times(SHORT, E2E):.2f}x"
         ),
         lambda: f"8 H200, up to 8k | `fp8-e2e` | {planned('h200', 8192)[E2E]}x |",
-        lambda: f"(benchmarks/results/step-8b-long-h200.json) {times(LONG, E2E):.2f}x, 32 H200",
+        lambda: f"(benchmarks/results/step-8b-long-h200.json) {times(LONG, E2E):.2f}x: 32 H200",
         lambda: f"[decode alone {decode('rollout-8b-h200', KV, 'limited')}x]",
         lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",

@@ -49,7 +49,9 @@ METRICS = {
     "refit/bytes": Metric("bytes", "sent by the last refit"),
     "refit/verified_weights": Metric("weights", "FP8 weights proven to have arrived; 0 unverified"),
     "refit/changed_bytes": Metric(
-        SHARE, "of the engine's linears, scales too: bytes that the last refit changed; by a sample"
+        SHARE,
+        "of the engine's linears, scales too: bytes that the last refit changed, but the first; "
+        "by a sample",
     ),
     "recalibrate/saturated_fraction": Metric(
         SHARE, "of the Q, K and V ranges of all layers: those beyond the scale in force"

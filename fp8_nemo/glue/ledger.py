@@ -107,7 +107,7 @@ class Ledger:
         """Names that the engine holds in part, or in another form than they arrive in."""
         self.poisoned: Collection[str] = ()
         self.before: list[Tensor] = []
-        """Sampled bytes of the engine's linears, from before the refit."""
+        """Sampled bytes of the engine's linears, from before the refit; of a first one, none."""
         if destination is None:
             self.otherwise = expected.keys()
         else:
@@ -115,7 +115,7 @@ class Ledger:
             self.otherwise = {name for name in here if expected.get(name) != here[name]}
             made_here = [name for name in self.otherwise if expected.get(name) != held[name]]
             self.poisoned = made_here if self.is_digested else here.keys()
-            self.before = destination.sample.read()
+            self.before = destination.sample.read() if number != 1 else []
             destination.poison(self.poisoned)
 
     def receive(self, name: str, tensor: Tensor) -> bool:
@@ -189,7 +189,7 @@ class Ledger:
             equal_digests=len(wanted.keys() & found.held.keys()),
             sent=struct.pack(f"{len(sent)}q", *sent),
             changed=sum(found.changed.values()),
-            sampled=opened.sample.bytes if opened else 0,
+            sampled=opened.sample.bytes if opened and self.before else 0,
         )
 
     def wire_problems(self) -> list[str]:

@@ -77,7 +77,7 @@ def test_every_cell_runs_two_steps(make_plan, model, precision, correction):
     assert (rows[1]["refit/verified_weights"] > 0) == (precision not in ("bf16", "fp16"))
     assert rows[1].get("train/loss_scale") == (65536.0 if precision == "fp16" else None)
     changed = rows[1]["refit/changed_bytes"]
-    assert rows[0]["refit/changed_bytes"] > 0.8 > changed
+    assert "refit/changed_bytes" not in rows[0] and changed < 0.8  # the first: nothing before it
     assert changed > 0 or rows[1]["correction/masked_fraction"] == 1
     if correction == "none":
         assert rows[1]["correction/multiplier_mean"] == 1.0 == rows[1]["correction/ess"]
