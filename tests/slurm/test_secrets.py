@@ -26,5 +26,8 @@ def test_a_whole_run_directory_and_the_code_beside_it_hold_no_planted_secret(
     within = {str(path.relative_to(tmp_path / "o").parent).split("/")[0] for path in files}
     assert ".code" in within and job.log and list(job.path.glob("log/attempt-1.log"))
     assert {"settings", "setup.sh", "srun", "id"} <= {each.name for each in files}
+    for path in (job.path / "job").iterdir():  # who else may look learns the number alone
+        closed = path.name not in ("id", "attempt")
+        assert (path.stat().st_mode & 0o077 == 0) == closed, path
     for path in files:
         assert b"SEKRET" not in path.read_bytes(), path
