@@ -77,6 +77,26 @@ def test_a_term_of_the_users_saves_and_ends_the_job_at_once(slurm, small):
     assert job.state["JobState"] == "FAILED" and "not requeued" not in job.log
 
 
+@pytest.mark.long
+def test_a_sweep_that_is_cancelled_while_it_runs_saves_and_the_same_line_goes_on(
+    slurm, small, tmp_path
+):
+    line = ["-m", *small, *SIZE, "seed=28,29"]
+    first, second = slurm.submit(*line, "cluster.max_running=1")
+    first.wait(120, until=lambda job: steps(job) >= 30)
+    cancelled = slurm.verb("queue", tmp_path / "o", "--cancel")
+    assert cancelled.stdout.splitlines()[-1] == f"cancelled: {first.id}, {second.id}"
+    for job in (first, second):
+        job.wait(60)
+    assert "is saved; Slurm or its user has ended the job" in first.log
+    assert slurm.verb("queue", tmp_path / "o").stdout.startswith("tiny-llama: 2 stopped")
+    again, new = slurm.submit(*line)
+    for job in (again, new):
+        assert rows(job.finished(240)) == [*range(151)]
+    assert int(again.log.partition("from step ")[2].split()[0]) >= 30, again.log
+    assert "from step 0 of" in new.log
+
+
 def test_a_killed_run_says_so_and_that_the_same_line_goes_on(slurm, small):
     [job] = slurm.submit(*small, *SIZE, "seed=23")
     job.wait(90, until=lambda job: steps(job) >= 5)
