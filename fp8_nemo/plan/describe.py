@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,14 +130,19 @@ def _in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
     """Return the same run in a shipped precision, in that one's layout; None if it cannot run."""
     if not plan.nemo:
         return None
-    [shipped] = compose([f"precision={name}"])
-    recipe = replace(plan.recipe, precision=shipped.precision)
+    recipe = replace(plan.recipe, precision=_shipped(name))
     if mistakes(recipe):  # LoRA excludes FP8 training
         return None
     try:
         return plan_recipe(recipe, host).settled
     except PlanError:
         return None
+
+
+@cache
+def _shipped(name: str) -> Precision:
+    [recipe] = compose([f"precision={name}"])
+    return recipe.precision
 
 
 def _phases(seconds: StepSeconds) -> str:

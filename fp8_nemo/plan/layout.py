@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -55,6 +56,24 @@ def choose(settled: Settled, host: Host) -> list[Choice]:
         settled: a recipe with `model.layout=auto`.
         host: whose limits a layout must keep to.
     """
+    seedless = replace(settled, recipe=replace(settled.recipe, seed=0))
+    return [*_search(_Search(repr(seedless), id(host), settled, host))]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A search for layouts: the cells of a sweep that differ by their seed share one."""
+
+    text: str
+    host_id: int
+    """Of a host that the cache keeps, so that no other gets its number."""
+    settled: Settled = field(compare=False)
+    host: Host = field(compare=False)
+
+
+@cache
+def _search(asked: _Search) -> list[Choice]:
+    settled, host = asked.settled, asked.host
     found = [_choice(replace(settled, layout=each)) for each in _candidates(settled, host)]
     fitting = [each for each in found if each.headroom >= HEADROOM]
     if not fitting:

@@ -34,6 +34,16 @@ def layout(*words, host=MAIN):
     return plan(*words, host=host).settled.layout
 
 
+def test_cells_that_differ_by_their_seed_alone_share_one_search():
+    """Else sixty cells of 8B compose for eleven seconds."""
+    first, second = (choose(plan(f"seed={seed}").settled, MAIN)[0] for seed in (1, 2))
+    assert first is second
+    older = dataclasses.replace(MAIN, defects=V0_7_0_DEFECTS)
+    for words, host in ((("grpo.max_new_tokens=8192",), MAIN), ((), older)):
+        other = choose(plan(*words, host=host).settled, host)[0]
+        assert other is not first
+
+
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8-kv-attn", "fp8-e2e-kv-attn"])
 @pytest.mark.parametrize("longest", [2048, 8192])
