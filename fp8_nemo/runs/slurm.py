@@ -230,8 +230,9 @@ def submit(plans: list[Plan], jobs: list[Job]) -> list[Job]:
                 done.append(job)
                 (job.path / "job" / "id").write_text(f"{job.id}\n")
     except BaseException as error:
-        if done:
-            subprocess.run(["scancel", *(each.id or "" for each in done)], capture_output=True)
+        if done:  # an array whole, of which `done` may have its first tasks alone
+            numbers = dict.fromkeys((each.id or "").partition("_")[0] for each in done)
+            subprocess.run(["scancel", *numbers], capture_output=True)
         if isinstance(error, OSError):
             outputs = waiting[0].recipe.outputs
             text = f"outputs={outputs}: cannot be written ({error.strerror}); nothing is queued"

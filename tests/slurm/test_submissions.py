@@ -76,7 +76,8 @@ def filled(slurm: Slurm, small: list[str], disk: Path, some: int) -> None:
     call = line(slurm, small, outputs)
     _, changes = undisturbed(output, *call)
     forget(slurm, outputs)
-    for at in range(2, changes + 1, max(1, changes // some)):
+    # The last changes are the jobs' numbers, of which Slurm has an array already.
+    for at in (*range(2, changes - 1, max(1, changes // some)), changes - 1, changes):
         child = Child(output, *call, before=Fills(disk, at))
         code, where = child.end(), f"change {at} of {changes}: {child.error}"
         (disk / "ballast").unlink()
