@@ -1,0 +1,348 @@
+"""Which operation owns how much of the mismatch between trainer and engine.
+
+python -m benchmarks.numerics.mismatch_budget run MODEL --out FILE.json [--precision fp8-e2e]
+    [--engine eager] [--sequences 8] [--tokens 352] [--prompt 32] [--device cuda] [--stacks both]
+python -m benchmarks.numerics.mismatch_budget draw FILE.json... --out FILE.svg
+
+MODEL is a Hugging Face folder of a Llama, Qwen3 or Qwen3-MoE. One forward, whose operations come
+from a table, runs on the same tokens with the trainer's operations, with the engine's, and with
+mixtures (`dialects`; on a GPU with the two stacks' own kernels, `gpu_dialects`):
+
+    alone       the trainer with one operation of the engine's: KL to the trainer
+    cumulative  the trainer with the first operations of the engine's: KL to the whole engine
+    without     the engine with one operation of the trainer's: KL to the whole engine
+
+and `local` gives both operations the same arguments, from the trainer's forward. With `--stacks`
+the real vLLM samples the tokens and scores them (`stacks`, a process of its own), the real Megatron
+scores them, and `real` says how far either is from its table, in bits and in KL: a budget holds as
+far as those agree. A part that fails is an `error` in the file, and its place is taken by torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import record
+from benchmarks.numerics import dialects
+from benchmarks.numerics.dialects import Model, Ops, Pass, forward, no_quantize
+from fp8_nemo.glue.quantize import Fp8Groups, dequantize_groups
+
+ROWS = 1024  # of logits at once in FP64
+
+
+class Score:
+    """Logprobs of the answers' tokens and, a block of rows at a time, of the whole vocabulary."""
+
+    def __init__(self, ops: Ops, done: Pass, tokens_NS: Tensor, prompt: int) -> None:
+        S = tokens_NS.shape[1]
+        at = torch.arange(tokens_NS.numel(), device=tokens_NS.device).view(tokens_NS.shape)
+        rows = at[:, prompt - 1 : S - 1].flatten()
+        self.logprobs_RV = ops["logprob"](done.logits_TV[rows])
+        self.sampled_R = self.logprobs_RV.gather(1, tokens_NS[:, prompt:].reshape(-1, 1))[:, 0]
+
+
+def distance(rollout: Score, train: Score) -> dict[str, float]:
+    """Return the exact KL(rollout || train) a token, and what the sampled tokens say of it."""
+    kl = 0.0
+    for p, q in zip(rollout.logprobs_RV.split(ROWS), train.logprobs_RV.split(ROWS), strict=True):
+        p, q = p.double(), q.double()
+        kl += float((p.exp() * (p - q)).sum())
+    return {"kl": max(kl / len(rollout.sampled_R), 0.0)} | sampled(
+        rollout.sampled_R, train.sampled_R
+    )
+
+
+def sampled(rollout_R: Tensor, train_R: Tensor) -> dict[str, float]:
+    """Return what two logprobs of each sampled token say: k3, half a square, mean and largest."""
+    x = train_R.double() - rollout_R.double()
+    return {
+        "k3": float((torch.expm1(x) - x).mean()), "half_square": float(x.square().mean() / 2),
+        "mean_abs": float(x.abs().mean()), "max_abs": float(x.abs().max()),
+        "equal": float((x == 0).double().mean()),
+    }  # fmt: skip
+
+
+def difference(a: Any, b: Any) -> dict[str, float]:
+    """Return how two results of one operation differ: share of equal elements, mean, largest.
+
+    Of quantized operands the bytes and scales are compared, and the values that they stand for; a
+    result of several tensors is one with them all.
+    """
+    if isinstance(a, Fp8Groups) and isinstance(b, Fp8Groups):
+        codes, scales = _equal_parts(a, b)
+        values = difference(dequantize_groups(a), dequantize_groups(b))
+        return values | {"equal": codes, "equal_scales": scales}
+    a, b = _flat(a), _flat(b)
+    apart = (a - b).abs()
+    norm = b.norm().clamp(min=1e-30)
+    return {"equal": float((a == b).double().mean()), "mean": float(apart.mean()),
+            "max": float(apart.max()), "relative": float((a - b).norm() / norm)}  # fmt: skip
+
+
+def _equal_parts(a: Fp8Groups, b: Fp8Groups) -> tuple[float, float]:
+    bytes_equal = a.fp8_TI.view(torch.uint8) == b.fp8_TI.view(torch.uint8)
+    return float(bytes_equal.double().mean()), float(
+        (a.scale_inv_TQ == b.scale_inv_TQ).double().mean()
+    )
+
+
+def _flat(found: Any) -> Tensor:
+    if isinstance(found, Fp8Groups):
+        found = dequantize_groups(found)
+    if isinstance(found, Tensor):
+        return found.double().flatten()
+    return torch.cat([_flat(each) for each in found if each is not None])
+
+
+def streams(done: Pass, other: Pass) -> list[dict[str, float]]:
+    """Return per norm how two forwards' residual streams differ."""
+    pairs = zip(done.residual_LTH, other.residual_LTH, strict=True)
+    return [difference(a, b) for a, b in pairs]
+
+
+def replaced(model: Model, trainer: Ops, engine: Ops) -> list[str]:
+    """Return the operations that the two tables do not share, in the budget's order."""
+    names = ["quantize"] * (engine["quantize"] is no_quantize)
+    return [name for name in trainer if name not in names]
+
+
+def local_rows(model: Model, trainer: Ops, engine: Ops, tokens_NS: Tensor) -> list[dict[str, Any]]:
+    """Give both sides' operation the same arguments wherever the trainer's forward calls it."""
+    rows: list[dict[str, Any]] = []
+
+    def watch(op: str, place: str, layer: int, arguments: tuple, found: Any) -> None:
+        row = {"op": op, "place": place, "layer": layer}
+        try:
+            row |= difference(engine[op](*arguments), found)
+        except Exception as error:
+            row["error"] = repr(error)[:300]
+        rows.append(row)
+
+    forward(model, trainer, tokens_NS, watch)
+    return rows
+
+
+class Budget:
+    """The parts of a results file, kept after each."""
+
+    def __init__(self, out: Path, commit: str, about: dict[str, Any]) -> None:
+        self.out, self.commit, self.content = out, commit, about
+        self.begun = time.perf_counter()
+
+    def add(self, part: str, name: str, measure: Callable[[], Any]) -> Any:
+        """Keep what a measurement gives, or its error; say so in a line."""
+        try:
+            found = measure()
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"[:600]}
+        self.content.setdefault(part, {})[name] = found
+        seconds = self.content["seconds"] = time.perf_counter() - self.begun
+        record.keep(self.out, self.commit, **self.content)
+        print(f"{seconds:6.1f} s  {part} {name}: {_said(found)}", flush=True)
+        return found
+
+
+def _said(found: Any) -> str:
+    if not isinstance(found, dict):
+        return f"{len(found)} rows"
+    names = ("error", "kl", "k3", "mean_abs", "equal", "equal_logprobs", "relative")
+    shown = {name: found[name] for name in names if name in found}
+    return ", ".join(f"{n} {v:.3g}" if isinstance(v, float) else f"{n} {v}"
+                     for n, v in shown.items()) or "kept"  # fmt: skip
+
+
+def measure(budget: Budget, model: Model, trainer: Ops, engine: Ops, extras: dict[str, Ops],
+            tokens_NS: Tensor, prompt: int, real: dict[str, Tensor]) -> None:  # fmt: skip
+    """Fill the budget's parts.
+
+    Args:
+        extras: tables that change the engine alone, by name.
+        real: logprobs `[N, S - prompt]` of real stacks, by name: `decode`, `prefill`, `megatron`.
+    """
+    def run(ops: Ops) -> tuple[Pass, Score]:
+        done = forward(model, ops, tokens_NS)
+        return done, Score(ops, done, tokens_NS, prompt)
+
+    def against(ops: Ops, base: tuple[Pass, Score]) -> dict[str, Any]:
+        done, score = run(ops)
+        found: dict[str, Any] = distance(score, base[1])
+        found["to"] = {name: sampled(each.flatten(), score.sampled_R)
+                       for name, each in real.items()}  # fmt: skip
+        return found | {"streams": streams(done, base[0])}
+
+    names = replaced(model, trainer, engine)
+    base, whole = run(trainer), run(engine)
+    budget.add("controls", "the trainer again", lambda: against(trainer, base))
+    budget.add("controls", "the engine again", lambda: against(engine, whole))
+    budget.add("controls", "nothing replaced", lambda: against(trainer, whole))
+    budget.add("local", "rows", lambda: local_rows(model, trainer, engine, tokens_NS))
+    for name in names:
+        budget.add("alone", name, lambda: against(trainer | {name: engine[name]}, base))  # noqa: B023
+    ops = dict(trainer)
+    for name in names:
+        ops[name] = engine[name]
+        budget.add("cumulative", name, lambda: against(ops, whole))
+    for name in names:
+        budget.add("without", name, lambda: against(engine | {name: trainer[name]}, whole))  # noqa: B023
+    for name, extra in extras.items():
+        budget.add("engine alone", name, lambda: against(engine | extra, whole))  # noqa: B023
+    for name, logprobs in real.items():
+        for other, score in (("trainer's table", base[1]), ("engine's table", whole[1])):
+            budget.add("real", f"{name}, {other}",
+                       lambda: sampled(logprobs.flatten(), score.sampled_R))  # noqa: B023  # fmt: skip
+        for other in real:
+            if other != name:
+                budget.add("real", f"{name}, {other}",
+                           lambda: sampled(logprobs.flatten(), real[other].flatten()))  # noqa: B023  # fmt: skip
+
+
+def sample_tokens(model: Model, ops: Ops, N: int, S: int, prompt: int, seed: int) -> Tensor:
+    """Return random prompts, and answers drawn from the model as one forward a token would.
+
+    For a CPU, and where the real engine is not asked or has failed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    device = model.embedding.device
+    tokens = torch.randint(3, model.shape.vocab, (N, prompt), generator=generator).to(device)
+    if N * S * S > 2**21:  # the rest at random: S forwards would take minutes
+        rest = torch.randint(3, model.shape.vocab, (N, S - prompt), generator=generator)
+        return torch.cat([tokens, rest.to(device)], 1)
+    while (length := tokens.shape[1]) < S:
+        last = forward(model, ops, tokens).logits_TV[length - 1 :: length].cpu()
+        new = torch.multinomial(last.softmax(-1), 1, generator=generator).to(device)
+        tokens = torch.cat([tokens, new], 1)
+    return tokens
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure one model in one precision and write the file."""
+    model_of = partial(dialects.load, options.model, options.device, options.precision != "bf16")
+    asked = ("precision", "engine", "sequences", "tokens", "prompt", "device", "seed", "stacks")
+    about = {"model": options.model.name, **{name: getattr(options, name) for name in asked}}
+    budget = Budget(options.out, options.commit, about)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    real, tokens = {}, None
+    if options.stacks in ("both", "vllm"):
+        from benchmarks.numerics import stacks
+
+        vllm = budget.add("stacks", "vllm", lambda: stacks.ask_vllm(options))
+        real, tokens = stacks.sampled_by_vllm(options, vllm)
+    model = model_of()
+    about["shape"] = vars(model.shape)
+    trainer, engine = dialects.tables(model.shape, options.precision, options.engine)
+    extras: dict[str, Ops] = dict(dialects.EXTRAS)
+    if tokens is None:
+        arguments = (options.sequences, options.tokens, options.prompt, options.seed)
+        tokens = sample_tokens(model, engine, *arguments)
+    tokens = tokens.to(options.device)
+    if options.device == "cuda":
+        from benchmarks.numerics import gpu_dialects
+
+        kernels = gpu_dialects.tables(model.shape, options)
+        trainer, engine, extras = gpu_dialects.working(
+            budget.add, forward, model, tokens, (trainer, engine, extras), kernels, options.without,
+        )
+    if options.stacks in ("both", "megatron"):
+        from benchmarks.numerics import stacks
+
+        seen = budget.add("stacks", "megatron",
+                          lambda: stacks.megatron(options, model, tokens, trainer))  # fmt: skip
+        real |= {name: each.to(options.device) for name, each in seen.pop("logprobs", {}).items()}
+    with torch.inference_mode():
+        measure(budget, model, trainer, engine, extras, tokens, options.prompt, real)
+    if options.stacks in ("both", "vllm"):
+        budget.add("stacks", "vllm, by module",
+                   lambda: stacks.by_module(options, model, tokens, engine))  # fmt: skip
+    show(budget.content)
+
+
+def show(content: dict[str, Any]) -> None:
+    """Print a line an operation."""
+    rows = [
+        {"op": name} | {part: content.get(part, {}).get(name, {}).get("kl")
+                        for part in ("alone", "cumulative", "without")}
+        for name in content.get("alone", {})
+    ]  # fmt: skip
+    record.show(f"{content['model']} {content['precision']} {content['engine']}: KL", rows)
+
+
+def draw(files: Iterable[Path], out: Path) -> None:
+    """Draw, for each file, what each operation alone owns and what is left as they are replaced."""
+    import json
+
+    from matplotlib import pyplot as plt
+
+    found = [json.loads(file.read_text()) for file in files]
+    figure, axes = plt.subplots(len(found), 2, figsize=(9, 3.2 * len(found)), squeeze=False)
+    for row, content in zip(axes, found, strict=True):
+        nothing = content["controls"]["nothing replaced"]["kl"]
+        for axis, part, title in (
+            (row[0], "alone", "one operation of the engine's in the trainer"),
+            (row[1], "cumulative", "left as they are replaced, from the top"),
+        ):
+            kept = {n: each["kl"] for n, each in content[part].items() if "kl" in each}
+            names = list(kept)[::-1]
+            axis.barh(names, [kept[name] for name in names], color="#4c72b0")
+            axis.axvline(nothing, color="black", linewidth=0.8, linestyle=":")
+            axis.set_xscale("symlog", linthresh=max(nothing, 1e-12) * 1e-4)
+            axis.set_xlim(left=0)
+            axis.set_title(f"{content['model']}, {content['precision']}: {title}", fontsize=8)
+            axis.set_xlabel("KL(engine || trainer) a token; dotted: nothing replaced", fontsize=7)
+            axis.tick_params(labelsize=7)
+    figure.tight_layout()
+    figure.savefig(out)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    one = verbs.add_parser("run")
+    record.add_options(one)
+    one.add_argument("model", type=Path, help="a Hugging Face folder")
+    one.add_argument("--precision", default="fp8-e2e", choices=("bf16", "fp8-linear", "fp8-e2e"))
+    one.add_argument("--engine", default="eager", choices=dialects.ENGINES)
+    one.add_argument("--sequences", type=int, default=8)
+    one.add_argument("--tokens", type=int, default=352, help="a sequence; of all, a multiple of 128")
+    one.add_argument("--prompt", type=int, default=32, help="tokens of the prompt")
+    one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    one.add_argument("--stacks", default="none", choices=("none", "vllm", "megatron", "both"))
+    one.add_argument("--seed", type=int, default=0)
+    text = "operations that torch does on a GPU too, where a kernel ends the process"
+    one.add_argument("--without", default="", help=text)
+    one.add_argument("--share", type=float, default=0.4, help="of the GPU, for vLLM")
+    one.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="of vLLM")
+    other = verbs.add_parser("draw")
+    other.add_argument("files", type=Path, nargs="+")
+    other.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(words)
+    if options.verb == "run":
+        total = options.sequences * options.tokens
+        if total % 128 or options.tokens % 16:
+            parser.error(f"--sequences x --tokens: got {total}; a multiple of 128, and --tokens of "
+                         "16 (pages of the KV cache)")  # fmt: skip
+    return options
+
+
+def main() -> None:
+    """Measure, or draw what was measured."""
+    options = parse(sys.argv[1:])
+    if options.verb == "draw":
+        draw(options.files, options.out)
+    else:
+        run(options)
+
+
+if __name__ == "__main__":
+    main()
