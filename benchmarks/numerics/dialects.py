@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,14 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import silu
 
-from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Groups, quantize_blocks, quantize_groups
+from fp8_nemo.glue.quantize import (
+    FP8,
+    FP8_MAX,
+    Fp8Groups,
+    dequantize_groups,
+    quantize_blocks,
+    quantize_groups,
+)
 from fp8_nemo.glue.wire import BLOCK
 
 Ops = Mapping[str, Callable[..., Any]]
@@ -49,6 +55,9 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int
+    ffn: int
+    """Of an expert in a model that has them."""
+    qk_norm: bool
     experts: int
     experts_per_token: int
     eps: float
@@ -66,7 +75,10 @@ class Shape:
             layers=config["num_hidden_layers"], hidden=config["hidden_size"], heads=heads,
             kv_heads=config["num_key_value_heads"],
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab=config["vocab_size"], experts=config.get("num_experts") or config.get("num_local_experts") or 0,
+            vocab=config["vocab_size"],
+            ffn=config.get("moe_intermediate_size") or config["intermediate_size"],
+            qk_norm=config["model_type"].startswith("qwen3"),
+            experts=config.get("num_experts") or config.get("num_local_experts") or 0,
             experts_per_token=config.get("num_experts_per_tok") or 0,
             eps=config["rms_norm_eps"], theta=rope.get("rope_theta") or config["rope_theta"],
         )  # fmt: skip
@@ -207,8 +219,7 @@ def forward(model: Model, ops: Ops, tokens_NS: Tensor, watch: Watch | None = Non
         counts = ids_Tk.flatten().bincount(minlength=shape.experts).tolist()
         token_R, prob_R = by_expert // shape.experts_per_token, probs_Tk.flatten()[by_expert]
         operand = call("quantize", "expert in", n, x_TH)
-        rows = Fp8Groups(*(part[token_R] for part in operand)) if isinstance(operand, tuple) \
-            else operand[token_R]  # fmt: skip
+        rows = take(operand, token_R)
         h = call("expert gemm", "w13", n, rows, layer.w13, counts, None)
         inside_R, outside_R = call("weigh", "experts", n, prob_R)
         y = call("expert silu", "experts", n, h, inside_R, layer.w2.fp8_OI is not None)
@@ -228,6 +239,14 @@ def forward(model: Model, ops: Ops, tokens_NS: Tensor, watch: Watch | None = Non
     x_TH, _ = normed("final", shape.layers, delta, stream, model.norm)
     logits = call("lm_head", "lm_head", shape.layers, x_TH, model.head)
     return Pass(logits, residuals)
+
+
+def take(operand: Tensor | Fp8Groups, rows_R: Any) -> Any:
+    """Return rows of an operand, by numbers or a slice; bytes are moved as bytes."""
+    if isinstance(operand, Tensor):
+        return operand[rows_R].contiguous()
+    codes = operand.fp8_TI.view(torch.uint8)[rows_R].contiguous()
+    return Fp8Groups(codes.view(FP8), operand.scale_inv_TQ[rows_R].contiguous())
 
 
 # The operations in torch. What two dialects do alike has one function.
@@ -338,6 +357,7 @@ def attention_backwards(q: Tensor, k: Tensor, v: Tensor, S: int) -> Tensor:
 
 def attention_fp8(q: Tensor, k: Tensor, v: Tensor, S: int) -> Tensor:
     """Attend to Q, K and V that are in E4M3 with one scale each, and P in E4M3."""
+
     def rounded(x: Tensor) -> Tensor:
         scale = fp8_scale(x)
         return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scale
@@ -550,3 +570,29 @@ def tables(shape: Shape, precision: str, engine: str) -> tuple[dict, dict]:
     found = (TRAINER | {"quantize": quantizers[0]}, ENGINES[way] | {"quantize": quantizers[1]})
     trainer, rollout = ({n: op for n, op in each.items() if n not in without} for each in found)
     return trainer, rollout
+
+
+def difference(a: Any, b: Any) -> dict[str, float]:
+    """Return how two results of one operation differ: share of equal elements, mean, largest.
+
+    Of quantized operands the bytes and scales are compared, and the values that they stand for; a
+    result of several tensors is one with them all.
+    """
+    if isinstance(a, Fp8Groups) and isinstance(b, Fp8Groups):
+        codes = a.fp8_TI.view(torch.uint8) == b.fp8_TI.view(torch.uint8)
+        scales = a.scale_inv_TQ == b.scale_inv_TQ
+        values = difference(dequantize_groups(a), dequantize_groups(b))
+        equal = {"equal": codes, "equal_scales": scales}
+        return values | {name: float(each.double().mean()) for name, each in equal.items()}
+    a, b = _flat(a), _flat(b)
+    apart, size = (a - b).abs(), b.norm().clamp(min=1e-30)
+    return {"equal": float((a == b).double().mean()), "mean": float(apart.mean()),
+            "max": float(apart.max()), "relative": float((a - b).norm() / size)}  # fmt: skip
+
+
+def _flat(found: Any) -> Tensor:
+    if isinstance(found, Fp8Groups):
+        found = dequantize_groups(found)
+    if isinstance(found, Tensor):
+        return found.double().flatten()
+    return torch.cat([_flat(each) for each in found if each is not None])

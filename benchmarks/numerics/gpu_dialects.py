@@ -19,7 +19,16 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from benchmarks.numerics import dialects
-from benchmarks.numerics.dialects import Model, Ops, Shape, Weight, fp8_scale, split_experts
+from benchmarks.numerics.dialects import (
+    Model,
+    Ops,
+    Shape,
+    Weight,
+    difference,
+    fp8_scale,
+    split_experts,
+    take,
+)
 from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Groups
 
 Table = dict[str, Callable[..., Any]]
@@ -59,52 +68,56 @@ def tables(shape: Shape, options: argparse.Namespace) -> tuple[Table, Table, dic
     return trainer, engine, extras
 
 
-def working(add: Callable[..., Any], forward: Callable[..., Any], model: Model, tokens_NS: Tensor,
-            torch_tables: tuple[Ops, Ops, dict[str, Ops]],
-            kernels: tuple[Table, Table, dict[str, Table]], without: str) -> tuple:  # fmt: skip
+def working(add: Callable[..., Any], model: Model, tokens_NS: Tensor,
+            references: tuple[Ops, Ops, dict[str, Ops]],
+            kernels: tuple[Table, Table, dict[str, Table]], in_torch: str) -> tuple:  # fmt: skip
     """Return the tables with every kernel that ran on real arguments; torch stands for the others.
 
-    Each kernel is compared with torch on the arguments of a forward in torch, which says where a
-    kernel is another operation than was thought: `relative` of 0.01 is rounding, 1 is not.
+    Each kernel is compared with torch on arguments of two forwards in torch, the trainer's and the
+    engine's: `relative` of 0.01 is rounding, and 1 another operation than was thought.
+
+    Args:
+        add: keeps a part of the budget and returns it.
+        references: the tables in torch; the last by name, of what the engine alone may do.
+        kernels: as `tables` gives them.
+        in_torch: operations, with commas, that torch does.
     """
-    calls: dict[str, list[tuple]] = {}
+    calls: dict[str, dict[str, tuple]] = {}
 
-    def watch(op: str, place: str, layer: int, arguments: tuple, found: Any) -> None:
-        if layer == 0 and all(place != seen for seen, *_ in calls.get(op, [])):
-            calls.setdefault(op, []).append((place, arguments, found))
+    def watched(side: str) -> Callable[..., None]:
+        def watch(op: str, place: str, layer: int, arguments: tuple, found: Any) -> None:
+            if layer in (0, model.shape.layers):
+                calls.setdefault(op, {}).setdefault(f"{place}, {side}'s arguments", arguments)
 
-    def probe(side: str, op: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Any:
+        return watch
+
+    def runs(name: str, op: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> bool:
         def measure() -> dict[str, Any]:
-            from benchmarks.numerics.mismatch_budget import difference
-
-            found: dict[str, Any] = {}
-            for place, arguments, _ in calls[op]:
+            found = {}
+            for place, arguments in calls[op].items():
                 made = kernel(*arguments)
                 torch.cuda.synchronize()
                 found[place] = difference(made, reference(*arguments))
             worst = max(each["relative"] for each in found.values())
-            return {"relative": worst, "places": found, "kernel": True}
+            return {"kernel": True, "relative": worst, "places": found}
 
-        if op in without.split(","):
-            return False
-        return add("kernels", f"{side} {op}", measure).get("kernel", False)
+        return op not in in_torch.split(",") and add("kernels", name, measure).get("kernel", False)
 
-    trainer, engine, extras = torch_tables
-    # Both tables' arguments: the engine's quantizer makes what its product takes, and so on.
-    for table in (trainer, engine):
-        forward(model, table, tokens_NS, watch)
-    made = []
-    for side, table, own in (("trainer", trainer, kernels[0]), ("engine", engine, kernels[1])):
-        good = {n: k for n, k in own.items()
-                if n in table and n in calls and probe(side, n, k, table[n])}  # fmt: skip
-        made.append(dict(table) | good)
-    found: dict[str, Ops] = {}
-    for name, own in kernels[2].items():
-        reference = extras.get(name, {}) | {n: extras.get(name, engine).get(n, engine[n]) for n in own}
-        good = {n: k for n, k in own.items() if probe(name, n, k, reference[n])}
-        if good:
-            found[name] = good
-    return made[0], made[1], found
+    *sides, extras = references
+    for side, table in zip(("trainer", "engine"), sides, strict=True):
+        dialects.forward(model, table, tokens_NS, watched(side))
+    found = []
+    for side, table, own in zip(("trainer", "engine"), sides, kernels[:2], strict=True):
+        found.append(dict(table) | {
+            op: kernel for op, kernel in own.items()
+            if op in table and runs(f"{side}: {op}", op, kernel, table[op])
+        })  # fmt: skip
+    alone = {
+        name: {op: kernel for op, kernel in own.items()
+               if runs(name, op, kernel, extras.get(name, sides[1])[op])}
+        for name, own in kernels[2].items()
+    }  # fmt: skip
+    return *found, {name: own for name, own in alone.items() if own}
 
 
 # TransformerEngine and Megatron
@@ -325,11 +338,7 @@ def vllm_gemm(operand: Tensor | Fp8Groups, weight: Weight) -> Tensor:
 
 def by_position(S: int, op: Callable[..., Tensor], operand: Any, weight: Any) -> Tensor:
     """Run a product as decode does: the N rows of each position at a time."""
-    parts = operand if isinstance(operand, Fp8Groups) else (operand,)
-    made = []
-    for place in range(S):
-        rows = [part[place::S].contiguous() for part in parts]
-        made.append(op(Fp8Groups(*rows) if len(rows) == 2 else rows[0], weight))
+    made = [op(take(operand, slice(place, None, S)), weight) for place in range(S)]
     return torch.stack(made, 1).flatten(0, 1)
 
 
@@ -398,9 +407,7 @@ def vllm_expert_gemm(shape: Shape, operand: Any, weight: Weight, counts: list[in
     matrix = weight.fp8_OI if fp8 else weight.bf16_OI
     assert matrix is not None
     R, O = rows.shape[0], matrix.shape[1]
-    width = matrix.shape[2] if O == shape.hidden and matrix.shape[2] != shape.hidden else O // 2
-    if prob_R is not None:
-        width = matrix.shape[2]
+    width = shape.ffn
     E, H, block = matrix.shape[0], shape.hidden, [128, 128] if fp8 else None
     name = "fp8_w8a8" if fp8 else None
     config = fused_moe.try_get_optimal_moe_config(

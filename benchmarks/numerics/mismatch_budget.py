@@ -22,19 +22,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import record
-from benchmarks.numerics import dialects
-from benchmarks.numerics.dialects import Model, Ops, Pass, forward, no_quantize
-from fp8_nemo.glue.quantize import Fp8Groups, dequantize_groups
+from benchmarks.numerics import dialects, stacks
+from benchmarks.numerics.dialects import Model, Ops, Pass, difference, forward, no_quantize
 
 ROWS = 1024  # of logits at once in FP64
 
@@ -69,38 +69,6 @@ def sampled(rollout_R: Tensor, train_R: Tensor) -> dict[str, float]:
         "mean_abs": float(x.abs().mean()), "max_abs": float(x.abs().max()),
         "equal": float((x == 0).double().mean()),
     }  # fmt: skip
-
-
-def difference(a: Any, b: Any) -> dict[str, float]:
-    """Return how two results of one operation differ: share of equal elements, mean, largest.
-
-    Of quantized operands the bytes and scales are compared, and the values that they stand for; a
-    result of several tensors is one with them all.
-    """
-    if isinstance(a, Fp8Groups) and isinstance(b, Fp8Groups):
-        codes, scales = _equal_parts(a, b)
-        values = difference(dequantize_groups(a), dequantize_groups(b))
-        return values | {"equal": codes, "equal_scales": scales}
-    a, b = _flat(a), _flat(b)
-    apart = (a - b).abs()
-    norm = b.norm().clamp(min=1e-30)
-    return {"equal": float((a == b).double().mean()), "mean": float(apart.mean()),
-            "max": float(apart.max()), "relative": float((a - b).norm() / norm)}  # fmt: skip
-
-
-def _equal_parts(a: Fp8Groups, b: Fp8Groups) -> tuple[float, float]:
-    bytes_equal = a.fp8_TI.view(torch.uint8) == b.fp8_TI.view(torch.uint8)
-    return float(bytes_equal.double().mean()), float(
-        (a.scale_inv_TQ == b.scale_inv_TQ).double().mean()
-    )
-
-
-def _flat(found: Any) -> Tensor:
-    if isinstance(found, Fp8Groups):
-        found = dequantize_groups(found)
-    if isinstance(found, Tensor):
-        return found.double().flatten()
-    return torch.cat([_flat(each) for each in found if each is not None])
 
 
 def streams(done: Pass, other: Pass) -> list[dict[str, float]]:
@@ -168,6 +136,7 @@ def measure(budget: Budget, model: Model, trainer: Ops, engine: Ops, extras: dic
         extras: tables that change the engine alone, by name.
         real: logprobs `[N, S - prompt]` of real stacks, by name: `decode`, `prefill`, `megatron`.
     """
+
     def run(ops: Ops) -> tuple[Pass, Score]:
         done = forward(model, ops, tokens_NS)
         return done, Score(ops, done, tokens_NS, prompt)
@@ -225,44 +194,66 @@ def sample_tokens(model: Model, ops: Ops, N: int, S: int, prompt: int, seed: int
 
 def run(options: argparse.Namespace) -> None:
     """Measure one model in one precision and write the file."""
-    model_of = partial(dialects.load, options.model, options.device, options.precision != "bf16")
-    asked = ("precision", "engine", "sequences", "tokens", "prompt", "device", "seed", "stacks")
+    asked = ("precision", "engine", "sequences", "tokens", "prompt", "device", "seed", "stacks",
+             "in_torch", "env")  # fmt: skip
     about = {"model": options.model.name, **{name: getattr(options, name) for name in asked}}
-    budget = Budget(options.out, options.commit, about)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    real, tokens = {}, None
-    if options.stacks in ("both", "vllm"):
-        from benchmarks.numerics import stacks
+    budget = Budget(options.out, options.commit, about)
+    with tempfile.TemporaryDirectory() as folder:
+        measure_all(budget, options, Path(folder))
+    show(budget.content)
 
-        vllm = budget.add("stacks", "vllm", lambda: stacks.ask_vllm(options))
-        real, tokens = stacks.sampled_by_vllm(options, vllm)
-    model = model_of()
-    about["shape"] = vars(model.shape)
+
+@torch.no_grad()
+def measure_all(budget: Budget, options: argparse.Namespace, folder: Path) -> None:
+    """Ask the stacks, find which kernels run, and fill the budget."""
+    asked = {"none": (), "both": ("vllm", "megatron")}.get(options.stacks, (options.stacks,))
+    seen: dict[str, dict[str, Tensor]] = {}
+
+    def ask(side: str) -> None:
+        if side in asked:
+            budget.add("stacks", side, lambda: stacks.ask(side, options, folder))
+            seen[side] = stacks.read(side, folder, options.device)
+
+    ask("vllm")
+    model = dialects.load(options.model, options.device, options.precision != "bf16")
+    budget.content["shape"] = vars(model.shape)
     trainer, engine = dialects.tables(model.shape, options.precision, options.engine)
     extras: dict[str, Ops] = dict(dialects.EXTRAS)
+    tokens = seen.get("vllm", {}).get("tokens")
     if tokens is None:
         arguments = (options.sequences, options.tokens, options.prompt, options.seed)
         tokens = sample_tokens(model, engine, *arguments)
-    tokens = tokens.to(options.device)
+    save_file({"tokens": tokens.cpu()}, folder / "tokens.safetensors")
+    ask("megatron")
     if options.device == "cuda":
         from benchmarks.numerics import gpu_dialects
 
-        kernels = gpu_dialects.tables(model.shape, options)
         trainer, engine, extras = gpu_dialects.working(
-            budget.add, forward, model, tokens, (trainer, engine, extras), kernels, options.without,
-        )
-    if options.stacks in ("both", "megatron"):
-        from benchmarks.numerics import stacks
+            budget.add, model, tokens, (trainer, engine, extras),
+            gpu_dialects.tables(model.shape, options), options.in_torch,
+        )  # fmt: skip
+    real = {name.removeprefix("logprobs."): each for side in seen.values()
+            for name, each in side.items() if name.startswith("logprobs.")}  # fmt: skip
+    measure(budget, model, trainer, engine, extras, tokens, options.prompt, real)
+    for side, ops in (("vllm", engine), ("megatron", trainer)):
+        if seen.get(side):
+            budget.add("modules", side, lambda: by_module(model, ops, tokens, seen[side]))  # noqa: B023
 
-        seen = budget.add("stacks", "megatron",
-                          lambda: stacks.megatron(options, model, tokens, trainer))  # fmt: skip
-        real |= {name: each.to(options.device) for name, each in seen.pop("logprobs", {}).items()}
-    with torch.inference_mode():
-        measure(budget, model, trainer, engine, extras, tokens, options.prompt, real)
-    if options.stacks in ("both", "vllm"):
-        budget.add("stacks", "vllm, by module",
-                   lambda: stacks.by_module(options, model, tokens, engine))  # fmt: skip
-    show(budget.content)
+
+def by_module(model: Model, ops: Ops, tokens_NS: Tensor, seen: dict[str, Tensor]) -> list[dict]:
+    """Compare what a real stack's modules gave with what the table's operations give."""
+    rows: list[dict[str, Any]] = []
+
+    def watch(op: str, place: str, layer: int, arguments: tuple, found: Any) -> None:
+        real = seen.get(f"seen.{op}.{place}.{layer}")
+        if real is not None:
+            first = found[0] if isinstance(found, tuple) else found
+            row = {"op": op, "place": place, "layer": layer}
+            rows.append(row | difference(first.flatten(1), real))
+
+    forward(model, ops, tokens_NS, watch)
+    return rows
 
 
 def show(content: dict[str, Any]) -> None:
@@ -314,13 +305,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     one.add_argument("--precision", default="fp8-e2e", choices=("bf16", "fp8-linear", "fp8-e2e"))
     one.add_argument("--engine", default="eager", choices=dialects.ENGINES)
     one.add_argument("--sequences", type=int, default=8)
-    one.add_argument("--tokens", type=int, default=352, help="a sequence; of all, a multiple of 128")
+    one.add_argument(
+        "--tokens", type=int, default=352, help="a sequence; of all, a multiple of 128"
+    )
     one.add_argument("--prompt", type=int, default=32, help="tokens of the prompt")
     one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     one.add_argument("--stacks", default="none", choices=("none", "vllm", "megatron", "both"))
     one.add_argument("--seed", type=int, default=0)
     text = "operations that torch does on a GPU too, where a kernel ends the process"
-    one.add_argument("--without", default="", help=text)
+    one.add_argument("--in-torch", default="", help=text)
     one.add_argument("--share", type=float, default=0.4, help="of the GPU, for vLLM")
     one.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="of vLLM")
     other = verbs.add_parser("draw")
