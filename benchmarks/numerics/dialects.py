@@ -153,8 +153,9 @@ def load(folder: Path, device: str, fp8: bool) -> Model:
 
     embedding = tensors["model.embed_tokens.weight"].to(device)
     head = plain("lm_head.weight")
-    return Model(shape, embedding, [layer(n) for n in range(shape.layers)],
-                 tensors["model.norm.weight"].to(device), embedding if head is None else head)  # fmt: skip
+    layers = [layer(n) for n in range(shape.layers)]
+    norm = tensors["model.norm.weight"].to(device)
+    return Model(shape, embedding, layers, norm, embedding if head is None else head)
 
 
 class Pass(NamedTuple):
@@ -171,7 +172,9 @@ def forward(model: Model, ops: Ops, tokens_NS: Tensor, watch: Watch | None = Non
     """Run the model on sequences of equal length, every operation from the table.
 
     Args:
+        model: of any family that `load` reads.
         ops: by the names of `TRAINER`.
+        tokens_NS: the sequences.
         watch: told of every call, to compare it with another dialect's on the same arguments.
     """
     shape, (_, S) = model.shape, tokens_NS.shape
@@ -366,7 +369,7 @@ def attention_fp8(q: Tensor, k: Tensor, v: Tensor, S: int) -> Tensor:
 
 
 def fp8_scale(x: Tensor) -> Tensor:
-    """Return the scale of a whole tensor with the margin of a recalibration, FP32, on its device."""
+    """Return one scale for a tensor, FP32, with the margin of a recalibration."""
     return x.abs().amax().float() * 1.05 / FP8_MAX
 
 
@@ -476,11 +479,10 @@ def _each_expert(operand: Any, weight: Weight, counts: list[int], prob_R: Tensor
 
 def split_rows(operand: Tensor | Fp8Groups, counts: list[int]) -> Iterator[Any]:
     """Yield each expert's rows."""
-    if isinstance(operand, Tensor):
-        yield from operand.split(counts)
-    else:
-        yield from (Fp8Groups(*each)
-                    for each in zip(*(part.split(counts) for part in operand), strict=True))  # fmt: skip
+    first = 0
+    for count in counts:
+        yield take(operand, slice(first, first + count))
+        first += count
 
 
 def split_experts(slab: Weight) -> Iterator[Weight]:
@@ -549,7 +551,7 @@ ENGINES = {
     "graphs": EAGER | {"norm": norm_unrounded, "silu": silu_once},
     "fused": EAGER | {"norm": norm_fused, "silu": silu_quantized},
 }
-"""vLLM's three ways (docs/research): its kernels, Inductor's, and its norm and SiLU with quantizer."""
+"""vLLM's three ways: its kernels, Inductor's, and its norm and SiLU fused with the quantizer."""
 EXTRAS: dict[str, dict[str, Callable[..., Any]]] = {"fp8 kv": {"attention": attention_fp8}}
 """What one side alone may do, on top of `ENGINE`."""
 DENSE = ("silu",)
@@ -560,6 +562,7 @@ def tables(shape: Shape, precision: str, engine: str) -> tuple[dict, dict]:
     """Return the trainer's and the engine's table, without what the model never calls.
 
     Args:
+        shape: whether there are experts.
         precision: `bf16`, `fp8-linear` (the engine's linears alone) or `fp8-e2e`.
         engine: a key of `ENGINES`; `fused` is FP8's, and `graphs` without a quantizer.
     """

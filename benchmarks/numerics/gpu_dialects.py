@@ -78,6 +78,8 @@ def working(add: Callable[..., Any], model: Model, tokens_NS: Tensor,
 
     Args:
         add: keeps a part of the budget and returns it.
+        model: whose forwards give the arguments.
+        tokens_NS: what they read.
         references: the tables in torch; the last by name, of what the engine alone may do.
         kernels: as `tables` gives them.
         in_torch: operations, with commas, that torch does.
@@ -271,10 +273,8 @@ def vllm() -> Any:
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils import fp8_utils
     from vllm.utils import deep_gemm
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    return argparse.Namespace(ops=ops, fp8=fp8_utils, deep_gemm=deep_gemm,
-                              attend=flash_attn_varlen_func)  # fmt: skip
+    return argparse.Namespace(ops=ops, fp8=fp8_utils, deep_gemm=deep_gemm)
 
 
 def vllm_norm(delta: Tensor | None, stream: Tensor, weight: Tensor, eps: float) -> tuple:
@@ -342,6 +342,14 @@ def by_position(S: int, op: Callable[..., Tensor], operand: Any, weight: Any) ->
     return torch.stack(made, 1).flatten(0, 1)
 
 
+@cache
+def fa3() -> Callable[..., Tensor]:
+    """Import vLLM's FlashAttention, once."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func
+
+
 def _pages(k: Tensor, v: Tensor, S: int) -> dict[str, Any]:
     N, blocks = k.shape[0] // S, S // PAGE
     table = torch.arange(N * blocks, dtype=torch.int32, device=k.device).view(N, blocks)
@@ -352,7 +360,7 @@ def _pages(k: Tensor, v: Tensor, S: int) -> dict[str, Any]:
 def fa3_prefill(q: Tensor, k: Tensor, v: Tensor, S: int, **descales: Any) -> Tensor:
     """Attend by FlashAttention 3 to pages of a cache (v1/attention/backends/flash_attn.py:930)."""
     N = q.shape[0] // S
-    return vllm().attend(
+    return fa3()(
         q=q.contiguous(), out=torch.empty(q.shape, dtype=torch.bfloat16, device=q.device),
         cu_seqlens_q=cu_seqlens(N, S, q.device), max_seqlen_q=S,
         seqused_k=torch.full((N,), S, dtype=torch.int32, device=q.device), max_seqlen_k=S,
@@ -365,7 +373,7 @@ def fa3_decode(q: Tensor, k: Tensor, v: Tensor, S: int) -> Tensor:
     N, pages, out = q.shape[0] // S, _pages(k, v, S), torch.empty_like(q)
     starts = cu_seqlens(N, 1, q.device)
     for place in range(S):
-        out[place::S] = vllm().attend(
+        out[place::S] = fa3()(
             q=q[place::S].contiguous(), cu_seqlens_q=starts, max_seqlen_q=1,
             seqused_k=torch.full((N,), place + 1, dtype=torch.int32, device=q.device),
             max_seqlen_k=place + 1, softmax_scale=q.shape[-1] ** -0.5, **pages,

@@ -133,7 +133,13 @@ def measure(budget: Budget, model: Model, trainer: Ops, engine: Ops, extras: dic
     """Fill the budget's parts.
 
     Args:
+        budget: where they are kept.
+        model: the checkpoint.
+        trainer: its table.
+        engine: its table, of the same operations.
         extras: tables that change the engine alone, by name.
+        tokens_NS: what all read.
+        prompt: how many of a sequence's tokens are not scored.
         real: logprobs `[N, S - prompt]` of real stacks, by name: `decode`, `prefill`, `megatron`.
     """
 
@@ -182,7 +188,7 @@ def sample_tokens(model: Model, ops: Ops, N: int, S: int, prompt: int, seed: int
     generator = torch.Generator().manual_seed(seed)
     device = model.embedding.device
     tokens = torch.randint(3, model.shape.vocab, (N, prompt), generator=generator).to(device)
-    if N * S * S > 2**21:  # the rest at random: S forwards would take minutes
+    if N * S * S > 2**18:  # the rest at random: S forwards would take minutes
         rest = torch.randint(3, model.shape.vocab, (N, S - prompt), generator=generator)
         return torch.cat([tokens, rest.to(device)], 1)
     while (length := tokens.shape[1]) < S:

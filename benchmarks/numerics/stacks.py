@@ -71,6 +71,9 @@ def read(side: str, folder: Path, device: str) -> dict[str, Tensor]:
 
 # vLLM
 
+PAGE = 16
+PASSES = {"graphs": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}},
+          "fused": {"pass_config": {"fuse_norm_quant": True, "fuse_act_quant": True}}}  # fmt: skip
 POINTS = {  # modules of a layer: the operation and place whose result they give, and which of it
     "input_layernorm": ("norm", "attention"), "self_attn.qkv_proj": ("gemm", "qkv"),
     "self_attn.attn": ("attention", "attention"), "self_attn.o_proj": ("gemm", "o"),
@@ -95,8 +98,10 @@ def vllm_side(options: argparse.Namespace) -> dict[str, Tensor]:
     }  # fmt: skip
     if _moe(options.model):
         arguments["moe_backend"] = "triton"
+    if options.engine != "eager":
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": [N]} | PASSES[options.engine]
     llm = LLM(**arguments)
-    vocab = llm.llm_engine.model_config.get_vocab_size()
+    vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     generator = torch.Generator().manual_seed(options.seed)
     prompts = torch.randint(3, vocab, (N, prompt), generator=generator).tolist()
     sampling = SamplingParams(max_tokens=S - prompt, temperature=1.0, logprobs=0, ignore_eos=True,
@@ -117,9 +122,6 @@ def vllm_side(options: argparse.Namespace) -> dict[str, Tensor]:
                for each, row in zip(scored, tokens, strict=True)]  # fmt: skip
     return {"tokens": torch.tensor(tokens), "logprobs.decode": torch.tensor(decode),
             "logprobs.prefill": torch.tensor(prefill)} | seen  # fmt: skip
-
-
-PAGE = 16
 
 
 def _served(options: argparse.Namespace) -> Path:
@@ -167,7 +169,7 @@ def _watch_vllm(module: Any, T: int, seen: dict[str, Tensor]) -> None:
 
 
 def megatron_side(options: argparse.Namespace) -> dict[str, Tensor]:
-    """Score the tokens of `FOLDER/tokens.safetensors` as a logprob pass does: packed, no gradient."""
+    """Score the tokens of `FOLDER/tokens.safetensors` as a logprob pass does: packed, in eval."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -195,7 +197,7 @@ def megatron_side(options: argparse.Namespace) -> dict[str, Tensor]:
     model.eval()
     with torch.no_grad():
         logits = model(tokens_NS.view(1, -1), places, None, packed_seq_params=packed).float()
-    logits_NSV = logits.view(N, S, -1)[:, options.prompt - 1 : -1]
+    logits_NSV = logits.reshape(N, S, -1)[:, options.prompt - 1 : -1]
     answers = tokens_NS[:, options.prompt :, None]
     found = [dialects.logprobs_shard(each).gather(-1, answer)[..., 0]
              for each, answer in zip(logits_NSV, answers, strict=True)]  # fmt: skip
@@ -219,7 +221,6 @@ def _gpt(shape: Any, fp8: bool, longest: int) -> Any:
             "moe_ffn_hidden_size": shape.ffn, "moe_router_dtype": "fp32",
             "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none", "moe_permute_fusion": True,
-            "moe_router_padding_for_quantization": fp8,
         }  # fmt: skip
     if fp8:
         settings |= {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False}
@@ -231,7 +232,7 @@ def _gpt(shape: Any, fp8: bool, longest: int) -> Any:
         pipeline_dtype=torch.bfloat16, qk_layernorm=shape.qk_norm, hidden_dropout=0.0,
         attention_dropout=0.0, bias_activation_fusion=True, bias_dropout_fusion=True,
         apply_rope_fusion=True, masked_softmax_fusion=True, gradient_accumulation_fusion=False,
-        attention_softmax_in_fp32=False, **settings,
+        attention_softmax_in_fp32=False, perform_initialization=False, **settings,
     )  # fmt: skip
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts),
@@ -252,8 +253,11 @@ def _state(source: Any, model: Any) -> dict[str, Tensor]:
     """
     shape = source.shape
     per_group = [shape.heads // shape.kv_heads, 1, 1]
-    found = {"embedding.word_embeddings.weight": source.embedding,
-             "decoder.final_layernorm.weight": source.norm, "output_layer.weight": source.head}  # fmt: skip
+    found = {
+        "embedding.word_embeddings.weight": source.embedding,
+        "decoder.final_layernorm.weight": source.norm,
+        "output_layer.weight": source.head,
+    }
     for n, layer in enumerate(source.layers):
         at = f"decoder.layers.{n}"
         sizes = [shape.head_dim * each * shape.kv_heads for each in per_group]
