@@ -127,8 +127,9 @@ def load(folder: Path, device: str, fp8: bool) -> Model:
 
     def slab(prefix: str, names: list[str]) -> Weight:
         each = [weight([f"{prefix}.{n}.{name}" for name in names]) for n in range(shape.experts)]
-        return Weight(*(None if part[0] is None else torch.stack(part)
-                        for part in zip(*each, strict=True)))  # fmt: skip
+        matrices, *quantized = zip(*each, strict=True)
+        return Weight(torch.stack(matrices),
+                      *(torch.stack(part) if fp8 else None for part in quantized))  # fmt: skip
 
     def plain(name: str) -> Tensor | None:
         return tensors[name].to(device) if name in tensors else None
@@ -365,7 +366,8 @@ def attention_fp8(q: Tensor, k: Tensor, v: Tensor, S: int) -> Tensor:
         scale = fp8_scale(x)
         return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scale
 
-    return _tiles(*map(rounded, (q, k, v)), S, 128, forwards=False, p_type=FP8)
+    q, k, v = map(rounded, (q, k, v))
+    return _tiles(q, k, v, S, 128, forwards=False, p_type=FP8)
 
 
 def fp8_scale(x: Tensor) -> Tensor:
@@ -488,7 +490,8 @@ def split_rows(operand: Tensor | Fp8Groups, counts: list[int]) -> Iterator[Any]:
 def split_experts(slab: Weight) -> Iterator[Weight]:
     """Yield each expert's matrix."""
     for n in range(slab.bf16_OI.shape[0]):
-        yield Weight(*(None if part is None else part[n] for part in slab))
+        matrix, *quantized = slab
+        yield Weight(matrix[n], *(None if part is None else part[n] for part in quantized))
 
 
 def sum_by_expert(rows_TkH: Tensor, ids_Tk: Tensor) -> Tensor:

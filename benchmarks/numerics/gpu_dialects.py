@@ -57,14 +57,14 @@ def tables(shape: Shape, options: argparse.Namespace) -> tuple[Table, Table, dic
     if options.engine != "eager":
         engine = {n: op for n, op in engine.items() if n not in ("norm", "silu")}
     if options.precision == "bf16":
-        trainer.pop("quantize"), engine.pop("quantize")
-    if options.precision == "fp8-linear":
+        engine.pop("quantize")
+    if options.precision != "fp8-e2e":
         trainer.pop("quantize")
+    rows: Table = {"gemm": partial(by_position, options.tokens, vllm_gemm)}
     extras: dict[str, Table] = {
-        "decode attention": {"attention": fa3_decode},
-        "decode rows": {"gemm": partial(by_position, options.tokens, vllm_gemm)},
-        "fp8 kv": {"attention": fa3_fp8},
-    }
+        "decode attention": {"attention": fa3_decode}, "decode rows": rows,
+        "decode": {"attention": fa3_decode} | rows, "fp8 kv": {"attention": fa3_fp8},
+    }  # fmt: skip
     return trainer, engine, extras
 
 
@@ -116,7 +116,7 @@ def working(add: Callable[..., Any], model: Model, tokens_NS: Tensor,
         })  # fmt: skip
     alone = {
         name: {op: kernel for op, kernel in own.items()
-               if runs(name, op, kernel, extras.get(name, sides[1])[op])}
+               if runs(f"{name}: {op}", op, kernel, extras.get(name, sides[1])[op])}
         for name, own in kernels[2].items()
     }  # fmt: skip
     return *found, {name: own for name, own in alone.items() if own}
@@ -389,7 +389,8 @@ def fa3_fp8(q: Tensor, k: Tensor, v: Tensor, S: int) -> Tensor:
     shape = (q.shape[0] // S, k.shape[1])
     names = ("q_descale", "k_descale", "v_descale")
     given = {n: s.expand(shape).contiguous() for n, s in zip(names, scales, strict=True)}
-    return fa3_prefill(*codes, S, **given)
+    q, k, v = codes
+    return fa3_prefill(q, k, v, S, **given)
 
 
 def vllm_router(x_TH: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -21,9 +21,11 @@ far as those agree. A part that fails is an `error` in the file, and its place i
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.numerics import dialects, stacks
 from benchmarks.numerics.dialects import Model, Ops, Pass, difference, forward, no_quantize
+from benchmarks.speed.decode_profile import without_folders
 
 ROWS = 1024  # of logits at once in FP64
 
@@ -92,7 +95,7 @@ def local_rows(model: Model, trainer: Ops, engine: Ops, tokens_NS: Tensor) -> li
         try:
             row |= difference(engine[op](*arguments), found)
         except Exception as error:
-            row["error"] = repr(error)[:300]
+            row["error"] = without_folders(repr(error))[-300:]
         rows.append(row)
 
     forward(model, trainer, tokens_NS, watch)
@@ -111,7 +114,9 @@ class Budget:
         try:
             found = measure()
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"[:600]}
+            print(traceback.format_exc()[-3000:], flush=True)  # with folders, so not in the file
+            text = without_folders(str(error))
+            found = {"error": f"{type(error).__name__}: {text[-600:]}"}
         self.content.setdefault(part, {})[name] = found
         seconds = self.content["seconds"] = time.perf_counter() - self.begun
         record.keep(self.out, self.commit, **self.content)
@@ -161,15 +166,15 @@ def measure(budget: Budget, model: Model, trainer: Ops, engine: Ops, extras: dic
     budget.add("controls", "nothing replaced", lambda: against(trainer, whole))
     budget.add("local", "rows", lambda: local_rows(model, trainer, engine, tokens_NS))
     for name in names:
-        budget.add("alone", name, lambda: against(trainer | {name: engine[name]}, base))  # noqa: B023
+        budget.add("alone", name, lambda: against({**trainer, name: engine[name]}, base))  # noqa: B023
     ops = dict(trainer)
     for name in names:
         ops[name] = engine[name]
         budget.add("cumulative", name, lambda: against(ops, whole))
     for name in names:
-        budget.add("without", name, lambda: against(engine | {name: trainer[name]}, whole))  # noqa: B023
+        budget.add("without", name, lambda: against({**engine, name: trainer[name]}, whole))  # noqa: B023
     for name, extra in extras.items():
-        budget.add("engine alone", name, lambda: against(engine | extra, whole))  # noqa: B023
+        budget.add("engine alone", name, lambda: against({**engine, **extra}, whole))  # noqa: B023
     for name, logprobs in real.items():
         for other, score in (("trainer's table", base[1]), ("engine's table", whole[1])):
             budget.add("real", f"{name}, {other}",
@@ -202,9 +207,9 @@ def run(options: argparse.Namespace) -> None:
     """Measure one model in one precision and write the file."""
     asked = ("precision", "engine", "sequences", "tokens", "prompt", "device", "seed", "stacks",
              "in_torch", "env")  # fmt: skip
-    about = {"model": options.model.name, **{name: getattr(options, name) for name in asked}}
+    about = {"model": options.model.name} | {name: getattr(options, name) for name in asked}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    budget = Budget(options.out, options.commit, about)
+    budget = Budget(options.out, options.commit, {"asked": about})
     with tempfile.TemporaryDirectory() as folder:
         measure_all(budget, options, Path(folder))
     show(budget.content)
@@ -233,6 +238,7 @@ def measure_all(budget: Budget, options: argparse.Namespace, folder: Path) -> No
     save_file({"tokens": tokens.cpu()}, folder / "tokens.safetensors")
     ask("megatron")
     if options.device == "cuda":
+        os.environ |= stacks.environment(options)  # before vLLM and TransformerEngine are imported
         from benchmarks.numerics import gpu_dialects
 
         trainer, engine, extras = gpu_dialects.working(
@@ -269,7 +275,8 @@ def show(content: dict[str, Any]) -> None:
                         for part in ("alone", "cumulative", "without")}
         for name in content.get("alone", {})
     ]  # fmt: skip
-    record.show(f"{content['model']} {content['precision']} {content['engine']}: KL", rows)
+    asked = content["asked"]
+    record.show(f"{asked['model']} {asked['precision']} {asked['engine']}: KL", rows)
 
 
 def draw(files: Iterable[Path], out: Path) -> None:
@@ -292,7 +299,8 @@ def draw(files: Iterable[Path], out: Path) -> None:
             axis.axvline(nothing, color="black", linewidth=0.8, linestyle=":")
             axis.set_xscale("symlog", linthresh=max(nothing, 1e-12) * 1e-4)
             axis.set_xlim(left=0)
-            axis.set_title(f"{content['model']}, {content['precision']}: {title}", fontsize=8)
+            asked = content["asked"]
+            axis.set_title(f"{asked['model']}, {asked['precision']}: {title}", fontsize=8)
             axis.set_xlabel("KL(engine || trainer) a token; dotted: nothing replaced", fontsize=7)
             axis.tick_params(labelsize=7)
     figure.tight_layout()

@@ -33,6 +33,12 @@ ENVIRONMENT = {
 """Of both sides; `--env` changes it. FlashInfer's kernel of fewer than 32 rows is off."""
 PASSED = ("precision", "engine", "sequences", "tokens", "prompt", "seed", "share")
 
+
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """Return what both sides have in their environment."""
+    return ENVIRONMENT | dict(pair.split("=", 1) for pair in options.env)
+
+
 # The parent's part
 
 
@@ -44,12 +50,11 @@ def ask(side: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """
     words = [word for name in PASSED for word in (f"--{name}", str(getattr(options, name)))]
     command = [sys.executable, "-m", __name__, side, str(options.model), str(folder), *words]
-    environment = os.environ | ENVIRONMENT | dict(pair.split("=", 1) for pair in options.env)
     log = folder / f"{side}.log"
     with log.open("wb") as opened:
         try:
             done = subprocess.run(command, stdout=opened, stderr=subprocess.STDOUT,
-                                  env=environment, timeout=LIMIT)  # fmt: skip
+                                  env=os.environ | environment(options), timeout=LIMIT)  # fmt: skip
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"{side}: {LIMIT} s; {_end(log)}") from None
     if done.returncode or not (folder / f"{side}.safetensors").is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ MODELS = ("tiny-llama", "tiny-qwen3-moe")
 SIZES = ["--sequences", "8", "--tokens", "32", "--prompt", "16", "--device", "cpu"]
 NO_BF16_MATTER = {"gemm", "attention", "expert gemm", "lm_head", "logprob"}
 """Whose two ways differ by the order of FP32 sums alone, which two blocks of 128 do not show."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep threads from waiting for each other over operations of microseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def measured(tmp_path: Path, model: str, *words: str) -> dict:
@@ -98,6 +108,13 @@ def test_an_operation_that_fails_is_an_error_and_the_rest_goes_on(
     found = measured(tmp_path, "tiny-llama")
     assert found["alone"]["rope"] == {"error": "RuntimeError: no such kernel"}
     assert found["alone"]["quantize"]["kl"] > 0
+    assert found["cumulative"]["logprob"]["kl"] == 0
+
+
+def test_stacks_that_do_not_run_are_errors_and_the_budget_is_made(tmp_path: Path) -> None:
+    found = measured(tmp_path, "tiny-llama", "--stacks", "both")
+    for side in ("vllm", "megatron"):
+        assert f"No module named '{side}" in found["stacks"][side]["error"]
     assert found["cumulative"]["logprob"]["kl"] == 0
 
 
