@@ -308,7 +308,7 @@ def _watch_megatron(model: Any, shape: Any, seen: dict[str, Tensor]) -> None:
     def hook(name: str, change: Any = lambda x: x) -> Any:
         def keep(_: Any, __: Any, found: Any) -> None:
             first = found[0] if isinstance(found, tuple) else found
-            seen[name] = change(first.detach().view(-1, first.shape[-1])).contiguous().cpu()
+            seen[name] = change(first.detach().reshape(-1, first.shape[-1])).contiguous().cpu()
 
         return keep
 
