@@ -1,276 +1,58 @@
-"""One forward of Llama, Qwen3 and Qwen3-MoE whose every operation is taken from a table.
+"""What trainer and engine compute, operation by operation, in torch: the tables of the budget.
 
-A table maps an operation's name to a function, and a dialect is a table: `TRAINER` rounds as
-Megatron with TransformerEngine does, `ENGINE` as vLLM. Here they are written in torch, which is
-where a CPU runs and what a kernel that fails is replaced by; `gpu_dialects` holds the kernels
-themselves. Both tables agree on what an operation takes and returns, so that any mixture runs.
+`TRAINER` rounds where Megatron with TransformerEngine rounds, `ENGINES` where vLLM does. A CPU runs
+them; on a GPU they stand for a kernel that fails. They have the places where values are rounded,
+not the libraries' order of sums: "another order" is here the last 128 columns or 128 keys first.
 
-Shapes: N sequences of S tokens, T = N * S; H hidden, A heads, K KV heads, D head size, F width of
-the MLP; E experts, k of them a token, R = T * k rows sorted by expert; V vocabulary.
+Shapes are `table_forward`'s. A norm takes what is to be added, the stream, its weight, eps, and
+whether a linear reads its result; it returns result and new stream, all `[T, H]`, or `[T * A, D]`
+without anything to add for the norms of Q and K.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import silu
 
-from fp8_nemo.glue.quantize import (
-    FP8,
-    FP8_MAX,
-    Fp8Groups,
-    dequantize_groups,
-    quantize_blocks,
-    quantize_groups,
-)
+from benchmarks.numerics.table_forward import Shape, Weight, by_expert
+from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Groups, dequantize_groups, quantize_groups
 from fp8_nemo.glue.wire import BLOCK
 
-Ops = Mapping[str, Callable[..., Any]]
-Watch = Callable[[str, str, int, tuple, Any], None]
-"""Is told operation, place, layer, arguments and result of every call."""
+Table = dict[str, Callable[..., Any]]
+Operand = Tensor | Fp8Groups
 
 
-class Weight(NamedTuple):
-    """A linear's weight, or a slab of experts: what a BF16 and what an FP8 product reads."""
-
-    bf16_OI: Tensor
-    fp8_OI: Tensor | None
-    scale_inv_PQ: Tensor | None
+# Norm and residual
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What the forward asks of a checkpoint's `config.json`."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    ffn: int
-    """Of an expert in a model that has them."""
-    qk_norm: bool
-    experts: int
-    experts_per_token: int
-    eps: float
-    theta: float
-
-    @classmethod
-    def read(cls, folder: Path) -> Shape:
-        """Read the folder's `config.json`; `rope_parameters` is transformers 5's `rope_theta`."""
-        config = json.loads((folder / "config.json").read_text())
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"{folder}: rope_type {rope['rope_type']}; only default is written")
-        heads = config["num_attention_heads"]
-        return cls(
-            layers=config["num_hidden_layers"], hidden=config["hidden_size"], heads=heads,
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab=config["vocab_size"],
-            ffn=config.get("moe_intermediate_size") or config["intermediate_size"],
-            qk_norm=config["model_type"].startswith("qwen3"),
-            experts=config.get("num_experts") or config.get("num_local_experts") or 0,
-            experts_per_token=config.get("num_experts_per_tok") or 0,
-            eps=config["rms_norm_eps"], theta=rope.get("rope_theta") or config["rope_theta"],
-        )  # fmt: skip
-
-
-class Layer(NamedTuple):
-    """One layer's weights; of a dense layer `router` is None, and `w13`, `w2` are matrices."""
-
-    norm: Tensor
-    qkv: Weight
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Weight
-    norm_2: Tensor
-    router: Tensor | None
-    w13: Weight
-    w2: Weight
-
-
-class Model(NamedTuple):
-    """A checkpoint on one device."""
-
-    shape: Shape
-    embedding: Tensor
-    layers: list[Layer]
-    norm: Tensor
-    head: Tensor
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read every tensor of a folder's safetensors files, in BF16."""
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name).bfloat16() for name in opened.keys()}  # noqa: SIM118
-    return found
-
-
-def load(folder: Path, device: str, fp8: bool) -> Model:
-    """Read a checkpoint; with `fp8` its linears are also quantized, by the contract's formula."""
-    shape, tensors = Shape.read(folder), read_tensors(folder)
-
-    def weight(names: list[str]) -> Weight:
-        joined = torch.cat([tensors[f"{name}.weight"] for name in names]).to(device)
-        return Weight(joined, *(quantize_blocks(joined) if fp8 else (None, None)))
-
-    def slab(prefix: str, names: list[str]) -> Weight:
-        each = [weight([f"{prefix}.{n}.{name}" for name in names]) for n in range(shape.experts)]
-        matrices, *quantized = zip(*each, strict=True)
-        return Weight(torch.stack(matrices),
-                      *(torch.stack(part) if fp8 else None for part in quantized))  # fmt: skip
-
-    def plain(name: str) -> Tensor | None:
-        return tensors[name].to(device) if name in tensors else None
-
-    def layer(n: int) -> Layer:
-        at, mlp = f"model.layers.{n}", f"model.layers.{n}.mlp"
-        pairs = (["gate_proj", "up_proj"], ["down_proj"])
-        w13, w2 = (
-            slab(f"{mlp}.experts", names) if shape.experts
-            else weight([f"{mlp}.{name}" for name in names])
-            for names in pairs
-        )  # fmt: skip
-        return Layer(
-            norm=tensors[f"{at}.input_layernorm.weight"].to(device),
-            qkv=weight([f"{at}.self_attn.{x}_proj" for x in "qkv"]),
-            q_norm=plain(f"{at}.self_attn.q_norm.weight"),
-            k_norm=plain(f"{at}.self_attn.k_norm.weight"),
-            o=weight([f"{at}.self_attn.o_proj"]),
-            norm_2=tensors[f"{at}.post_attention_layernorm.weight"].to(device),
-            router=plain(f"{mlp}.gate.weight"), w13=w13, w2=w2,
-        )  # fmt: skip
-
-    embedding = tensors["model.embed_tokens.weight"].to(device)
-    head = plain("lm_head.weight")
-    layers = [layer(n) for n in range(shape.layers)]
-    norm = tensors["model.norm.weight"].to(device)
-    return Model(shape, embedding, layers, norm, embedding if head is None else head)
-
-
-class Pass(NamedTuple):
-    """What one forward gives."""
-
-    logits_TV: Tensor
-    """FP32, as whoever made them hands them to the softmax."""
-    residual_LTH: list[Tensor]
-    """The stream that each norm read, BF16: two a layer, and the last."""
-
-
-@torch.no_grad()
-def forward(model: Model, ops: Ops, tokens_NS: Tensor, watch: Watch | None = None) -> Pass:
-    """Run the model on sequences of equal length, every operation from the table.
-
-    Args:
-        model: of any family that `load` reads.
-        ops: by the names of `TRAINER`.
-        tokens_NS: the sequences.
-        watch: told of every call, to compare it with another dialect's on the same arguments.
-    """
-    shape, (_, S) = model.shape, tokens_NS.shape
-    residuals: list[Tensor] = []
-
-    def call(op: str, place: str, layer: int, *arguments: Any) -> Any:
-        found = ops[op](*arguments)
-        if watch is not None:
-            watch(op, place, layer, arguments, found)
-        return found
-
-    def normed(place: str, n: int, delta: Tensor | None, stream: Tensor, weight: Tensor) -> tuple:
-        y_TH, stream = call("norm", place, n, delta, stream, weight, shape.eps)
-        residuals.append(stream)
-        return y_TH, stream
-
-    def linear(place: str, n: int, x: Any, weight: Weight) -> Tensor:
-        operand = call("quantize", place, n, x) if isinstance(x, Tensor) else x
-        return call("gemm", place, n, operand, weight)
-
-    def head_norm(place: str, n: int, x_TAD: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            return x_TAD
-        flat = x_TAD.reshape(-1, shape.head_dim)
-        return call("norm", place, n, None, flat, weight, shape.eps)[0].view(x_TAD.shape)
-
-    def attend(n: int, layer: Layer, x_TH: Tensor) -> Tensor:
-        qkv = linear("qkv", n, x_TH, layer.qkv).unflatten(-1, (-1, shape.head_dim))
-        q, k, v = (each.contiguous() for each in
-                   qkv.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1))  # fmt: skip
-        q, k = head_norm("q", n, q, layer.q_norm), head_norm("k", n, k, layer.k_norm)
-        q, k = call("rope", "q, k", n, q, k, S, shape.theta)
-        context = call("attention", "attention", n, q, k, v, S).flatten(-2)
-        return linear("o", n, context, layer.o)
-
-    def mlp(n: int, layer: Layer, x_TH: Tensor) -> Tensor:
-        if layer.router is None:
-            y = call("silu", "dense", n, linear("gate_up", n, x_TH, layer.w13))
-            return linear("down", n, y, layer.w2)
-        probs_Tk, ids_Tk = call("router", "gate", n, x_TH, layer.router, shape.experts_per_token)
-        return call("sum", "experts", n, *experts(n, layer, x_TH, probs_Tk, ids_Tk))
-
-    def experts(n: int, layer: Layer, x_TH: Tensor, probs_Tk: Tensor, ids_Tk: Tensor) -> tuple:
-        by_expert = ids_Tk.flatten().argsort(stable=True)  # slots, the rows of every product below
-        counts = ids_Tk.flatten().bincount(minlength=shape.experts).tolist()
-        token_R, prob_R = by_expert // shape.experts_per_token, probs_Tk.flatten()[by_expert]
-        operand = call("quantize", "expert in", n, x_TH)
-        rows = take(operand, token_R)
-        h = call("expert gemm", "w13", n, rows, layer.w13, counts, None)
-        inside_R, outside_R = call("weigh", "experts", n, prob_R)
-        y = call("expert silu", "experts", n, h, inside_R, layer.w2.fp8_OI is not None)
-        if isinstance(y, Tensor):
-            y = call("quantize", "expert down", n, y)
-        rows = call("expert gemm", "w2", n, y, layer.w2, counts, outside_R)
-        slots = torch.empty_like(rows)
-        slots[by_expert] = rows
-        return slots.unflatten(0, ids_Tk.shape), ids_Tk
-
-    delta, stream = None, model.embedding[tokens_NS.flatten()]
-    for n, layer in enumerate(model.layers):
-        x_TH, stream = normed("attention", n, delta, stream, layer.norm)
-        delta = attend(n, layer, x_TH)
-        x_TH, stream = normed("mlp", n, delta, stream, layer.norm_2)
-        delta = mlp(n, layer, x_TH)
-    x_TH, _ = normed("final", shape.layers, delta, stream, model.norm)
-    logits = call("lm_head", "lm_head", shape.layers, x_TH, model.head)
-    return Pass(logits, residuals)
-
-
-def take(operand: Tensor | Fp8Groups, rows_R: Any) -> Any:
-    """Return rows of an operand, by numbers or a slice; bytes are moved as bytes."""
-    if isinstance(operand, Tensor):
-        return operand[rows_R].contiguous()
-    codes = operand.fp8_TI.view(torch.uint8)[rows_R].contiguous()
-    return Fp8Groups(codes.view(FP8), operand.scale_inv_TQ[rows_R].contiguous())
-
-
-# The operations in torch. What two dialects do alike has one function.
-
-
-def norm(delta: Tensor | None, stream: Tensor, weight: Tensor, eps: float) -> tuple:
+def norm(delta: Tensor | None, stream: Tensor, weight: Tensor, eps: float,
+         to_linear: bool) -> tuple:  # fmt: skip
     """Add in BF16 and normalize that, rounding once: TransformerEngine, and vLLM's eager kernel."""
     stream = stream if delta is None else stream + delta
     x = stream.float()
     return (x * _rsqrt(x, eps) * weight.float()).bfloat16(), stream
 
 
-def norm_unrounded(delta: Tensor | None, stream: Tensor, weight: Tensor, eps: float) -> tuple:
+def norm_unrounded(delta: Tensor | None, stream: Tensor, weight: Tensor, eps: float,
+                   to_linear: bool) -> tuple:  # fmt: skip
     """Normalize the FP32 sum, which is stored in BF16: vLLM's norm as Inductor compiles it."""
     x = stream.float() if delta is None else stream.float() + delta.float()
     return (x * _rsqrt(x, eps) * weight.float()).bfloat16(), x.bfloat16()
 
 
-def norm_fused(delta: Tensor | None, stream: Tensor, weight: Tensor, eps: float) -> tuple:
-    """Normalize the FP32 sum, rounding before and after the weight: vLLM's norm with quantizer."""
+def norm_fused(delta: Tensor | None, stream: Tensor, weight: Tensor, eps: float,
+               to_linear: bool) -> tuple:  # fmt: skip
+    """Normalize the FP32 sum, rounding before and after the weight: vLLM's norm with quantizer.
+
+    What no linear reads (Q, K, the router's input, the last norm) stays with Inductor.
+    """
+    if not to_linear:
+        return norm_unrounded(delta, stream, weight, eps, to_linear)
     x = stream.float() if delta is None else stream.float() + delta.float()
     return (x * _rsqrt(x, eps)).bfloat16() * weight, x.bfloat16()
 
@@ -279,9 +61,12 @@ def _rsqrt(x: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def no_quantize(x: Tensor) -> Tensor:
+# Quantizers and products
+
+
+def no_quantize(x_TI: Tensor) -> Tensor:
     """Leave the operand in BF16."""
-    return x
+    return x_TI
 
 
 def quantize_vllm(x_TI: Tensor) -> Fp8Groups:
@@ -292,24 +77,28 @@ def quantize_vllm(x_TI: Tensor) -> Fp8Groups:
     return Fp8Groups(codes.to(FP8), scale_inv)
 
 
-def gemm(operand: Tensor | Fp8Groups, weight: Weight) -> Tensor:
-    """Multiply by a weight, the terms of 128 columns each added in their order."""
-    return _in_blocks(operand, weight, range(_blocks(weight))).bfloat16()
+def gemm(operand: Operand, weight: Weight, order: int = 1) -> Tensor:
+    """Multiply `[T, I]` by a weight `[O, I]`, 128 columns a term; order -1: the last ones first."""
+    return _in_blocks(operand, weight, order).bfloat16()
 
 
-def gemm_backwards(operand: Tensor | Fp8Groups, weight: Weight) -> Tensor:
-    """Multiply as `gemm`, the last 128 columns first: another library's order, in torch."""
-    return _in_blocks(operand, weight, reversed(range(_blocks(weight)))).bfloat16()
+def expert_gemm(operand: Operand, slab: Weight, counts: list[int], prob_R: Tensor | None,
+                order: int = 1) -> Tensor:  # fmt: skip
+    """Multiply each expert's rows `[R, I]` by its matrix, and the sums by `prob_R` if given."""
+    parts = (_in_blocks(*each, order) for each in by_expert(operand, slab, counts))
+    product = torch.cat(list(parts))
+    return (product if prob_R is None else product * prob_R[:, None]).bfloat16()
 
 
-def _blocks(weight: Weight) -> int:
-    return -(-weight.bf16_OI.shape[-1] // BLOCK)
+def lm_head(x_TH: Tensor, weight_VH: Tensor, order: int = 1) -> Tensor:
+    """Return BF16 logits `[T, V]`, widened to FP32."""
+    return gemm(x_TH, Weight(weight_VH, None, None), order).float()
 
 
-def _in_blocks(operand: Tensor | Fp8Groups, weight: Weight, order: Any) -> Tensor:
+def _in_blocks(operand: Operand, weight: Weight, order: int) -> Tensor:
     """Return the FP32 product; in FP8 each block's sum is scaled before it is added."""
     total: Any = 0.0
-    for q in order:
+    for q in range(-(-weight.bf16_OI.shape[-1] // BLOCK))[::order]:
         at = slice(BLOCK * q, BLOCK * (q + 1))
         if isinstance(operand, Tensor):
             total = total + operand[:, at].float() @ weight.bf16_OI[:, at].float().T
@@ -323,61 +112,40 @@ def _in_blocks(operand: Tensor | Fp8Groups, weight: Weight, order: Any) -> Tenso
     return total
 
 
+# Attention
+
+
 def angles(S: int, D: int, theta: float, device: Any) -> Tensor:
     """Return RoPE's angles `[S, D / 2]`, FP32."""
     exponents = torch.arange(0, D, 2, dtype=torch.float32, device=device) / D
     return torch.arange(S, dtype=torch.float32, device=device)[:, None] * (1.0 / theta**exponents)
 
 
-def rope(q: Tensor, k: Tensor, S: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Rotate by FP32 cosines and sines, rounding once: TransformerEngine's fused kernel."""
+def rope(q: Tensor, k: Tensor, S: int, theta: float,
+         table: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotate `[T, A, D]` and `[T, K, D]` by cosines and sines of a type, rounding once.
+
+    FP32 is TransformerEngine's fused kernel, BF16 vLLM's table.
+    """
     angle = angles(S, q.shape[-1], theta, q.device)
-    return _rotate(q, angle.cos(), angle.sin()), _rotate(k, angle.cos(), angle.sin())
+    cos, sin = (
+        each.to(table).float().repeat(q.shape[0] // S, 1)[:, None]
+        for each in (angle.cos(), angle.sin())
+    )
+
+    def rotate(x_TAD: Tensor) -> Tensor:
+        a, b = x_TAD.float().chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).bfloat16()
+
+    return rotate(q), rotate(k)
 
 
-def rope_rounded(q: Tensor, k: Tensor, S: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Rotate by a table of BF16 cosines and sines, in FP32: vLLM."""
-    angle = angles(S, q.shape[-1], theta, q.device)
-    cos, sin = (each.bfloat16().float() for each in (angle.cos(), angle.sin()))
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+def attention(q: Tensor, k: Tensor, v: Tensor, S: int, tile: int = 64, order: int = 1,
+              p_type: torch.dtype = torch.bfloat16) -> Tensor:  # fmt: skip
+    """Attend causally, Q `[T, A, D]` to K and V `[T, K, D]`, by tiles with a running maximum.
 
-
-def _rotate(x_TAD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    count = x_TAD.shape[0] // cos.shape[0]
-    cos, sin = (each.repeat(count, 1)[:, None] for each in (cos, sin))
-    a, b = x_TAD.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).bfloat16()
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, S: int) -> Tensor:
-    """Attend causally, tiles of 64 keys from the first."""
-    return _tiles(q, k, v, S, 64, forwards=True)
-
-
-def attention_backwards(q: Tensor, k: Tensor, v: Tensor, S: int) -> Tensor:
-    """Attend causally, tiles of 128 keys from the last: FlashAttention 3's order."""
-    return _tiles(q, k, v, S, 128, forwards=False)
-
-
-def attention_fp8(q: Tensor, k: Tensor, v: Tensor, S: int) -> Tensor:
-    """Attend to Q, K and V that are in E4M3 with one scale each, and P in E4M3."""
-
-    def rounded(x: Tensor) -> Tensor:
-        scale = fp8_scale(x)
-        return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scale
-
-    q, k, v = map(rounded, (q, k, v))
-    return _tiles(q, k, v, S, 128, forwards=False, p_type=FP8)
-
-
-def fp8_scale(x: Tensor) -> Tensor:
-    """Return one scale for a tensor, FP32, with the margin of a recalibration."""
-    return x.abs().amax().float() * 1.05 / FP8_MAX
-
-
-def _tiles(q: Tensor, k: Tensor, v: Tensor, S: int, tile: int, *, forwards: bool,
-           p_type: torch.dtype = torch.bfloat16) -> Tensor:  # fmt: skip
-    """Return softmax(Q K') V by tiles with a running maximum, P rounded to a type, `[T, A, D]`."""
+    FlashAttention 3 has tiles of 128 keys or so, the last first: `tile=128, order=-1`.
+    """
     repeats, D = q.shape[1] // k.shape[1], q.shape[-1]
     q, k, v = (x.unflatten(0, (-1, S)).transpose(1, 2).float() for x in (q, k, v))
     k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
@@ -385,8 +153,7 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, S: int, tile: int, *, forwards: bool
     scores = scores.masked_fill(torch.ones(S, S, device=q.device).triu(1).bool(), -torch.inf)
     top = torch.full((*scores.shape[:-1], 1), -torch.inf, device=q.device)
     total, out = torch.zeros_like(top), torch.zeros_like(q)
-    starts = range(0, S, tile)
-    for start in starts if forwards else reversed(starts):
+    for start in range(0, S, tile)[::order]:
         part = scores[..., start : start + tile]
         new = torch.maximum(top, part.amax(-1, keepdim=True))
         safe = new.masked_fill(new == -torch.inf, 0.0)
@@ -397,101 +164,79 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, S: int, tile: int, *, forwards: bool
     return (out / total).bfloat16().transpose(1, 2).flatten(0, 1).contiguous()
 
 
+def attention_fp8(q: Tensor, k: Tensor, v: Tensor, S: int) -> Tensor:
+    """Attend as FlashAttention 3 to Q, K and V in E4M3 with one scale each, P in E4M3."""
+
+    def rounded(x: Tensor) -> Tensor:
+        scale = fp8_scale(x)
+        return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() * scale
+
+    return attention(rounded(q), rounded(k), rounded(v), S, 128, -1, FP8)
+
+
+def fp8_scale(x: Tensor) -> Tensor:
+    """Return one FP32 scale for a tensor of any shape, with the margin of a recalibration."""
+    return x.abs().amax().float() * 1.05 / FP8_MAX
+
+
+# MLP and experts
+
+
 def silu_once(h: Tensor) -> Tensor:
-    """Return `silu(gate) * up`, rounded once: what a compiler fuses."""
+    """Return `silu(gate) * up` of `[T, 2F]`, rounded once: what a compiler fuses."""
     gate, up = h.float().chunk(2, dim=-1)
     return (silu(gate) * up).bfloat16()
 
 
 def silu_twice(h: Tensor) -> Tensor:
-    """Return `bf16(silu(gate)) * up`: vLLM's eager kernel."""
+    """Return `bf16(silu(gate)) * up` of `[T, 2F]`: vLLM's eager kernel."""
     gate, up = h.chunk(2, dim=-1)
     return silu(gate.float()).bfloat16() * up
 
 
 def silu_quantized(h: Tensor) -> Fp8Groups:
-    """Quantize the FP32 product of SiLU and `up`, which BF16 never saw: vLLM's fused kernel."""
+    """Quantize the FP32 `silu(gate) * up` of `[T, 2F]`, unrounded: vLLM's fused kernel."""
     gate, up = h.float().chunk(2, dim=-1)
     return quantize_vllm(silu(gate) * up)
 
 
-def router(x_TH: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Choose k experts by FP32 logits; their softmax is that of the chosen ones: Megatron."""
-    return _chosen(x_TH.float() @ weight.float().T, k)
+def router(x_TH: Tensor, weight_EH: Tensor, k: int,
+           logits: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Choose k experts by logits of a type: FP32 is Megatron's, BF16 vLLM's."""
+    return chosen((x_TH.float() @ weight_EH.float().T).to(logits).float(), k)
 
 
-def router_bf16(x_TH: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Choose k experts by logits that the gate's linear rounded to BF16: vLLM."""
-    return _chosen((x_TH.float() @ weight.float().T).bfloat16().float(), k)
-
-
-def _chosen(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    top, ids = logits.topk(k, dim=-1)
+def chosen(logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits' softmax among themselves, and their experts, `[T, k]` each."""
+    top, ids = logits_TE.topk(k, dim=-1)
     return top.softmax(-1), ids
 
 
 def weigh_inside(prob_R: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Give the routing weight to the activation, before the second product: Megatron."""
+    """Give the routing weights to the activation, before the second product: Megatron."""
     return prob_R, None
 
 
 def weigh_outside(prob_R: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Give the routing weight to the second product's FP32 sum: vLLM."""
+    """Give the routing weights to the second product's FP32 sum: vLLM."""
     return None, prob_R
 
 
 def expert_silu(h: Tensor, prob_R: Tensor | None, fp8: bool) -> Tensor:
-    """Return `silu(gate) * up * weight`, rounded once: Megatron's fused activation."""
+    """Return `silu(gate) * up * weight` of `[R, 2F]`, rounded once: Megatron's activation."""
     gate, up = h.float().chunk(2, dim=-1)
     y = silu(gate) * up
     return (y if prob_R is None else y * prob_R[:, None]).bfloat16()
 
 
-def expert_silu_vllm(h: Tensor, prob_R: Tensor | None, fp8: bool) -> Tensor | Fp8Groups:
-    """Quantize the FP32 activation, which BF16 never saw; in BF16 it is the eager kernel's."""
+def expert_silu_vllm(h: Tensor, prob_R: Tensor | None, fp8: bool) -> Operand:
+    """Return the activation of `[R, 2F]`: with `fp8` quantized unrounded, else as in eager."""
     if not fp8:
         y = silu_twice(h)
         return y if prob_R is None else (y.float() * prob_R[:, None]).bfloat16()
     gate, up = h.float().chunk(2, dim=-1)
     y = silu(gate) * up
     return quantize_vllm(y if prob_R is None else y * prob_R[:, None])
-
-
-def expert_gemm(operand: Tensor | Fp8Groups, weight: Weight, counts: list[int],
-                prob_R: Tensor | None) -> Tensor:  # fmt: skip
-    """Multiply each expert's rows by its matrix, and the sums by the routing weight if given."""
-    return _each_expert(operand, weight, counts, prob_R, backwards=False)
-
-
-def expert_gemm_backwards(operand: Tensor | Fp8Groups, weight: Weight, counts: list[int],
-                          prob_R: Tensor | None) -> Tensor:  # fmt: skip
-    """Multiply as `expert_gemm`, the last 128 columns first: another kernel's order, in torch."""
-    return _each_expert(operand, weight, counts, prob_R, backwards=True)
-
-
-def _each_expert(operand: Any, weight: Weight, counts: list[int], prob_R: Tensor | None, *,
-                 backwards: bool) -> Tensor:  # fmt: skip
-    order = range(-(-weight.bf16_OI.shape[-1] // BLOCK))
-    parts = []
-    for rows, matrix in zip(split_rows(operand, counts), split_experts(weight), strict=True):
-        parts.append(_in_blocks(rows, matrix, reversed(order) if backwards else order))
-    product = torch.cat(parts)
-    return (product if prob_R is None else product * prob_R[:, None]).bfloat16()
-
-
-def split_rows(operand: Tensor | Fp8Groups, counts: list[int]) -> Iterator[Any]:
-    """Yield each expert's rows."""
-    first = 0
-    for count in counts:
-        yield take(operand, slice(first, first + count))
-        first += count
-
-
-def split_experts(slab: Weight) -> Iterator[Weight]:
-    """Yield each expert's matrix."""
-    for n in range(slab.bf16_OI.shape[0]):
-        matrix, *quantized = slab
-        yield Weight(matrix[n], *(None if part is None else part[n] for part in quantized))
 
 
 def sum_by_expert(rows_TkH: Tensor, ids_Tk: Tensor) -> Tensor:
@@ -514,40 +259,34 @@ def sum_by_rank(rows_TkH: Tensor, ids_Tk: Tensor) -> Tensor:
     return total
 
 
-def lm_head(x_TH: Tensor, weight_VH: Tensor) -> Tensor:
-    """Return BF16 logits, widened to FP32."""
-    return (x_TH.float() @ weight_VH.float().T).bfloat16().float()
+# Logprobs
 
 
-def lm_head_backwards(x_TH: Tensor, weight_VH: Tensor) -> Tensor:
-    """Return BF16 logits of sums in another library's order, widened to FP32."""
-    return gemm_backwards(x_TH, Weight(weight_VH, None, None)).float()
-
-
-def logprobs_shard(logits: Tensor) -> Tensor:
+def logprobs_shard(logits_TV: Tensor) -> Tensor:
     """Return log-softmax by maximum and sum of exponentials, as NeMo RL does by TP shard."""
-    logits = logits - logits.amax(-1, keepdim=True)
+    logits = logits_TV - logits_TV.amax(-1, keepdim=True)
     return logits - logits.exp().sum(-1, keepdim=True).log()
 
 
-def logprobs_torch(logits: Tensor) -> Tensor:
+def logprobs_torch(logits_TV: Tensor) -> Tensor:
     """Return torch's log-softmax in FP32: vLLM's sampler."""
-    return logits.log_softmax(-1, dtype=torch.float32)
+    return logits_TV.log_softmax(-1, dtype=torch.float32)
 
 
-TRAINER: dict[str, Callable[..., Any]] = {
+TRAINER: Table = {
     "norm": norm, "rope": rope, "silu": silu_once, "expert silu": expert_silu,
     "weigh": weigh_inside, "quantize": quantize_groups, "gemm": gemm, "attention": attention,
     "router": router, "expert gemm": expert_gemm, "sum": sum_by_expert,
     "lm_head": lm_head, "logprob": logprobs_shard,
 }  # fmt: skip
 """In the order in which the budget makes them equal; `logprob` is applied to the logits."""
-EAGER: dict[str, Callable[..., Any]] = {
-    "norm": norm, "rope": rope_rounded, "silu": silu_twice, "expert silu": expert_silu_vllm,
-    "weigh": weigh_outside, "quantize": quantize_vllm, "gemm": gemm_backwards,
-    "attention": attention_backwards, "router": router_bf16,
-    "expert gemm": expert_gemm_backwards, "sum": sum_by_rank,
-    "lm_head": lm_head_backwards, "logprob": logprobs_torch,
+EAGER: Table = {
+    "norm": norm, "rope": partial(rope, table=torch.bfloat16), "silu": silu_twice,
+    "expert silu": expert_silu_vllm, "weigh": weigh_outside, "quantize": quantize_vllm,
+    "gemm": partial(gemm, order=-1), "attention": partial(attention, tile=128, order=-1),
+    "router": partial(router, logits=torch.bfloat16),
+    "expert gemm": partial(expert_gemm, order=-1), "sum": sum_by_rank,
+    "lm_head": partial(lm_head, order=-1), "logprob": logprobs_torch,
 }  # fmt: skip
 ENGINES = {
     "eager": EAGER,
@@ -555,13 +294,13 @@ ENGINES = {
     "fused": EAGER | {"norm": norm_fused, "silu": silu_quantized},
 }
 """vLLM's three ways: its kernels, Inductor's, and its norm and SiLU fused with the quantizer."""
-EXTRAS: dict[str, dict[str, Callable[..., Any]]] = {"fp8 kv": {"attention": attention_fp8}}
-"""What one side alone may do, on top of `ENGINE`."""
+EXTRAS: dict[str, Table] = {"fp8 kv": {"attention": attention_fp8}}
+"""What the engine alone may do, on top of its table."""
 DENSE = ("silu",)
 MOE = ("expert silu", "weigh", "router", "expert gemm", "sum")
 
 
-def tables(shape: Shape, precision: str, engine: str) -> tuple[dict, dict]:
+def tables(shape: Shape, precision: str, engine: str) -> tuple[Table, Table]:
     """Return the trainer's and the engine's table, without what the model never calls.
 
     Args:
@@ -573,8 +312,10 @@ def tables(shape: Shape, precision: str, engine: str) -> tuple[dict, dict]:
     quantizers = {"bf16": (no_quantize, no_quantize), "fp8-linear": (no_quantize, quantize_vllm),
                   "fp8-e2e": (quantize_groups, quantize_vllm)}[precision]  # fmt: skip
     way = "graphs" if (engine, precision) == ("fused", "bf16") else engine
-    found = (TRAINER | {"quantize": quantizers[0]}, ENGINES[way] | {"quantize": quantizers[1]})
-    trainer, rollout = ({n: op for n, op in each.items() if n not in without} for each in found)
+    trainer, rollout = (
+        {op: call for op, call in (table | {"quantize": quantize}).items() if op not in without}
+        for table, quantize in zip((TRAINER, ENGINES[way]), quantizers, strict=True)
+    )
     return trainer, rollout
 
 

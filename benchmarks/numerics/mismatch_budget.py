@@ -6,7 +6,7 @@ python -m benchmarks.numerics.mismatch_budget draw FILE.json... --out FILE.svg
 
 MODEL is a Hugging Face folder of a Llama, Qwen3 or Qwen3-MoE. One forward, whose operations come
 from a table, runs on the same tokens with the trainer's operations, with the engine's, and with
-mixtures (`dialects`; on a GPU with the two stacks' own kernels, `gpu_dialects`):
+mixtures (`table_forward`, `dialects`; on a GPU with the two stacks' own kernels, `gpu_dialects`):
 
     alone       the trainer with one operation of the engine's: KL to the trainer
     cumulative  the trainer with the first operations of the engine's: KL to the whole engine
@@ -27,6 +27,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.numerics import dialects, stacks
-from benchmarks.numerics.dialects import Model, Ops, Pass, difference, forward, no_quantize
+from benchmarks.numerics.dialects import difference, no_quantize
+from benchmarks.numerics.table_forward import Model, Ops, Pass, forward, load
 from benchmarks.speed.decode_profile import without_folders
 
 ROWS = 1024  # of logits at once in FP64
@@ -54,7 +56,7 @@ class Score:
 
 
 def distance(rollout: Score, train: Score) -> dict[str, float]:
-    """Return the exact KL(rollout || train) a token, and what the sampled tokens say of it."""
+    """Return the exact KL(rollout || train) in nats a token, and what sampled tokens say of it."""
     kl = 0.0
     for p, q in zip(rollout.logprobs_RV.split(ROWS), train.logprobs_RV.split(ROWS), strict=True):
         p, q = p.double(), q.double()
@@ -65,7 +67,7 @@ def distance(rollout: Score, train: Score) -> dict[str, float]:
 
 
 def sampled(rollout_R: Tensor, train_R: Tensor) -> dict[str, float]:
-    """Return what two logprobs of each sampled token say: k3, half a square, mean and largest."""
+    """Return k3, half a square, mean and largest of two logprobs `[R]` of the sampled tokens."""
     x = train_R.double() - rollout_R.double()
     return {
         "k3": float((torch.expm1(x) - x).mean()), "half_square": float(x.square().mean() / 2),
@@ -80,23 +82,13 @@ def streams(done: Pass, other: Pass) -> list[dict[str, float]]:
     return [difference(a, b) for a, b in pairs]
 
 
-def replaced(model: Model, trainer: Ops, engine: Ops) -> list[str]:
-    """Return the operations that the two tables do not share, in the budget's order."""
-    names = ["quantize"] * (engine["quantize"] is no_quantize)
-    return [name for name in trainer if name not in names]
-
-
 def local_rows(model: Model, trainer: Ops, engine: Ops, tokens_NS: Tensor) -> list[dict[str, Any]]:
     """Give both sides' operation the same arguments wherever the trainer's forward calls it."""
     rows: list[dict[str, Any]] = []
 
     def watch(op: str, place: str, layer: int, arguments: tuple, found: Any) -> None:
         row = {"op": op, "place": place, "layer": layer}
-        try:
-            row |= difference(engine[op](*arguments), found)
-        except Exception as error:
-            row["error"] = without_folders(repr(error))[-300:]
-        rows.append(row)
+        rows.append(row | difference(engine[op](*arguments), found))
 
     forward(model, trainer, tokens_NS, watch)
     return rows
@@ -152,41 +144,39 @@ def measure(budget: Budget, model: Model, trainer: Ops, engine: Ops, extras: dic
         done = forward(model, ops, tokens_NS)
         return done, Score(ops, done, tokens_NS, prompt)
 
-    def against(ops: Ops, base: tuple[Pass, Score]) -> dict[str, Any]:
-        done, score = run(ops)
-        found: dict[str, Any] = distance(score, base[1])
-        found["to"] = {name: sampled(each.flatten(), score.sampled_R)
-                       for name, each in real.items()}  # fmt: skip
-        return found | {"streams": streams(done, base[0])}
+    def against(part: str, name: str, ops: Ops, base: tuple[Pass, Score]) -> None:
+        def work() -> dict[str, Any]:
+            done, score = run(ops)
+            to = {side: sampled(each.flatten(), score.sampled_R) for side, each in real.items()}
+            return {**distance(score, base[1]), "to": to, "streams": streams(done, base[0])}
 
-    names = replaced(model, trainer, engine)
+        budget.add(part, name, work)
+
+    def beside(name: str, a_R: Tensor, b_R: Tensor) -> None:
+        budget.add("real", name, lambda: sampled(a_R.flatten(), b_R.flatten()))
+
+    names = [name for name in trainer if engine[name] is not no_quantize]
     base, whole = run(trainer), run(engine)
-    budget.add("controls", "the trainer again", lambda: against(trainer, base))
-    budget.add("controls", "the engine again", lambda: against(engine, whole))
-    budget.add("controls", "nothing replaced", lambda: against(trainer, whole))
+    against("controls", "the trainer again", trainer, base)
+    against("controls", "the engine again", engine, whole)
+    against("controls", "nothing replaced", trainer, whole)
     budget.add("local", "rows", lambda: local_rows(model, trainer, engine, tokens_NS))
-    for name in names:
-        budget.add("alone", name, lambda: against({**trainer, name: engine[name]}, base))  # noqa: B023
-    ops = dict(trainer)
-    for name in names:
-        ops[name] = engine[name]
-        budget.add("cumulative", name, lambda: against(ops, whole))
-    for name in names:
-        budget.add("without", name, lambda: against({**engine, name: trainer[name]}, whole))  # noqa: B023
+    for n, name in enumerate(names):
+        against("alone", name, {**trainer, name: engine[name]}, base)
+        first = {each: engine[each] for each in names[: n + 1]}
+        against("cumulative", name, {**trainer, **first}, whole)
+        against("without", name, {**engine, name: trainer[name]}, whole)
     for name, extra in extras.items():
-        budget.add("engine alone", name, lambda: against({**engine, **extra}, whole))  # noqa: B023
+        against("engine alone", name, {**engine, **extra}, whole)
     for name, logprobs in real.items():
-        for other, score in (("trainer's table", base[1]), ("engine's table", whole[1])):
-            budget.add("real", f"{name}, {other}",
-                       lambda: sampled(logprobs.flatten(), score.sampled_R))  # noqa: B023  # fmt: skip
-        for other in real:
-            if other != name:
-                budget.add("real", f"{name}, {other}",
-                           lambda: sampled(logprobs.flatten(), real[other].flatten()))  # noqa: B023  # fmt: skip
+        beside(f"{name}, trainer's table", logprobs, base[1].sampled_R)
+        beside(f"{name}, engine's table", logprobs, whole[1].sampled_R)
+    for a, b in combinations(real, 2):
+        beside(f"{a}, {b}", real[a], real[b])
 
 
 def sample_tokens(model: Model, ops: Ops, N: int, S: int, prompt: int, seed: int) -> Tensor:
-    """Return random prompts, and answers drawn from the model as one forward a token would.
+    """Return random prompts and answers `[N, S]`, drawn from the model, a forward a token.
 
     For a CPU, and where the real engine is not asked or has failed.
     """
@@ -227,7 +217,7 @@ def measure_all(budget: Budget, options: argparse.Namespace, folder: Path) -> No
             seen[side] = stacks.read(side, folder, options.device)
 
     ask("vllm")
-    model = dialects.load(options.model, options.device, options.precision != "bf16")
+    model = load(options.model, options.device, options.precision != "bf16")
     budget.content["shape"] = vars(model.shape)
     trainer, engine = dialects.tables(model.shape, options.precision, options.engine)
     extras: dict[str, Ops] = dict(dialects.EXTRAS)
@@ -243,7 +233,7 @@ def measure_all(budget: Budget, options: argparse.Namespace, folder: Path) -> No
 
         trainer, engine, extras = gpu_dialects.working(
             budget.add, model, tokens, (trainer, engine, extras),
-            gpu_dialects.tables(model.shape, options), options.in_torch,
+            gpu_dialects.kernels(model.shape, options), options.in_torch.split(","),
         )  # fmt: skip
     real = {name.removeprefix("logprobs."): each for side in seen.values()
             for name, each in side.items() if name.startswith("logprobs.")}  # fmt: skip
@@ -254,7 +244,7 @@ def measure_all(budget: Budget, options: argparse.Namespace, folder: Path) -> No
 
 
 def by_module(model: Model, ops: Ops, tokens_NS: Tensor, seen: dict[str, Tensor]) -> list[dict]:
-    """Compare what a real stack's modules gave with what the table's operations give."""
+    """Compare what a real stack's modules gave with the results of the table's operations."""
     rows: list[dict[str, Any]] = []
 
     def watch(op: str, place: str, layer: int, arguments: tuple, found: Any) -> None:
@@ -328,7 +318,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     one.add_argument("--seed", type=int, default=0)
     text = "operations that torch does on a GPU too, where a kernel ends the process"
     one.add_argument("--in-torch", default="", help=text)
-    one.add_argument("--share", type=float, default=0.4, help="of the GPU, for vLLM")
     one.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="of vLLM")
     other = verbs.add_parser("draw")
     other.add_argument("files", type=Path, nargs="+")

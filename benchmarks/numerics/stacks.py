@@ -5,7 +5,7 @@ python -m benchmarks.numerics.stacks vllm|megatron MODEL FOLDER --precision fp8-
 is what `mismatch_budget --stacks` starts: one engine samples the tokens, scores them by prefill and
 shows what its modules made there; one GPTModel of Megatron-Core scores them. Each leaves
 `FOLDER/SIDE.safetensors`: `logprobs.NAME` `[N, S - prompt]`, the engine's `tokens` `[N, S]`, and
-`seen.OP.PLACE.LAYER` `[T, ...]` by the names of `dialects.forward`'s calls. Each has a log.
+`seen.OP.PLACE.LAYER` `[T, ...]` by the names of `table_forward.forward`'s calls. Each has a log.
 """
 
 # pyright: reportMissingImports=false
@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LIMIT = 300  # seconds a side may take
+SHARE = 0.4  # of the GPU, for vLLM
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
@@ -31,7 +32,7 @@ ENVIRONMENT = {
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 """Of both sides; `--env` changes it. FlashInfer's kernel of fewer than 32 rows is off."""
-PASSED = ("precision", "engine", "sequences", "tokens", "prompt", "seed", "share")
+PASSED = ("precision", "engine", "sequences", "tokens", "prompt", "seed")
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -97,7 +98,7 @@ def vllm_side(options: argparse.Namespace) -> dict[str, Tensor]:
         "model": str(_served(options)), "skip_tokenizer_init": True, "dtype": "bfloat16",
         "seed": options.seed, "enable_prefix_caching": False, "max_model_len": S + PAGE,
         "max_num_batched_tokens": max(N * S, 2048), "max_num_seqs": max(N, 16),
-        "gpu_memory_utilization": options.share, "enforce_eager": options.engine == "eager",
+        "gpu_memory_utilization": SHARE, "enforce_eager": options.engine == "eager",
         "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
         "enable_flashinfer_autotune": False,
     }  # fmt: skip
@@ -142,7 +143,7 @@ def _served(options: argparse.Namespace) -> Path:
 
 
 def _moe(folder: Path) -> bool:
-    from benchmarks.numerics.dialects import Shape
+    from benchmarks.numerics.table_forward import Shape
 
     return Shape.read(folder).experts > 0
 
@@ -179,7 +180,8 @@ def megatron_side(options: argparse.Namespace) -> dict[str, Tensor]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from benchmarks.numerics import dialects
+    from benchmarks.numerics.dialects import logprobs_shard
+    from benchmarks.numerics.table_forward import load
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29581"}
     torch.cuda.set_device(0)
@@ -188,7 +190,7 @@ def megatron_side(options: argparse.Namespace) -> dict[str, Tensor]:
     model_parallel_cuda_manual_seed(0)
     tokens_NS = load_file(options.folder / "tokens.safetensors", device="cuda")["tokens"]
     N, S = tokens_NS.shape
-    source = dialects.load(options.model, "cuda", fp8=False)
+    source = load(options.model, "cuda", fp8=False)
     model = _gpt(source.shape, options.precision == "fp8-e2e", S)
     model.load_state_dict(_state(source, model), strict=False)
     seen: dict[str, Tensor] = {}
@@ -204,7 +206,7 @@ def megatron_side(options: argparse.Namespace) -> dict[str, Tensor]:
         logits = model(tokens_NS.view(1, -1), places, None, packed_seq_params=packed).float()
     logits_NSV = logits.reshape(N, S, -1)[:, options.prompt - 1 : -1]
     answers = tokens_NS[:, options.prompt :, None]
-    found = [dialects.logprobs_shard(each).gather(-1, answer)[..., 0]
+    found = [logprobs_shard(each).gather(-1, answer)[..., 0]
              for each, answer in zip(logits_NSV, answers, strict=True)]  # fmt: skip
     torch.distributed.destroy_process_group()
     return {"logprobs.megatron": torch.stack(found)} | seen
@@ -336,7 +338,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
     for name in PASSED:
-        kind = {"precision": str, "engine": str, "share": float}.get(name, int)
+        kind = str if name in ("precision", "engine") else int
         parser.add_argument(f"--{name}", type=kind, required=True)
     options = parser.parse_args()
     found = SIDES[options.side](options)
