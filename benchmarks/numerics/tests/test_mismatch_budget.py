@@ -17,6 +17,8 @@ from benchmarks.numerics.table_forward import forward, load
 from fp8_nemo.glue.quantize import dequantize_groups, quantize_groups
 from fp8_nemo.recipe.model_dir import SHIPPED
 
+ROOT = Path(__file__).parents[3]
+
 MODELS = ("tiny-llama", "tiny-qwen3-moe")
 SIZES = ["--sequences", "8", "--tokens", "32", "--prompt", "16", "--device", "cpu"]
 ORDER_ALONE = {"gemm", "attention", "expert gemm", "lm_head", "logprob"}
@@ -142,3 +144,20 @@ def test_the_figure_names_each_operation(budget: Callable[..., Path], tmp_path: 
     mismatch_budget.draw([budget("tiny-llama", "fp8-e2e", "eager")], out)
     text = out.read_text()
     assert all(f"<!-- {name} -->" in text for name in ("rope", "quantize", "attention"))
+
+
+def test_the_page_says_what_the_files_hold() -> None:
+    page = (ROOT / "docs" / "research" / "mismatch.md").read_text()
+    kept = ROOT / "benchmarks" / "results"
+    files = [
+        kept / f"mismatch-budget-{m}-{p}-cpu.json" for m in MODELS for p in ("bf16", "fp8-e2e")
+    ]
+    found = [json.loads(file.read_text()) for file in files]
+
+    def row(name: str, *parts: tuple[str, str]) -> str:
+        cells = (", ".join(f"{each[p][n]['kl']:.1e}" for p, n in parts) for each in found)
+        return " | ".join([f"| {name}", *cells]).replace("e-0", "e-").replace("0.0e+00", "0") + " |"
+
+    assert row("nothing replaced", ("controls", "nothing replaced")) in page
+    for name, op in (("norm and residual", "norm"), ("RoPE cos/sin", "rope")):
+        assert row(name, ("alone", op), ("cumulative", op)) in page
