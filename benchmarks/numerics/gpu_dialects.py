@@ -57,7 +57,7 @@ def working(add: Callable[..., Any], model: Model, tokens_NS: Tensor, in_torch: 
 
     def taken(name: str, kernel_of: Table, reference_of: Ops) -> Table:
         found = {}
-        for op in kernel_of.keys() & reference_of.keys() - set(left_out):
+        for op in (op for op in kernel_of if op in reference_of and op not in left_out):
             kernel, reference = kernel_of[op], reference_of[op]
             made = add("kernels", f"{name}: {op}", lambda: _compare(kernel, reference, calls[op]))  # noqa: B023
             if "error" not in made:
