@@ -189,6 +189,10 @@ ABSENT = {
         False,
         "NeMo RL initializes no user buffers for it",
     ),
+    f"{MEGATRON}.model_overrides.batch_invariant_mode": (
+        False,
+        "NeMo RL enables no such kernels",
+    ),
     f"{MEGATRON}.optimizer.exp_avg_dtype": (None, _TEXT),
     f"{MEGATRON}.optimizer.exp_avg_sq_dtype": (None, _TEXT),
 }

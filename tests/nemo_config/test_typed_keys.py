@@ -111,6 +111,10 @@ def test_without_a_checkout_environments_are_open_and_what_no_class_declares_is_
             f"nemo.{AT}.model_overrides.tp_comm_overlap=true: must be false: NeMo RL initializes",
         ),
         (
+            f"+nemo.{AT}.model_overrides.batch_invariant_mode=true",
+            f"nemo.{AT}.model_overrides.batch_invariant_mode=true: must be false: NeMo RL enables",
+        ),
+        (
             f"+nemo.{AT}.optimizer.exp_avg_dtype=bfloat16",
             f"nemo.{AT}.optimizer.exp_avg_dtype=bfloat16: must be null: NeMo RL hands over a text",
         ),
