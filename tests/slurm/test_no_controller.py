@@ -21,7 +21,9 @@ NodeName=node1 CPUs=1
 PartitionName=batch Nodes=node1 Default=YES
 """
 CONFIGS = {"none": (None, AWAY), "garbage": ("garbage\n", BROKEN), "of-nobody": (NOBODY, AWAY)}
-AT_ONCE = ["none", "garbage"]  # Slurm asks nobody again and again, for 18 seconds a command
+AT_ONCE = ["none", "garbage"]
+SLOW = pytest.param("of-nobody", marks=pytest.mark.long)
+"""Slurm asks nobody again and again, for 18 seconds a command."""
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def verb(environment, *words):
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("away", CONFIGS, indirect=True)
+@pytest.mark.parametrize("away", [*AT_ONCE, SLOW], indirect=True)
 def test_a_line_for_a_cluster_that_is_not_there_is_one_line_and_makes_nothing(
     away, small, tmp_path
 ):

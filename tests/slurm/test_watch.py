@@ -9,6 +9,8 @@ import sys
 import termios
 import time
 
+import pytest
+
 from tests.slurm.conftest import ROOT
 
 FAST, HOLD = "cluster.preflight=false", "cluster.extra=[--hold]"
@@ -41,6 +43,7 @@ def test_a_watched_queue_is_looked_at_until_nothing_is_in_it(slurm, small, tmp_p
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.long
 def test_a_terminal_is_drawn_anew_until_ctrl_c_which_leaves_the_jobs_alone(slurm, small, tmp_path):
     jobs = slurm.submit("-m", *small, HOLD, "seed=1,2")
     ours, theirs = pty.openpty()
