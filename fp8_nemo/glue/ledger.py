@@ -294,7 +294,7 @@ class Ledger:
         return [
             *(f"{name}: was not digested on arrival" for name in missing),
             *(
-                f"{name}: arrived with other bytes than were sent (checksum)"
+                f"{name}: arrived with other bytes than were sent (digest)"
                 for name, value in found.arrived.items()
                 if value != was[name]
             ),
@@ -311,7 +311,7 @@ class Ledger:
                 yield f"{name}: the engine holds {held}, sent {scale}"
         for name, value in found.held.items():
             if wanted.get(name, value) != value:
-                yield f"{name}: the engine's bytes are not the sender's (checksum)"
+                yield f"{name}: the engine's bytes are not the sender's (digest)"
 
 
 def _moved(opened: Destination, now: Destination) -> Iterator[str]:

@@ -490,7 +490,7 @@ def test_names_tells_what_arrived_and_was_not_loaded_or_half(name, share):
 def test_whatever_arrived_and_was_not_loaded_is_named(name):
     with fails(name) as error:
         deliver(stream_of(made(DENSE)), *engine_for(DENSE), name.__ne__)
-    assert "the engine's bytes are not the sender's (checksum)" in str(error.value)
+    assert "the engine's bytes are not the sender's (digest)" in str(error.value)
 
 
 def test_an_engine_with_other_tensors_is_refused_and_left_untouched():
@@ -521,7 +521,7 @@ def test_what_is_stale_but_plausible_is_seen_by_bytes_and_not_by_names(name):
     assert by_names.equal_digests == 0
     with fails(name) as error:
         deliver(stale(stream_of(made(DENSE))), *engine_for(DENSE))
-    assert "checksum" in str(error.value)
+    assert "digest" in str(error.value)
 
 
 @pytest.mark.parametrize("verify", ["names", "bytes"])
