@@ -154,7 +154,8 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
     with ours, one_conversion(Path(os.environ[CONVERSIONS])), one_engine_start() as engine_is_up:
 
         def policy_after_engine(**arguments: Any) -> WatchedPolicy:
-            engine_is_up()  # colocated: `setup` makes the engine first
+            if plan.settled.shares_gpus:  # else `setup` makes both at once
+                engine_is_up()
             return WatchedPolicy(settings, **arguments)
 
         made = setup(config, tokenizer, dataset, validation, policy_factory=policy_after_engine)

@@ -13,6 +13,7 @@ from typing import Any
 from fp8_nemo.recipe.plain import to_json
 
 GENERATION = "policy.generation"
+COLOCATED = f"{GENERATION}.colocated"
 VLLM = f"{GENERATION}.vllm_cfg"
 VLLM_KWARGS = f"{GENERATION}.vllm_kwargs"
 MEGATRON = "policy.megatron_cfg"
@@ -82,6 +83,9 @@ OURS = {
     f"{VLLM}.expert_parallel_size": "model.parallel.rollout_expert",
     "cluster.num_nodes": "cluster.nodes",
     "cluster.gpus_per_node": "cluster.gpus_per_node",
+    f"{COLOCATED}.enabled": "cluster.rollout_gpus",
+    f"{COLOCATED}.resources.gpus_per_node": "cluster.rollout_gpus",
+    f"{COLOCATED}.resources.num_nodes": "cluster.rollout_gpus",
     "loss_fn.use_importance_sampling_correction": "correction",
     "loss_fn.truncated_importance_sampling_type": "correction",
     "loss_fn.truncated_importance_sampling_ratio": "correction.truncate or correction.high",
@@ -149,7 +153,6 @@ PINNED: dict[str, tuple[Any, str]] = {
     ),
     f"{VLLM}.async_engine": (False, "not supported yet; NeMo RL refuses it under FP8 KV"),
     f"{VLLM}.logprobs_mode": ("processed_logprobs", "others are not those it sampled from"),
-    f"{GENERATION}.colocated.enabled": (True, "not supported yet"),
     f"{GENERATION}.backend": ("vllm", "the only engine whose FP8 path is driven here"),
     f"{GENERATION}.top_p": (1.0, f"not supported yet, {_FILTER}"),
     f"{GENERATION}.top_k": (None, f"not supported yet, {_FILTER}"),

@@ -75,9 +75,19 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
 
 def _of_gpus(settled: Settled) -> Iterator[Limit]:
     """Yield the limits of how the GPUs are shared out."""
-    recipe, all_gpus = settled.recipe, settled.gpus
+    recipe, cluster = settled.recipe, settled.recipe.cluster
     at, shape = settled.layout, recipe.model.shape
-    copy, stage = at.copy, all_gpus // at.pipeline  # in GPUs
+    train, rollout = settled.train_gpus, settled.rollout_gpus
+    copy, stage = at.copy, train // at.pipeline  # in GPUs
+    apart = "" if settled.shares_gpus else "cluster.rollout_gpus"
+    yield Limit(
+        "cluster.rollout_gpus",
+        cluster.rollout_gpus,
+        cluster.nodes > 1 and cluster.rollout_gpus % cluster.gpus_per_node != 0,
+        f"must be whole nodes of {cluster.gpus_per_node} with cluster.nodes={cluster.nodes}",
+        SEAMS["whole-nodes"].path,
+        f"set {cluster.gpus_per_node} or a multiple, or cluster.nodes=1",
+    )
     yield Limit(
         "model.parallel.pipeline",
         at.pipeline,
@@ -87,21 +97,21 @@ def _of_gpus(settled: Settled) -> Iterator[Limit]:
         "use model.parallel.tensor instead",
     )
     yield Limit(
-        "cluster.nodes x cluster.gpus_per_node",
-        all_gpus,
-        all_gpus % copy != 0,
+        " - ".join(filter(None, ("cluster.nodes x cluster.gpus_per_node", apart))),
+        train,
+        train % copy != 0,
         f"must be a multiple of tensor x pipeline x context = {copy}",
         SEAMS["gpus-per-copy"].path,
         "change cluster.nodes, cluster.gpus_per_node or model.parallel",
     )
-    yield _divides(at, "rollout_tensor", all_gpus, "the GPUs", SEAMS["engine-ranks"].path)
+    yield _divides(at, "rollout_tensor", rollout, apart or "the GPUs", SEAMS["engine-ranks"].path)
     yield Limit(
         "model.parallel.rollout_expert",
         at.rollout_expert,
         at.rollout_expert != 1
-        and (at.rollout_expert % at.rollout_tensor != 0 or all_gpus % at.rollout_expert != 0),
-        f"must be 1, or a multiple of rollout_tensor={at.rollout_tensor} that divides the GPUs, "
-        f"{all_gpus}",
+        and (at.rollout_expert % at.rollout_tensor != 0 or rollout % at.rollout_expert != 0),
+        f"must be 1, or a multiple of rollout_tensor={at.rollout_tensor} that divides "
+        f"{apart or 'the GPUs'}, {rollout}",
         SEAMS["expert-ranks"].path,
     )
     yield Limit(

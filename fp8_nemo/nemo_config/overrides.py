@@ -17,6 +17,7 @@ from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import (
     ABSENT,
     BUFFER,
+    COLOCATED,
     GENERATION,
     LONGEST,
     MEGATRON,
@@ -131,8 +132,8 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
         **_rollout(settled),
         **_train(settled),
         **_parallel(settled),
+        **_placement(settled),
         **_lengths(settled),
-        **({KEEPS_OPTIMIZER: False} if settled.layout.keeps_optimizer else {}),
         **_data(recipe),
         **reward_keys(recipe.data),
         **_records(recipe),
@@ -381,6 +382,20 @@ def _parallel(settled: Settled) -> dict[str, Any]:
         f"{VLLM}.expert_parallel_size": parallel.rollout_expert,
         "cluster.num_nodes": recipe.cluster.nodes,
         "cluster.gpus_per_node": recipe.cluster.gpus_per_node,
+    }
+
+
+def _placement(settled: Settled) -> dict[str, Any]:
+    """Say which GPUs sample: those that train, in turn, or some of their own, or whole nodes."""
+    cluster = settled.recipe.cluster
+    if settled.shares_gpus:
+        kept = {KEEPS_OPTIMIZER: False} if settled.layout.keeps_optimizer else {}
+        return {f"{COLOCATED}.enabled": True, **kept}
+    each = cluster.rollout_gpus if cluster.nodes == 1 else cluster.gpus_per_node
+    return {
+        f"{COLOCATED}.enabled": False,
+        f"{COLOCATED}.resources.num_nodes": cluster.rollout_gpus // each,
+        f"{COLOCATED}.resources.gpus_per_node": each,
     }
 
 

@@ -79,6 +79,10 @@ SEAMS = {
         MAIN, f"{POLICY}/lm_policy.py", (212,), '== config["logprob_batch_size"]',
         "one micro-batch size for both passes at TP 4 and more",
     ),
+    "whole-nodes": Seam(
+        MAIN, GRPO, (904,), 'inference_gpus_per_node == cluster_config["gpus_per_node"]',
+        "with several nodes, engines apart from the trainer take whole nodes",
+    ),
     "gpus-per-copy": Seam(
         MAIN, f"{POLICY}/lm_policy.py", (226, 235), "raise ValueError(",
         "tensor x pipeline x context must divide the GPUs",

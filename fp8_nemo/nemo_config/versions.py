@@ -183,7 +183,7 @@ def _without_fp8_kv(settled: Settled, has: bool) -> Limit:
     return Limit(
         "precision.rollout_kv",
         precision.rollout_kv,
-        has and precision.cache.is_quantized,
+        has and precision.cache.is_quantized and settled.shares_gpus,
         "this NeMo RL drops the KV scales on the way to the engine, which runs with 1.0",
         f"v0.7.0: {SEAMS['drops-kv-scales'].path}",
         f"{LATER}precision.rollout_kv=bf16",
@@ -243,7 +243,7 @@ def _without_kept_optimizer(settled: Settled, has: bool) -> Limit:
     return Limit(
         "nemo.policy.offload_optimizer_for_refit",
         not settled.layout.keeps_optimizer,
-        has and settled.layout.keeps_optimizer,
+        has and settled.layout.keeps_optimizer and settled.shares_gpus,
         "this NeMo RL always moves the optimizer to the host",
         "v0.7.0: nemo_rl/models/policy/workers/megatron_policy_worker.py, offload_before_refit",
         f"{LATER}leave it out",

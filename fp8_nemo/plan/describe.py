@@ -111,7 +111,8 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     memory = memory_per_gpu(settled)
     phase = memory.worst
     needs = f"{phase} needs {memory.needed_gib(phase):.0f} of {memory.gpu_gib:.0f} GiB"
-    gpus = f"each of {settled.gpus} {gpu}" if settled.gpus > 1 else f"one {gpu}"
+    many = settled.rollout_gpus if phase == "rollout" else settled.train_gpus
+    gpus = f"each of {many} {gpu}" if many > 1 else f"one {gpu}"
     here = step_seconds(settled)
     seconds = f"{here.total:.0f} s by estimate{_phases(here)}"
     return [
@@ -265,16 +266,21 @@ def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
 
 def _layout_text(settled: Settled, layout: Layout) -> str:
     """Return how the GPUs are used, training first, as one text."""
-    data = max(1, settled.gpus // layout.copy)
+    settled = replace(settled, layout=layout)
+    does = (
+        ""
+        if settled.shares_gpus
+        else f", {settled.train_gpus} train, {settled.rollout_gpus} sample"
+    )
     kept = f"optimizer {'kept on the GPU' if layout.keeps_optimizer else 'moved to the host'}"
     again = "recompute" if layout.recompute else "no recompute"
     cache = "" if layout.kv_cache_gib is None else f", KV cache {layout.kv_cache_gib:.0f} GiB"
     return (
-        f"{settled.gpus} GPUs. Train: TP {layout.tensor}, PP {layout.pipeline}, "
-        f"CP {layout.context}, EP {layout.expert}, DP {data}, micro-batches of "
+        f"{settled.gpus} GPUs{does}. Train: TP {layout.tensor}, PP {layout.pipeline}, "
+        f"CP {layout.context}, EP {layout.expert}, DP {settled.data_parallel}, micro-batches of "
         f"{layout.micro_batch * settled.sequence_tokens:,} tokens, logprobs of "
         f"{layout.logprob_batch * settled.sequence_tokens:,}, {again}, {kept}. Rollout: "
-        f"{settled.gpus // layout.rollout_tensor} engines, TP {layout.rollout_tensor}, "
+        f"{settled.engines} engines, TP {layout.rollout_tensor}, "
         f"EP {layout.rollout_expert}{cache}"
     )
 

@@ -93,7 +93,8 @@ def _candidates(settled: Settled, host: Host) -> Iterator[Layout]:
     ranks = [each if key in open_keys else (getattr(given, key),) for key, each in RANKS.items()]
     own, kept = settled.own, recipe.model.memory.optimizer
     keeps = [given.keeps_optimizer]
-    if kept is None and KEEPS_OPTIMIZER not in own and OPTIMIZER_ALWAYS_MOVED not in host.defects:
+    is_open = settled.shares_gpus and kept is None
+    if is_open and KEEPS_OPTIMIZER not in own and OPTIMIZER_ALWAYS_MOVED not in host.defects:
         keeps = [True, False]
     recompute = [False, True] if "recompute" in open_keys else [given.recompute]
     chunks = [given.logits_chunk] if LOGITS_CHUNK in own else [0, CHUNK]

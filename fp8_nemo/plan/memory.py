@@ -24,7 +24,11 @@ GIB = 2**30
 GPU_GIB = {"h100": 79.6, "h200": 140.4, "b200": 179.1}
 """Memory of one GPU as nvidia-smi reports it: 81559, 143771, 183359 MiB."""
 ALLOWANCE_GIB = 6.0
-"""CUDA and NCCL of two processes, a sleeping engine's graphs, fragmentation."""
+"""CUDA and NCCL of two processes, a sleeping engine's graphs, fragmentation. A GPU that trains or
+samples alone has one process, and the same reserve: its own was not measured."""
+PACKET, LARGEST_PACKET_GIB = 0.02, 5.0
+"""Share of a GPU's memory that a refit over NCCL packs at a time, and the most of it; two such
+packets are under way (NeMo RL main 7ea279a, packed_tensor.py)."""
 HEADROOM = 0.1
 WHOLE_LOGIT = 14
 """Bytes of one logit while a loss or a logprob pass works on all of a micro-batch's: in BF16, and
@@ -172,7 +176,22 @@ class MemoryByPhase:
 
 
 def memory_per_gpu(settled: Settled) -> MemoryByPhase:
-    """Add up what each phase of a step needs on one GPU, colocated as NeMo RL does it.
+    """Add up what each phase of a step needs on one GPU.
+
+    Where GPUs sample alone, the phase `rollout` is on one of those, the others on one that trains.
+    """
+    engine = _engine_weights(settled)
+    cache = GPU_GIB[settled.recipe.cluster.gpu] * GIB * settled.recipe.model.memory.rollout_share
+    cache = max(0.0, cache - engine)
+    if settled.layout.kv_cache_gib is not None:
+        cache = settled.layout.kv_cache_gib * GIB
+    sampler = {"engine": engine, "KV cache": cache}
+    phases = _shared(settled, sampler) if settled.shares_gpus else _apart(settled, sampler)
+    return MemoryByPhase(phases, GPU_GIB[settled.recipe.cluster.gpu])
+
+
+def _shared(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Return the parts in bytes of each phase on a GPU that trains and samples in turn.
 
     Training: BF16 weights and gradients, the distributed optimizer's FP32 master and two moments
     (with the precision-aware optimizer the master is BF16 and 16 bits of remainder), FP8 copies of
@@ -192,36 +211,63 @@ def memory_per_gpu(settled: Settled) -> MemoryByPhase:
     of Megatron's, so NeMo RL moves them nowhere: they stay beside the engine (seams moves-buffers,
     frozen-without-buffer).
     """
-    recipe, layout, own = settled.recipe, settled.layout, _held(settled)
+    layout, own = settled.layout, _held(settled)
     kept, allowance = _kept(settled, own), ALLOWANCE_GIB * GIB
     logits = _logits(settled, layout.logprob_batch, 2)
     logprob = {"weights": 2 * own.held, "logits": logits, **kept, "allowance": allowance}
-    engine = _engine_weights(settled)
-    cache = GPU_GIB[recipe.cluster.gpu] * GIB * recipe.model.memory.rollout_share - engine
-    if layout.kv_cache_gib is not None:
-        cache = layout.kv_cache_gib * GIB
     holes = 2 * own.trained if any(kept.values()) else 0.0
     kept |= {"holes": holes, "allowance": allowance}
-    added = adapters(recipe.model.shape, recipe.lora)
-    merging = MERGED_BYTES * max((each.largest for each in added), default=0)
+    engine, merging = sampler["engine"], _merging(settled)
     refit = {"trainer": 2 * own.held, "merging": merging, "engine": engine, **kept}
-    frozen = 2 * (own.held - own.trained)
-    rollout = {"engine": engine, "KV cache": max(0.0, cache), "frozen weights": frozen, **kept}
+    rollout = {**sampler, "frozen weights": 2 * (own.held - own.trained), **kept}
     train = _training(settled, own)
-    phases = {"train": train, "logprob": logprob, "refit": refit, "rollout": rollout}
-    return MemoryByPhase(phases, GPU_GIB[recipe.cluster.gpu])
+    return {"train": train, "logprob": logprob, "refit": refit, "rollout": rollout}
 
 
-def _training(settled: Settled, own: Held) -> dict[str, float]:
-    """Return the parts in bytes of a backward pass, or of an update where that needs more."""
+def _apart(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Return the parts in bytes of the phases on a GPU that trains, and on one that samples.
+
+    NeMo RL moves nothing to the host here. The logprob pass gives the gradients' memory back, and a
+    refit mostly follows an update, with gradients there. The sender holds each packet twice: in
+    pieces, and packed.
+    """
+    recipe, layout, own = settled.recipe, settled.layout, _held(settled)
+    counts = count(recipe.model.shape, recipe.precision)
+    sent = counts.refit_bytes if recipe.glue.sends_fp8 else counts.refit_bytes_bf16
+    gpu = GPU_GIB[recipe.cluster.gpu]
+    packets = 2 * min(PACKET * gpu, LARGEST_PACKET_GIB) * GIB
+    received = min(sent, packets)
+    trainer, logits = _trainer(settled, own), _logits(settled, layout.logprob_batch, 2)
+    trainer["their gradients"] = _kept(settled, own)["their gradients"]
+    logprob = trainer | {"gradients": 0.0, "logits": logits}
+    refit = trainer | {"merging": _merging(settled), "packets": 2 * received}
+    rollout = {**sampler, "packets": received, "allowance": ALLOWANCE_GIB * GIB}
+    train = _training(settled, own)
+    return {"train": train, "logprob": logprob, "refit": refit, "rollout": rollout}
+
+
+def _merging(settled: Settled) -> float:
+    """Return the bytes in which a refit adds an adapter to its weight."""
+    added = adapters(settled.recipe.model.shape, settled.recipe.lora)
+    return MERGED_BYTES * max((each.largest for each in added), default=0)
+
+
+def _trainer(settled: Settled, own: Held) -> dict[str, float]:
+    """Return the parts in bytes of a trainer that has everything on its GPU, between passes."""
     fp8 = settled.recipe.precision.train.is_quantized
-    trainer = {
+    return {
         "weights": 2 * own.held,
         "gradients": 2 * own.trained,
         "optimizer": (12 if fp8 else 10) * own.spread,
         "FP8 copies": 2 * own.held * own.quantized if fp8 else 0.0,
         "allowance": ALLOWANCE_GIB * GIB,
     }
+
+
+def _training(settled: Settled, own: Held) -> dict[str, float]:
+    """Return the parts in bytes of a backward pass, or of an update where that needs more."""
+    fp8 = settled.recipe.precision.train.is_quantized
+    trainer = _trainer(settled, own)
     backward = trainer | {
         "activations": _activations(settled),
         "logits": _logits(settled, settled.layout.micro_batch, 4),
@@ -245,8 +291,10 @@ def host_gib(settled: Settled) -> float:
     """Estimate the host memory in GiB that a step page-locks on one node.
 
     It holds the trained weights and moments of every GPU's trainer, and the engine's weights, which
-    vLLM keeps there while it sleeps.
+    vLLM keeps there while it sleeps. Where GPUs sample alone nothing moves, and no engine sleeps.
     """
+    if not settled.shares_gpus:
+        return 0.0
     each = 2 * _held(settled).trained + moved_bytes(settled) + _engine_weights(settled)
     return settled.recipe.cluster.gpus_per_node * each / GIB
 
@@ -308,7 +356,7 @@ def _held(settled: Settled) -> Held:
 
 def _shares(settled: Settled, dense: float, expert: float) -> tuple[float, float]:
     """Return one GPU's share of parameters, and its share of their optimizer state."""
-    layout, gpus = settled.layout, settled.gpus
+    layout, gpus = settled.layout, settled.train_gpus
     ranks = layout.tensor * layout.pipeline
     held_dense, held_expert = dense / ranks, expert / (layout.expert * layout.pipeline)
     spread_dense = held_dense / max(1, gpus // ranks)

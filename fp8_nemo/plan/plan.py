@@ -309,6 +309,9 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             "backend=local has no adapters of experts",
             "choose lora=attention, or run it with backend=nemo",
         )
+    if recipe.cluster.rollout_gpus:
+        text = "backend=local trains and samples on one device"
+        yield Mistake("cluster.rollout_gpus", recipe.cluster.rollout_gpus, text, "set 0")
     for key, value in leaves(recipe.nemo).items():
         yield Mistake(
             f"nemo.{key}",

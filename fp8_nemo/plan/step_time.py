@@ -78,7 +78,8 @@ DOUBLED = 1.15
 """Assumed factor on the rollout for each doubling of an engine's GPUs. None was measured: NeMo RL
 runs such engines by Ray's executor, and they lack vLLM's second model runner."""
 REFIT_REST = 0.6
-"""Seconds of a refit beside its transfer (benchmarks/results/glue-8b-h200.json)."""
+"""Seconds of a refit beside its transfer, in which trainer and engine change places on a GPU
+(benchmarks/results/glue-8b-h200.json). Between GPUs nothing waits but for the bytes on NVLink."""
 
 
 class StepSeconds(NamedTuple):
@@ -126,6 +127,7 @@ def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSecond
     shape, gpu = recipe.model.shape, recipe.cluster.gpu
     wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
     transfer = refit_seconds(shape, wire, gpu, fitted_for(recipe.model).refit or 0.0)
+    rest = REFIT_REST if settled.shares_gpus else count(shape, wire).refit_bytes / NVLINK
     if recipe.lora.is_on:
         transfer += MERGE_BYTES * count(shape, wire).parameters / GPU_SPEED[gpu].reached().weights
     passes = 2 if settled.kl_penalty else 1
@@ -133,7 +135,7 @@ def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSecond
         rollout=rollout_seconds(settled, lengths),
         logprob=passes * _passes(settled, lengths, settled.layout.logprob_batch, trains=False),
         train=_passes(settled, lengths, settled.layout.micro_batch, trains=True),
-        refit=transfer + REFIT_REST,
+        refit=transfer + rest,
         optimizer=_optimizer_seconds(settled),
     )
 
@@ -142,9 +144,10 @@ def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
     """Estimate the sampling of all of a step's answers, every engine at work."""
     tokens = lengths.answer
     decode = decode_of_engine(settled, lengths.prompt + tokens / 2)
-    engines = settled.gpus // settled.layout.rollout_tensor
     slower = DOUBLED ** math.log2(settled.layout.rollout_tensor)
-    return slower * settled.sequences_per_batch / engines * tokens / decode.tokens_per_second
+    return (
+        slower * settled.sequences_per_batch / settled.engines * tokens / decode.tokens_per_second
+    )
 
 
 def layer_work(shape: Shape) -> LayerWork:

@@ -422,6 +422,13 @@ def _env_mistakes(words: list[str]) -> Iterator[Mistake]:
             yield Mistake("cluster.env", word, text, "as cluster.env=[WANDB_API_KEY]")
 
 
+def _rollout_gpus_mistakes(cluster: Cluster) -> Iterator[Mistake]:
+    every = cluster.nodes * cluster.gpus_per_node
+    if cluster.rollout_gpus >= every:
+        text = f"leaves none of {every} to train on"
+        yield Mistake("cluster.rollout_gpus", cluster.rollout_gpus, text, "lower it, or set 0")
+
+
 def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     if cluster.enter and "{image}" not in " ".join(cluster.enter):
         yield Mistake(
@@ -466,6 +473,7 @@ def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
         elif said := _ours(option):
             yield Mistake("cluster.extra", option, *said)
     yield from _env_mistakes(cluster.env)
+    yield from _rollout_gpus_mistakes(cluster)
     for mount in cluster.mounts:
         if not isinstance(mount, str) or not mount.startswith("/") or "," in mount:
             yield Mistake("cluster.mounts", mount, "must be an absolute folder, or /from:/to")

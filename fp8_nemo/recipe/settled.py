@@ -65,8 +65,9 @@ class Layout(NamedTuple):
     logprob_batch: int = 1
     """The same of a logprob pass."""
     keeps_optimizer: bool = False
-    """Adam's state stays on the GPU. Else it goes to the host before every refit and back before
-    training: the moments, and the masters where they are the precision-aware optimizer's."""
+    """Adam's state stays on the GPU, always where engines have GPUs of their own. Else it goes to
+    the host before every refit and back before training: the moments, and the masters where they
+    are the precision-aware optimizer's."""
     kv_cache_gib: float | None = None
     logits_chunk: int = 0
     """Tokens whose logits become FP32 at a time; 0: all of a micro-batch's."""
@@ -114,9 +115,29 @@ class Settled:
         return self.recipe.cluster.nodes * self.recipe.cluster.gpus_per_node
 
     @property
+    def shares_gpus(self) -> bool:
+        """Return whether every GPU trains and samples, in turn."""
+        return not self.recipe.cluster.rollout_gpus
+
+    @property
+    def train_gpus(self) -> int:
+        """Return the GPUs that train."""
+        return self.gpus - self.recipe.cluster.rollout_gpus
+
+    @property
+    def rollout_gpus(self) -> int:
+        """Return the GPUs that sample."""
+        return self.recipe.cluster.rollout_gpus or self.gpus
+
+    @property
     def data_parallel(self) -> int:
         """Return the copies of the policy that train side by side; at least 1."""
-        return max(1, self.gpus // self.layout.copy)
+        return max(1, self.train_gpus // self.layout.copy)
+
+    @property
+    def engines(self) -> int:
+        """Return the engines that sample side by side; at least 1."""
+        return max(1, self.rollout_gpus // self.layout.rollout_tensor)
 
     @property
     def sequences_per_step(self) -> int:
@@ -136,7 +157,7 @@ class Settled:
     @property
     def sequences_per_engine(self) -> int:
         """Sequences of one batch that one engine samples, at most."""
-        return math.ceil(self.sequences_per_batch * self.layout.rollout_tensor / self.gpus)
+        return math.ceil(self.sequences_per_batch * self.layout.rollout_tensor / self.rollout_gpus)
 
     @property
     def sequences_per_update(self) -> int:
@@ -220,7 +241,8 @@ def _given_layout(recipe: Recipe, base: Base, own: Mapping[str, Any]) -> Layout:
         recompute=bool(memory.recompute),
         micro_batch=micro_batch,
         logprob_batch=_number(own, LOGPROB_BATCH, memory.logprob_batch or micro_batch),
-        keeps_optimizer=not own.get(KEEPS_OPTIMIZER, memory.optimizer != "keep"),
+        keeps_optimizer=recipe.cluster.rollout_gpus > 0
+        or not own.get(KEEPS_OPTIMIZER, memory.optimizer != "keep"),
         kv_cache_gib=memory.kv_cache_gib,
         logits_chunk=_number(own, LOGITS_CHUNK, 0),
     )

@@ -109,11 +109,16 @@ def read_plan(run_dir: Path) -> Plan:
 def layout_of(plan: Plan) -> Layout | None:
     """Return the layout with which a run was first submitted; None if it was not, or gave its own.
 
+    One for GPUs that train and sample says nothing of GPUs that do one of the two.
+
     Raises:
         RunDirError: its plan cannot be read.
     """
     path = run_path(plan)
-    return read_plan(path).layout if _exists(path / PLAN) else None
+    if not _exists(path / PLAN):
+        return None
+    first = read_plan(path)
+    return first.layout if first.settled.shares_gpus == plan.settled.shares_gpus else None
 
 
 def state_of(plan: Plan, steps: int) -> State:
