@@ -2,7 +2,7 @@
 
 python -m benchmarks.glue.compare --outputs outputs --out FILE.json
     [--parts refit,mismatch,ranges,bytes,faults]
-    [--non-colocated] -- model=small-llama model.path=DIR precision=fp8-kv-attn
+    -- model=small-llama model.path=DIR precision=fp8-kv-attn [cluster.rollout_gpus=1]
 
 Sets NeMo RL up once for the cell that is named, and then changes nothing but the glue: policy and
 vLLM workers are told another recipe, and NeMo RL's handshake runs again. So stock and ours share
@@ -722,17 +722,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence, for ranges")
     parser.add_argument("--sequences", type=int, default=512, help="for ranges")
     parser.add_argument("--buffers", default="0.3", help="shares of free memory, for refit")
-    parser.add_argument("--non-colocated", action="store_true", help="one GPU for the engine")
     parser.add_argument(
         "--anyway", action="store_true", help="with an engine that is not the plan's"
     )
     parser.add_argument("--after", type=Path, help="a file to wait for, set up")
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo")
     options = parser.parse_args()
-    if options.non_colocated and "," in options.buffers:
-        parser.error("--buffers: NeMo RL shares memory in a colocated refit alone")
     cell = ["backend=nemo", f"outputs={options.outputs}", *options.arguments]
     [plan] = compose_plans(cell, host_of)
+    colocated = plan.settled.shares_gpus
+    if "," in options.buffers and not colocated:
+        parser.error("--buffers: NeMo RL shares memory in a colocated refit alone")
     model, trained = plan.recipe.model, plan.recipe.precision.train_linear
     layout = plan.settled.layout
     whole = layout.tensor == layout.pipeline == 1 and not model.shape.experts
@@ -741,15 +741,11 @@ def main() -> None:
     [frozen] = run_dir.freeze([plan])
     root = root_of(plan.recipe)
     assert root
-    more: dict[str, Any] = {}
-    if options.non_colocated:
-        at = "policy.generation.colocated"
-        more = {f"{at}.enabled": False, f"{at}.resources.gpus_per_node": 1}
     (frozen.path / "log").mkdir(exist_ok=True)
     driver.prepare(plan, root)
     problems = load_problems(plan.recipe.data, plan.recipe.seed)
     write_problems(run_dir.data_dir(frozen.path), problems)
-    content: dict[str, Any] = {"colocated": not options.non_colocated}
+    content: dict[str, Any] = {"colocated": colocated}
 
     def keep(name: str, found: Any) -> None:
         content[name] = found
@@ -760,12 +756,12 @@ def main() -> None:
             _check_and_note, session.check_engine, partial(keep, "engine")
         )
     start = time.perf_counter()
-    with driver.own_ray(), session.opened(plan, frozen.path, root, more) as parts:
+    with driver.own_ray(), session.opened(plan, frozen.path, root) as parts:
         content["set-up seconds"] = time.perf_counter() - start
         print("set up", content["set-up seconds"], flush=True)
         while options.after and not options.after.exists():
             time.sleep(0.5)
-        bench = Bench(parts, plan.recipe, not options.non_colocated)
+        bench = Bench(parts, plan.recipe, colocated)
         work: dict[str, Callable[[], Any]] = {
             "refit": lambda: refits(
                 bench, options.repetitions, options.buffers.split(","), partial(keep, "refit")

@@ -60,23 +60,20 @@ class Session(NamedTuple):
 
 
 @contextmanager
-def opened(
-    plan: Plan, path: Path, root: Path, more: dict[str, Any] | None = None
-) -> Iterator[Session]:
+def opened(plan: Plan, path: Path, root: Path) -> Iterator[Session]:
     """Set up NeMo RL for a plan, check its engine, measure first KV scales; shut down at the end.
 
     Args:
         plan: of the run.
         path: the run directory; `log/engine.json` will hold the engine's dtypes.
         root: NeMo RL's checkout.
-        more: NeMo RL's keys on top of the plan's, for benchmarks of what no plan can ask for.
 
     Raises:
         EngineError: the engine's FP8 weights are not the plan's, a worker lacks our receiver, or
             vLLM failed to go to sleep or wake up.
         RefitError: a refit failed; it names every tensor that the receivers found wrong.
     """
-    parts = _set_up(plan, path, root, more or {})
+    parts = _set_up(plan, path, root)
     try:
         with failed_tensors_named(lambda: refit_problems(parts.generation)):
             _prove_engine(parts, plan, path / "log" / "engine.json")
@@ -119,7 +116,7 @@ def run_grpo(parts: Session, logger: Any) -> None:
         grpo_train(*parts._replace(logger=logger))
 
 
-def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session:
+def _set_up(plan: Plan, path: Path, root: Path) -> Session:
     """Make the calls of NeMo RL's `main` up to training, in its order (run_grpo.py, 7ea279a)."""
     assert plan.nemo
     from nemo_rl.algorithms.grpo import MasterConfig, setup
@@ -134,7 +131,7 @@ def _set_up(plan: Plan, path: Path, root: Path, more: dict[str, Any]) -> Session
 
     if plan.recipe.cluster.interpreter == "system":
         _use_one_interpreter()
-    written = plan.nemo.overrides | path_overrides(plan.recipe, path, root) | more
+    written = plan.nemo.overrides | path_overrides(plan.recipe, path, root)
     config = MasterConfig(**config_of(root, plan.nemo.base_config, written))
     config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
     with own_code_first():

@@ -14,7 +14,7 @@ from fp8_nemo.plan.memory import HEADROOM, MemoryByPhase, adapters, memory_per_g
 from fp8_nemo.recipe.checks import SBATCH_KEYS
 from fp8_nemo.recipe.options import Recalibrate, Recipe
 from fp8_nemo.recipe.problems import longest_answer, shared_problems
-from fp8_nemo.recipe.settled import PROMPT, SHARE, Settled
+from fp8_nemo.recipe.settled import KEEPS_OPTIMIZER, PROMPT, SHARE, Settled
 
 WITHOUT_KL = ("dapo", "cispo", "gspo")
 """Algorithms whose recipes in NeMo RL set the KL penalty to 0."""
@@ -48,6 +48,14 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
         yield f"correction: NeMo RL has no {name}, it multiplies the advantages"
     if recipe.glue.transfer == "fp8" and not recipe.glue.sends_fp8:
         yield "glue.transfer: no effect, with glue.quantize=stock NeMo RL's receiver quantizes"
+    if not settled.shares_gpus:
+        yield (
+            f"cluster.rollout_gpus: {settled.rollout_gpus} GPUs sample while {settled.train_gpus} "
+            "wait, and the other way round: NeMo RL's synchronous step takes one phase after the "
+            "other"
+        )
+        if recipe.model.memory.optimizer == "move" or KEEPS_OPTIMIZER in settled.own:
+            yield "model.memory.optimizer: no effect, it stays where engines have their own GPUs"
     yield from _algorithm_notes(settled)
     yield from _lora_notes(settled)
     yield from _slow_experts(recipe)

@@ -261,6 +261,19 @@ FORBIDDEN = [
         "cluster.nodes x cluster.gpus_per_node=5: must be a multiple of tensor x pipeline",
     ),
     (
+        ["model=llama31-8b", "cluster.nodes=2", "cluster.rollout_gpus=4"],
+        "cluster.rollout_gpus=4: must be whole nodes of 8 with cluster.nodes=2 "
+        "(nemo_rl/algorithms/grpo.py:904); set 8 or a multiple, or cluster.nodes=1",
+    ),
+    (
+        ["model=llama31-8b", "cluster.rollout_gpus=4", "model.parallel.rollout_tensor=8"],
+        "model.parallel.rollout_tensor=8: must divide cluster.rollout_gpus, 4",
+    ),
+    (
+        ["model=llama31-8b", "cluster.rollout_gpus=3", "model.parallel.tensor=2"],
+        "cluster.nodes x cluster.gpus_per_node - cluster.rollout_gpus=5: must be a multiple of",
+    ),
+    (
         ["model=llama31-8b", "model.parallel.rollout_tensor=3"],
         "model.parallel.rollout_tensor=3: must divide the GPUs, 8",
     ),
@@ -657,7 +670,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 44
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 45
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]
