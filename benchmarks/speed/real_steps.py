@@ -70,7 +70,7 @@ def mfu(settled: Settled, lengths: Lengths, seconds: float, *, trains: bool = Tr
     linear = ways[0] * (shape.layers * (work.quantized + work.other) + work.end)
     attention = ways[1] * shape.layers * attention_work(shape, lengths)
     tokens = settled.sequences_per_step * lengths.sequence
-    flops = tokens * (linear + attention) / settled.gpus
+    flops = tokens * (linear + attention) / settled.train_gpus
     return flops / seconds / GPU_SPEED[settled.recipe.cluster.gpu].bf16
 
 

@@ -97,7 +97,7 @@ def load_of(plan: Plan, prompt: float, response: float | None) -> Load:
 def rollout(settled: Settled, load: Load, files: Files) -> Found:
     """Return the seconds of all engines at work, each with its share of the sequences."""
     recipe, tensor = settled.recipe, settled.layout.rollout_tensor
-    batch = settled.sequences_per_step / (settled.gpus // tensor)
+    batch = settled.sequences_per_step / settled.engines
     context = load.prompt + load.response / 2
     name = ROLLOUT[recipe.precision.name]
     near = [
@@ -226,20 +226,23 @@ def recalibrate(settled: Settled, load: Load, files: Files) -> Found:
         return Found(0.0, "none: BF16 cache")
     content, file = _glue(recipe, files, "ranges", [recipe.precision.name, "fp8-kv-attn"])
     measured = content["tokens"] / int(_word(files[file], "cluster.gpus_per_node") or 1)
-    ours = settled.sequences_per_step * (load.prompt + load.response) / settled.gpus
+    ours = settled.sequences_per_step * (load.prompt + load.response) / settled.train_gpus
     return Found(max(0.0, content["overhead"]) * ours / measured, file)
 
 
 def _glue(
     recipe: Recipe, files: Files, part: str, precisions: Sequence[str]
 ) -> tuple[dict[str, Any], str]:
-    """Return the first of these precisions that was measured on this model, colocated."""
+    """Return the first of these precisions that was measured on this model.
+
+    A refit's GPUs are shared, or not, as the recipe's are; other parts are of shared ones.
+    """
     model, precision = recipe.model.name, recipe.precision.name
-    found = {}
+    shared, found = part != "refit" or not recipe.cluster.rollout_gpus, {}
     for file, content in files.items():
         layers = int(_word(content, "model.shape.layers") or whole(recipe))
         alike = _word(content, "model") == model and layers == recipe.model.shape.layers
-        if alike and content.get(part) and content.get("colocated", True):
+        if alike and content.get(part) and content.get("colocated", True) == shared:
             found.setdefault(_word(content, "precision"), (content[part], file))
     for name in precisions:
         if name in found:
@@ -247,7 +250,7 @@ def _glue(
     raise Missing(
         f"{part} of {model} in {precision}: python -m benchmarks.glue.compare --outputs outputs "
         f"--out FILE --parts {part} -- model={model} precision={precision} "
-        "cluster.gpus_per_node=1 ..."
+        f"cluster.gpus_per_node={'1' if shared else '2 cluster.rollout_gpus=1'} ..."
     )
 
 

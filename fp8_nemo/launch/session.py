@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,12 +148,12 @@ def _set_up(plan: Plan, path: Path, root: Path) -> Session:
         tokenizer, config.data, config.env
     )
     settings = settings_of(plan.recipe)
+    engine_start = one_engine_start(engine_first=plan.settled.shares_gpus)
     ours = our_generation_worker() if settings.glue.has_receiver else nullcontext()
-    with ours, one_conversion(Path(os.environ[CONVERSIONS])), one_engine_start() as engine_is_up:
+    with ours, one_conversion(Path(os.environ[CONVERSIONS])), engine_start as engine_is_up:
 
         def policy_after_engine(**arguments: Any) -> WatchedPolicy:
-            if plan.settled.shares_gpus:  # else `setup` makes both at once
-                engine_is_up()
+            engine_is_up()
             return WatchedPolicy(settings, **arguments)
 
         made = setup(config, tokenizer, dataset, validation, policy_factory=policy_after_engine)
@@ -221,15 +222,18 @@ def _shut_down(parts: Session) -> None:
 
 
 @contextmanager
-def one_engine_start() -> Iterator[Callable[[], None]]:
+def one_engine_start(*, engine_first: bool) -> Iterator[Callable[[], None]]:
     """Let runs on one machine start their engines one after the other; yield what ends a start.
+
+    NeMo RL makes a policy after its engine where they share GPUs, so an engine is up when a policy
+    is asked for. Else it makes both at once, and a start ends with the block alone.
 
     vLLM chooses the first free port from 7000 on (seam engine-port), seconds before it binds it:
     runs that start together would choose the same one (`EADDRINUSE`).
     """
     with open(open_for_anyone("/tmp/fp8-nemo-engine-start.lock")) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield lambda: fcntl.flock(lock, fcntl.LOCK_UN)
+        yield partial(fcntl.flock, lock, fcntl.LOCK_UN) if engine_first else lambda: None
 
 
 def conversion_dir(recipe: Recipe) -> Path:

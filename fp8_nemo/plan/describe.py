@@ -37,7 +37,7 @@ from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths
 from fp8_nemo.recipe.checks import as_typed, mistakes
 from fp8_nemo.recipe.compose import compose, option_names
-from fp8_nemo.recipe.options import FORMATS, Precision
+from fp8_nemo.recipe.options import FORMATS, Precision, Recipe
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")
@@ -118,7 +118,19 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     return [
         ("fits", f"{_fit(memory)}: {needs} on {gpus}, by estimate"),
         ("step", f"{seconds}; {_against_bf16(plan, host)}"),
+        *([] if settled.shares_gpus else [("shared", _if_shared(plan, host))]),
     ]
+
+
+def _if_shared(plan: Plan, host: Host) -> str:
+    """Compare a step with one in which every GPU trains and samples, in the layout it would get."""
+    cluster = replace(plan.recipe.cluster, rollout_gpus=0)
+    shared = _settled(replace(plan.recipe, cluster=cluster), host)
+    how = "if every GPU did both by turns (cluster.rollout_gpus=0)"
+    if shared is None:
+        return f"refused {how}"
+    said = f"{step_seconds(shared).total:.0f} s, {_times(shared, plan.settled):.2f} times as fast"
+    return f"{said}, {how}; fits: {_fit(memory_per_gpu(shared))}"
 
 
 def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
@@ -161,8 +173,11 @@ def _in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
     if not plan.nemo:
         return None
     recipe = replace(plan.recipe, precision=_shipped(name))
-    if mistakes(recipe):  # LoRA excludes FP8 training
-        return None
+    return None if mistakes(recipe) else _settled(recipe, host)  # LoRA excludes FP8 training
+
+
+def _settled(recipe: Recipe, host: Host) -> Settled | None:
+    """Settle a recipe in the layout that it gets there; None if it is refused."""
     try:
         return plan_recipe(recipe, host).settled
     except PlanError:
@@ -267,20 +282,19 @@ def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
 def _layout_text(settled: Settled, layout: Layout) -> str:
     """Return how the GPUs are used, training first, as one text."""
     settled = replace(settled, layout=layout)
-    does = (
-        ""
-        if settled.shares_gpus
-        else f", {settled.train_gpus} train, {settled.rollout_gpus} sample"
-    )
+    gpus = f"{settled.gpus} GPU" if settled.gpus == 1 else f"{settled.gpus} GPUs"
+    if not settled.shares_gpus:
+        gpus += f", {settled.train_gpus} to train, {settled.rollout_gpus} to sample"
+    engines = "1 engine" if settled.engines == 1 else f"{settled.engines} engines"
     kept = f"optimizer {'kept on the GPU' if layout.keeps_optimizer else 'moved to the host'}"
     again = "recompute" if layout.recompute else "no recompute"
     cache = "" if layout.kv_cache_gib is None else f", KV cache {layout.kv_cache_gib:.0f} GiB"
     return (
-        f"{settled.gpus} GPUs{does}. Train: TP {layout.tensor}, PP {layout.pipeline}, "
+        f"{gpus}. Train: TP {layout.tensor}, PP {layout.pipeline}, "
         f"CP {layout.context}, EP {layout.expert}, DP {settled.data_parallel}, micro-batches of "
         f"{layout.micro_batch * settled.sequence_tokens:,} tokens, logprobs of "
         f"{layout.logprob_batch * settled.sequence_tokens:,}, {again}, {kept}. Rollout: "
-        f"{settled.engines} engines, TP {layout.rollout_tensor}, "
+        f"{engines}, TP {layout.rollout_tensor}, "
         f"EP {layout.rollout_expert}{cache}"
     )
 

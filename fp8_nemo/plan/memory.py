@@ -26,9 +26,9 @@ GPU_GIB = {"h100": 79.6, "h200": 140.4, "b200": 179.1}
 ALLOWANCE_GIB = 6.0
 """CUDA and NCCL of two processes, a sleeping engine's graphs, fragmentation. A GPU that trains or
 samples alone has one process, and the same reserve: its own was not measured."""
-PACKET, LARGEST_PACKET_GIB = 0.02, 5.0
-"""Share of a GPU's memory that a refit over NCCL packs at a time, and the most of it; two such
-packets are under way (NeMo RL main 7ea279a, packed_tensor.py)."""
+PACKETS = 2 * 0.02
+"""Share of a GPU's memory that the two packets under way take, where a refit goes to other GPUs
+(NeMo RL main 7ea279a, packed_tensor.py)."""
 HEADROOM = 0.1
 WHOLE_LOGIT = 14
 """Bytes of one logit while a loss or a logprob pass works on all of a micro-batch's: in BF16, and
@@ -181,13 +181,13 @@ def memory_per_gpu(settled: Settled) -> MemoryByPhase:
     Where GPUs sample alone, the phase `rollout` is on one of those, the others on one that trains.
     """
     engine = _engine_weights(settled)
-    cache = GPU_GIB[settled.recipe.cluster.gpu] * GIB * settled.recipe.model.memory.rollout_share
-    cache = max(0.0, cache - engine)
+    gpu = GPU_GIB[settled.recipe.cluster.gpu]
+    cache = max(0.0, gpu * GIB * settled.recipe.model.memory.rollout_share - engine)
     if settled.layout.kv_cache_gib is not None:
         cache = settled.layout.kv_cache_gib * GIB
     sampler = {"engine": engine, "KV cache": cache}
     phases = _shared(settled, sampler) if settled.shares_gpus else _apart(settled, sampler)
-    return MemoryByPhase(phases, GPU_GIB[settled.recipe.cluster.gpu])
+    return MemoryByPhase(phases, gpu)
 
 
 def _shared(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, float]]:
@@ -234,9 +234,7 @@ def _apart(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, f
     recipe, layout, own = settled.recipe, settled.layout, _held(settled)
     counts = count(recipe.model.shape, recipe.precision)
     sent = counts.refit_bytes if recipe.glue.sends_fp8 else counts.refit_bytes_bf16
-    gpu = GPU_GIB[recipe.cluster.gpu]
-    packets = 2 * min(PACKET * gpu, LARGEST_PACKET_GIB) * GIB
-    received = min(sent, packets)
+    received = min(sent, PACKETS * GPU_GIB[recipe.cluster.gpu] * GIB)
     trainer, logits = _trainer(settled, own), _logits(settled, layout.logprob_batch, 2)
     trainer["their gradients"] = _kept(settled, own)["their gradients"]
     logprob = trainer | {"gradients": 0.0, "logits": logits}

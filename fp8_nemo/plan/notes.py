@@ -50,9 +50,8 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
         yield "glue.transfer: no effect, with glue.quantize=stock NeMo RL's receiver quantizes"
     if not settled.shares_gpus:
         yield (
-            f"cluster.rollout_gpus: {settled.rollout_gpus} GPUs sample while {settled.train_gpus} "
-            "wait, and the other way round: NeMo RL's synchronous step takes one phase after the "
-            "other"
+            f"cluster.rollout_gpus: {settled.rollout_gpus} of {settled.gpus} GPUs sample, then the "
+            "others train: NeMo RL's synchronous step takes one phase after the other"
         )
         if recipe.model.memory.optimizer == "move" or KEEPS_OPTIMIZER in settled.own:
             yield "model.memory.optimizer: no effect, it stays where engines have their own GPUs"

@@ -223,10 +223,10 @@ def is_fitted(settled: Settled) -> bool:
 
 
 def refit_seconds(shape: Shape, precision: Precision, gpu: str, fixed: float) -> float:
-    """Estimate the seconds of a refit between two processes of one GPU.
+    """Estimate the seconds of a refit between two processes of one GPU, or of two.
 
     The trainer reads its BF16 weights and writes the wire's tensors. The engine reads those and
-    writes its own. All of this is memory traffic of the one GPU.
+    writes its own. All of this is memory traffic.
 
     Args:
         shape: of the model.

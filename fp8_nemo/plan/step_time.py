@@ -79,7 +79,11 @@ DOUBLED = 1.15
 runs such engines by Ray's executor, and they lack vLLM's second model runner."""
 REFIT_REST = 0.6
 """Seconds of a refit beside its transfer, in which trainer and engine change places on a GPU
-(benchmarks/results/glue-8b-h200.json). Between GPUs nothing waits but for the bytes on NVLink."""
+(benchmarks/results/glue-8b-h200.json)."""
+REFIT_APART = 0.208
+"""Seconds of a refit to other GPUs that its bytes do not explain: both hosts' launches, of 8B's
+tensors, with names alone compared (the row `ledger` of benchmarks/results/glue-8b-nccl-h200.json).
+"""
 
 
 class StepSeconds(NamedTuple):
@@ -126,16 +130,18 @@ def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSecond
     recipe = settled.recipe
     shape, gpu = recipe.model.shape, recipe.cluster.gpu
     wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
-    transfer = refit_seconds(shape, wire, gpu, fitted_for(recipe.model).refit or 0.0)
-    rest = REFIT_REST if settled.shares_gpus else count(shape, wire).refit_bytes / NVLINK
+    fixed = (fitted_for(recipe.model).refit or 0.0) + REFIT_REST
+    if not settled.shares_gpus:
+        fixed = REFIT_APART + count(shape, wire).refit_bytes / NVLINK
+    refit = refit_seconds(shape, wire, gpu, fixed)
     if recipe.lora.is_on:
-        transfer += MERGE_BYTES * count(shape, wire).parameters / GPU_SPEED[gpu].reached().weights
+        refit += MERGE_BYTES * count(shape, wire).parameters / GPU_SPEED[gpu].reached().weights
     passes = 2 if settled.kl_penalty else 1
     return StepSeconds(
         rollout=rollout_seconds(settled, lengths),
         logprob=passes * _passes(settled, lengths, settled.layout.logprob_batch, trains=False),
         train=_passes(settled, lengths, settled.layout.micro_batch, trains=True),
-        refit=transfer + rest,
+        refit=refit,
         optimizer=_optimizer_seconds(settled),
     )
 

@@ -42,7 +42,7 @@ EQUAL = 2.0  # points of accuracy
 WARM_UP = 1  # steps: kernels are compiled in the first
 KL_FORMAT = ".1e"
 MACHINE = ("hardware.", "versions.", "python")
-CLUSTER = ("nodes", "gpus_per_node", "gpu")
+CLUSTER = ("nodes", "gpus_per_node", "rollout_gpus", "gpu")
 CELL, BASELINE = "cell", "baseline"
 BF16 = dict.fromkeys(
     ("precision.rollout_linear", "precision.rollout_kv", "precision.train_linear"), "bf16"

@@ -1,6 +1,7 @@
 """The parts of a session that need no NeMo RL: why a run failed, one conversion at a time."""
 
 import fcntl
+import os
 import threading
 
 import pytest
@@ -35,6 +36,27 @@ def test_an_error_that_no_receiver_knows_of_stays_what_it_is():
     stopped = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt), session.failed_tensors_named(lambda: ["asked"]):
         raise stopped
+
+
+@pytest.mark.parametrize("engine_first", [True, False])
+def test_another_run_starts_its_engine_when_this_ones_is_up(engine_first, tmp_path, monkeypatch):
+    """Where both start at once, a policy that is asked for says nothing of an engine."""
+    path = tmp_path / "lock"
+    monkeypatch.setattr(session, "open_for_anyone", lambda _: os.open(path, os.O_RDWR | os.O_CREAT))
+
+    def may_start():
+        with path.open() as other:
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    with session.one_engine_start(engine_first=engine_first) as policy_is_asked_for:
+        assert not may_start()
+        policy_is_asked_for()
+        assert may_start() is engine_first
+    assert may_start()
 
 
 def test_a_conversion_under_way_is_waited_for_and_a_finished_one_is_not(tmp_path):

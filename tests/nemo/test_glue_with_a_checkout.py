@@ -604,6 +604,36 @@ def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
 
 
 @imports
+def test_refits_land_by_a_real_broadcast_and_a_refused_one_ends_on_both_sides(libcuda):
+    """The collective path, packed by NeMo RL's own code; left out are CUDA's streams and NCCL."""
+    if "_weight_update_lifecycle" not in (Path(ROOT) / BACKEND).read_text():
+        pytest.skip("drives a refit by main's own lifecycle; v0.7.0, of vLLM 0.20, has none")
+    script, ports = Path(__file__).parent / "refit_by_broadcast.py", [free_port(), free_port()]
+    sides = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), *map(str, ports)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=on_a_cpu(libcuda),
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    found = []
+    for side in sides:
+        out, error = side.communicate(timeout=400)
+        assert side.returncode == 0, error[-3000:]
+        found.append(json.loads(out.strip().splitlines()[-1]))
+    sent, received = found
+    assert sent["packets"] == received["packets"] and len(sent["packets"]) > 2 * 3
+    *landed, refused = received["refits"]
+    assert [each["verified_weights"] for each in landed] == [14, 14]
+    wire = sum(received["packets"]) / 3
+    assert all(0 < wire - each["bytes"] < 0.02 * wire for each in landed)  # sentinel and manifest
+    assert landed[1]["changed"] > 0.9 * landed[1]["sampled"]
+    assert sent["refits"][:2] == [{}, {}]
+    assert "model.layers.1.self_attn.o_proj.weight: holds NaN" in sent["refits"][2]
+    assert MANIFEST in refused
+
+
+@imports
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

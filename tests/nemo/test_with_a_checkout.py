@@ -89,6 +89,32 @@ def test_nemo_rls_parser_accepts_lora_and_makes_the_adapters_that_the_plan_count
     assert "lm_head" not in given["target_modules"] and len(given["target_modules"]) == 4
 
 
+@imports
+@pytest.mark.parametrize(
+    ("words", "resources"),
+    [
+        (("cluster.rollout_gpus=4",), {"num_nodes": 1, "gpus_per_node": 4}),
+        (
+            ("cluster.nodes=4", "cluster.rollout_gpus=16"),
+            {"num_nodes": 2, "gpus_per_node": 8},
+        ),
+    ],
+)
+def test_nemo_rls_parser_takes_the_gpus_that_sample_alone(
+    words, resources, host, tmp_path, nemo_path
+):
+    from nemo_rl.algorithms.grpo import MasterConfig
+
+    [recipe] = compose([*NEMO, "model=llama31-8b", "precision=fp8-kv-attn", *words])
+    plan = plan_recipe(recipe, host)  # v0.7.0 drops KV scales of a shared GPU alone
+    content = checkout.config_of(
+        Path(host.root), plan.nemo.base_config, written(plan, host, tmp_path)
+    )
+    config = MasterConfig(**content)
+    assert config.policy["generation"]["colocated"] == {"enabled": False, "resources": resources}
+    assert config.cluster["num_nodes"] == plan.recipe.cluster.nodes
+
+
 def written(plan, host, tmp_path):
     return plan.nemo.overrides | path_overrides(plan.recipe, tmp_path, Path(host.root))
 
@@ -326,9 +352,14 @@ def test_the_batch_of_the_caller_is_left_as_it_is(nemo_path):
 
 
 @imports
-def test_a_run_goes_as_far_as_asking_ray_for_a_gpu(tmp_path, nemo_path):
+@pytest.mark.parametrize(
+    "gpus",
+    [["cluster.gpus_per_node=1"], ["cluster.gpus_per_node=2", "cluster.rollout_gpus=1"]],
+    ids=["shared", "apart"],
+)
+def test_a_run_goes_as_far_as_asking_ray_for_a_gpu(gpus, tmp_path, nemo_path):
     command = [sys.executable, "-m", "fp8_nemo.recipes.grpo", "backend=nemo", "model=tiny-llama"]
-    command += ["glue=stock", "cluster.gpus_per_node=1", "cluster.interpreter=system"]
+    command += ["glue=stock", "cluster.interpreter=system", *gpus]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "NEMO_RL_ROOT": ROOT or ""}
     done = subprocess.run(
         [*command, f"outputs={tmp_path}"],

@@ -268,10 +268,13 @@ def test_a_run_that_is_not_as_far_is_compared_over_the_steps_of_both():
     assert found.kl.mean == found.baseline_kl.mean == pytest.approx(10.5)
 
 
-@pytest.mark.parametrize("change", [{"nodes": 2}, {"gpus_per_node": 8}, {"gpu": "h200"}])
+@pytest.mark.parametrize(
+    "change", [{"nodes": 2}, {"gpus_per_node": 8}, {"rollout_gpus": 1}, {"gpu": "h200"}]
+)
 def test_speed_on_other_nodes_is_not_compared(change):
-    cluster = Cluster(**({"gpus_per_node": 1} | change))
-    found = only(nemo(BF16), nemo(FP8, cluster=cluster))
+    cluster = Cluster(gpus_per_node=2)
+    other = dataclasses.replace(cluster, **change)
+    found = only(nemo(BF16, cluster=cluster), nemo(FP8, cluster=other))
     assert found.step is None and found.speed_word == "-"
 
 

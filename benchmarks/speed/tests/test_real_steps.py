@@ -19,6 +19,15 @@ def test_a_planned_training_reaches_more_than_half_of_the_peak_and_logprobs_a_th
     assert mfu(settled, lengths, 2.0) == mfu(settled, lengths, 1.0) / 2
 
 
+def test_gpus_that_sample_alone_reach_nothing_of_a_training():
+    words = ("model=llama31-8b", "correction=tis", "precision=bf16", "model.layout=null")
+    shared, apart = (
+        compose_plans([*words, f"cluster.rollout_gpus={gpus}"])[0].settled for gpus in (0, 6)
+    )
+    lengths = usual_lengths(shared)
+    assert mfu(apart, lengths, 4.0) == mfu(shared, lengths, 1.0)
+
+
 def test_frozen_weights_have_no_gradient_to_compute():
     words = ("model=llama31-8b", "correction=tis", "precision=bf16")
     whole, adapters = (

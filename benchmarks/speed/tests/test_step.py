@@ -102,6 +102,25 @@ def test_rollout_is_each_engines_share_at_the_measured_speed():
     assert found == (share * 256 / 30_000 + share * 3840 / 1000, "rollout.json")
 
 
+def test_engines_on_gpus_of_their_own_share_all_sequences_and_are_refitted_by_broadcast():
+    load, apart = Load(256, 3840, 4096, 1), ("precision=bf16", "cluster.rollout_gpus=8")
+    shared, few = plan_of("precision=bf16").settled, plan_of(*apart).settled
+    assert (shared.gpus, few.engines) == (16, 8)
+    rows = {"a.json": {"rows": [rollout_row(batch=128), rollout_row(batch=256)]}}
+    times = (
+        step_time.rollout(few, load, rows).seconds / step_time.rollout(shared, load, rows).seconds
+    )
+    assert times == pytest.approx(2)
+    files = everything() | {"nccl.json": glue_file(refit=REFITS) | {"colocated": False}}
+    assert step_time.refit(few, load, files).source == "nccl.json"
+    assert step_time.refit(shared, load, files).source == "glue.json"
+    with pytest.raises(Missing, match=r"cluster\.gpus_per_node=2 cluster\.rollout_gpus=1"):
+        step_time.refit(few, load, everything())
+    ranges = [step_time.recalibrate(plan_of("precision=fp8-kv-attn", *more).settled, load,
+              everything("fp8-kv-attn")).seconds for more in ((), apart[1:])]  # fmt: skip
+    assert ranges[1] == 2 * ranges[0]
+
+
 def test_the_nearest_batch_and_context_is_taken_and_none_beyond_15_percent():
     run, load = plan_of("precision=bf16").settled, Load(0, 4096, 4096, 1)
     near = [rollout_row(batch=125, context=2000.0, rate=7.0), rollout_row(batch=140, rate=8.0)]
