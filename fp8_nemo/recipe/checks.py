@@ -424,7 +424,7 @@ def _env_mistakes(words: list[str]) -> Iterator[Mistake]:
 
 def _rollout_gpus_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     every = cluster.nodes * cluster.gpus_per_node
-    if cluster.rollout_gpus >= every:
+    if 0 < every <= cluster.rollout_gpus:
         text = f"leaves none of {every} to train on"
         yield Mistake("cluster.rollout_gpus", cluster.rollout_gpus, text, "lower it, or set 0")
 

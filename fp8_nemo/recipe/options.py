@@ -552,7 +552,7 @@ class Cluster:
     gpus_per_node: int = number(8, least=1)
     """GPUs that it takes on each."""
     rollout_gpus: int = number(0, least=0)
-    """GPUs of these that sample alone, while the others train; 0: each does both in turn. With
+    """GPUs of these that only sample, for others that only train; 0: each does both in turn. With
     several nodes, whole nodes."""
     gpu: str = one_of("h100", "h200", "b200")
     """Which GPU; its memory and architecture follow."""
