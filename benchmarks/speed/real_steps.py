@@ -1,23 +1,26 @@
 """What real steps inside NeMo RL took, beside BF16's and beside what the plan had said of them.
 
 python -m recipes.grpo model=llama31-8b model.path=models/8b-shape model.shape.layers=8 ...
-python -m benchmarks.speed.real_steps --out FILE.json --runs RUN_DIR... [--first 3]
+python -m benchmarks.speed.real_steps --out FILE.json --runs RUN_DIR... [--first 3] [--stock LOG...]
 
 Each run is NeMo RL's own GRPO loop, started as a user starts it; random weights answer up to the
 limit. Seconds are medians from step `--first` on, with every step's own beside them. `mfu` is the
 model's operations over BF16's peak, of training, and of the logprob pass; `plan` is what
-`recipes.plan` estimates for answers of the length that they had.
+`recipes.plan` estimates for answers of the length that they had. `--stock` adds what NeMo RL's own
+`examples/run_grpo.py` printed of the same work, a row for each log, named after its file.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks import record
+from fp8_nemo.nemo.step_metrics import TIMES
 from fp8_nemo.plan.memory import memory_per_gpu
 from fp8_nemo.plan.speed import GPU_SPEED
 from fp8_nemo.plan.step_time import Lengths, attention_work, layer_work, step_seconds
@@ -25,6 +28,8 @@ from fp8_nemo.recipe.settled import Settled
 from fp8_nemo.report.runs import FinishedRun, find_runs, read_run
 
 PHASES = ("rollout", "logprob", "train", "refit", "step")
+PRINTED = re.compile(r"^ +• (?P<timer>[\w/ ]+): (?P<seconds>[\d.]+)s", re.MULTILINE)
+LENGTH = re.compile(r"Mean Generation Length: ([\d.]+)")
 
 
 def row_of(run: FinishedRun, first: int, prompt: float) -> dict[str, Any]:
@@ -52,6 +57,26 @@ def row_of(run: FinishedRun, first: int, prompt: float) -> dict[str, Any]:
         },
         "raw": raw,
     }
+
+
+def row_of_log(log: Path, first: int) -> dict[str, Any]:
+    """Return medians and raw seconds of what NeMo RL printed after each step.
+
+    Args:
+        log: of `examples/run_grpo.py`.
+        first: step that counts first.
+    """
+    text = log.read_text()
+    steps = [
+        {TIMES[timer]: float(seconds) for timer, seconds in PRINTED.findall(step) if timer in TIMES}
+        for step in text.replace("Total step time", "total_step_time").split("⏱️  Timing:")[first:]
+    ]
+    lengths = [float(each) for each in LENGTH.findall(text)[first - 1 :]]
+    raw = {phase: [step[f"time/{phase}"] for step in steps] for phase in PHASES}
+    seconds = {phase: median(each) for phase, each in raw.items()}
+    rest = seconds["step"] - sum(seconds[each] for each in PHASES[:-1])
+    counts = {"steps": len(steps), "answer": median(lengths)}
+    return {"recipe": log.stem, **counts, **seconds, "rest": rest, "raw": raw}
 
 
 def mfu(settled: Settled, lengths: Lengths, seconds: float, *, trains: bool = True) -> float:
@@ -90,14 +115,19 @@ def main() -> None:
     record.add_options(parser)
     parser.add_argument("--runs", type=Path, nargs="+", required=True)
     parser.add_argument("--first", type=int, default=3, help="step that counts first")
+    parser.add_argument("--stock", type=Path, nargs="*", default=[], help="logs of NeMo RL alone")
     parser.add_argument("--prompt", type=float, default=7, help="mean tokens of a prompt")
     options = parser.parse_args()
     runs = [read_run(each) for folder in options.runs for each in find_runs(folder)]
     rows = against_bf16(row_of(run, options.first, options.prompt) for run in runs)
     environments = {row["precision"]: run.environment for row, run in zip(rows, runs, strict=True)}
-    record.keep(options.out, options.commit, rows=rows, environments=environments)
+    stock = [row_of_log(each, options.first) for each in options.stock]
+    record.keep(options.out, options.commit, rows=rows, stock=stock, environments=environments)
     shown = ("precision", "layers", "steps", *PHASES, "mfu_train", "mfu_logprob")
     record.show("seconds of a step", [{key: row[key] for key in shown} for row in rows])
+    if stock:
+        shown = ("recipe", "steps", "answer", *PHASES)
+        record.show("NeMo RL's own recipes", [{key: row[key] for key in shown} for row in stock])
 
 
 if __name__ == "__main__":

@@ -202,9 +202,10 @@ def _shared(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, 
     trainer only what NeMo RL moves waits in host memory: weights and moments. In FP8 the masters,
     their last gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5
     (docs/research/speed.md); and the moments, if the optimizer is kept. What stays lies in segments
-    that PyTorch's allocator then cannot give back: on an H100 it held 5.3 GiB more than was
-    allocated in BF16 and 11.0 in FP8, where weights and gradients are 5.2 each
-    (device-8b8-h100.json). The weights' size is counted as such holes; before gradients return,
+    that PyTorch's allocator then cannot give back: on two H200s it held 31.9 GiB more than was
+    allocated after three steps in FP8 and 30.0 on one rank in BF16, where weights and gradients
+    are 15.0 each (device-8b-2-h200.json). Both are counted as such holes in a rollout; in a refit
+    and a logprob pass the weights are back, and it is one. Before gradients return for training,
     our worker empties the allocator's cache, so that they need leave none.
 
     With LoRA gradients and optimizer are the adapters' alone. The frozen weights lie in no buffer
@@ -212,14 +213,14 @@ def _shared(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, 
     frozen-without-buffer).
     """
     layout, own = settled.layout, _held(settled)
-    kept, allowance = _kept(settled, own), ALLOWANCE_GIB * GIB
-    logits = _logits(settled, layout.logprob_batch, 2)
-    logprob = {"weights": 2 * own.held, "logits": logits, **kept, "allowance": allowance}
-    holes = 2 * own.trained if any(kept.values()) else 0.0
-    kept |= {"holes": holes, "allowance": allowance}
+    kept, logits = _kept(settled, own), _logits(settled, layout.logprob_batch, 2)
+    holes = 2 * own.trained if any(kept.values()) else 0.0  # of weights, and as much of gradients
+    kept |= {"holes": holes, "allowance": ALLOWANCE_GIB * GIB}
+    logprob = {"weights": 2 * own.held, "logits": logits, **kept}
     engine, merging = sampler["engine"], _merging(settled)
     refit = {"trainer": 2 * own.held, "merging": merging, "engine": engine, **kept}
-    rollout = {**sampler, "frozen weights": 2 * (own.held - own.trained), **kept}
+    frozen = 2 * (own.held - own.trained)
+    rollout = {**sampler, "frozen weights": frozen, **kept, "holes": 2 * holes}
     train = _training(settled, own)
     return {"train": train, "logprob": logprob, "refit": refit, "rollout": rollout}
 
