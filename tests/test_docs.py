@@ -17,9 +17,10 @@ from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import precisions
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, count, memory_per_gpu
-from fp8_nemo.plan.step_time import step_seconds
+from fp8_nemo.plan.step_time import Lengths, step_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Precision
+from tests.plan.test_layout import timed
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -253,21 +254,39 @@ def bounds(signal):
     return f"| `{signal.key}` | {word} {signal.watch:g} | {last}|"
 
 
-REAL = draw_steps.rows_of("real-steps-8b-lora-h100.json")
+ALL_TRAINED, ADAPTERS = "8b-2-h200", "8b-lora-h100"
 
 
-def real_row(name, phase, digits):
-    """A phase of the pair inside NeMo RL, measured and planned, BF16 and FP8."""
-    numbers = [row[part] if part else row for row in REAL.values() for part in (None, "plan")]
+@cache
+def real(name):
+    """The rows of a pair inside NeMo RL by precision, with what a plan says of each now."""
+    found = {}
+    for row, settled in timed(name):
+        said = step_seconds(settled, Lengths(17, row["answer"]))
+        found[row["precision"]] = row | {"plan": said._asdict() | {"step": said.total}}
+    return found
+
+
+def real_row(name, phase, digits, pair):
+    """A phase of a pair inside NeMo RL, measured and planned, BF16 and FP8."""
+    numbers = [row[part] if part else row for row in real(pair).values() for part in (None, "plan")]
     texts = [f"{each[phase]:.{digits}f} s" for each in numbers]
     return f"| {name} | {' | '.join(texts)} |"
 
 
-def real_gain(phase):
-    """How many times as fast a phase of the pair was with an FP8 rollout."""
-    return f"{REAL['fp8-kv-attn']['times_bf16'][phase]:.2f} times"
+def real_gain(phase, pair=ALL_TRAINED):
+    """How many times as fast as BF16 a phase of a pair was."""
+    [*_, row] = real(pair).values()
+    return f"{row['times_bf16'][phase]:.2f} times"
 
 
+def real_plans(pair):
+    """What a plan says of a pair's steps."""
+    return "{:.0f} and {:.0f} s".format(*(row["plan"]["step"] for row in real(pair).values()))
+
+
+REAL_ROWS = (("rollout", "rollout", 1), ("logprobs", "logprob", 1), ("training", "train", 1),
+             ("refit", "refit", 2), ("**step**", "step", 1))  # fmt: skip
 SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
 LINEAR, E2E, KV, BOTH = "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn"
 H100_POINTS = draw_decode.rows_of("bf16")
@@ -289,12 +308,15 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
            (KV, "tis"), (E2E, "none"))  # fmt: skip
 SAID = {
     "README.md": [
-        lambda: f"**{real_gain('step')}** as fast with an FP8 rollout",
-        lambda: "the plan estimates {:.0f} and {:.0f} s".format(
-            *(row["plan"]["step"] for row in REAL.values())
-        ),
+        lambda: f"**{real_gain('step')}** as fast with FP8 in rollout and training",
+        lambda: f"{real_gain('step', ADAPTERS)} with an FP8 rollout",
+        lambda: f"The plan says {real_plans(ALL_TRAINED)} of the first pair",
+        lambda: f"and {real_plans(ADAPTERS)} of the second",
+        lambda: f"whole steps on two H200 {real_gain('step').removesuffix(' times')}x",
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
-        lambda: f"[whole steps {real_gain('step').removesuffix(' times')}x](docs/speed.md)",
+        lambda: (
+            f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
+        ),
         short_on_h100,
         lambda: "{0[fp8-kv-attn]}x (`fp8-e2e` {0[fp8-e2e]}x: to".format(planned("h100", 8192)),
         lambda: f"8 H200, up to 2k | `fp8-e2e` | {planned('h200', 2048)[E2E]}x |",
@@ -315,18 +337,9 @@ SAID = {
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],
     "docs/speed.md": [
-        lambda: f"`fp8-kv-attn`, {real_gain('step')} as fast as in BF16",
-        lambda: f"the rollout alone {real_gain('rollout')}",
-        *(
-            partial(real_row, name, phase, digits)
-            for name, phase, digits in (
-                ("rollout", "rollout", 1),
-                ("logprobs", "logprob", 1),
-                ("training", "train", 1),
-                ("refit", "refit", 2),
-                ("**step**", "step", 1),
-            )
-        ),
+        lambda: f"{real_gain('step')} as fast as in BF16",
+        lambda: f"`fp8-kv-attn` {real_gain('step', ADAPTERS)}",
+        *(partial(real_row, *each, pair) for pair in (ALL_TRAINED, ADAPTERS) for each in REAL_ROWS),
         lambda: f"cache and attention {h100_decode()} times",
         lambda: f"it is {decode('rollout-8b-h200', KV)} times",
         *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),

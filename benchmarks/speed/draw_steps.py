@@ -1,4 +1,4 @@
-"""Draw the seconds of a step by phase: a pair that NeMo RL ran, and sums of phases.
+"""Draw the seconds of a step by phase: two pairs that NeMo RL ran, and sums of phases.
 
 python -m benchmarks.speed.draw_steps
 
@@ -32,14 +32,13 @@ class Drawing(NamedTuple):
 
 DRAWINGS = {
     "real-step-8b": Drawing(
-        "Llama 3.1 8B in NeMo RL, one H100: what an FP8 rollout saves of a step",
+        "Llama 3.1 8B in NeMo RL: what FP8 saves of a step (black: each step)",
         {
-            "all 32 layers, LoRA, 64 answers of 4,000 tokens; black: each step": (
-                "real-steps-8b-lora-h100.json"
-            )
+            "two H200, all weights, 128 answers of 3,900 tokens": "real-steps-8b-2-h200.json",
+            "one H100, LoRA, 64 answers of 4,000 tokens": "real-steps-8b-lora-h100.json",
         },
-        8.5,
-        2.3,
+        11,
+        2.4,
     ),
     "step-8b": Drawing(
         "Llama 3.1 8B: FP8 shortens a step where answers are long",
@@ -102,8 +101,9 @@ def draw(name: str, drawing: Drawing) -> None:
     """Draw a figure's workloads side by side, and write it."""
     matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}
     figure = Figure(figsize=(drawing.width, drawing.height), layout="constrained")
-    panels = figure.subplots(1, len(drawing.panels), sharey=True, squeeze=False)[0]
     workloads = {title: drawn(file) for title, file in drawing.panels.items()}
+    alike = len({tuple(rows) for rows in workloads.values()}) == 1
+    panels = figure.subplots(1, len(workloads), sharey=alike, squeeze=False)[0]
     longest = max(row["step"] for rows in workloads.values() for row in rows.values())
     for axes, (title, rows) in zip(panels, workloads.items(), strict=True):
         draw_panel(axes, title, rows, longest)
