@@ -350,6 +350,8 @@ def _train(settled: Settled) -> dict[str, Any]:
         f"{MEGATRON}.scheduler.override_opt_param_scheduler": True,
         f"{MEGATRON}.activation_checkpointing": settled.layout.recompute,
         f"{MEGATRON}.checkpoint.async_save": False,
+        # Position tables of each length seen stay, in segments that weights and gradients leave.
+        f"{MEGATRON}.clear_memory_caches_before_refit": True,
     }
     if recipe.model.shape.experts:
         found[f"{MEGATRON}.moe_router_dtype"] = "fp32"  # as upstream's FP8 MoE recipes
