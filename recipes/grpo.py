@@ -1,7 +1,7 @@
 """Compose, freeze and run GRPO, here or by Slurm.
 
-python -m recipes.grpo precision=fp8-e2e correction=tis grpo.steps=50
-python -m recipes.grpo -m precision=bf16,fp8-e2e model=llama31-8b
+python -m recipes.grpo precision=fp8-kv-attn correction=tis grpo.steps=50
+python -m recipes.grpo -m precision=bf16,fp8-kv-attn model=llama31-8b
 
 The same line again resumes what stopped; more grpo.steps train on.
 """

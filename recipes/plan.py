@@ -1,6 +1,6 @@
 """Show whether a run fits and what it would do, before a GPU is asked for.
 
-python -m recipes.plan model=llama31-8b precision=fp8-e2e
+python -m recipes.plan model=llama31-8b precision=fp8-kv-attn
 
 Needs no torch.
 """

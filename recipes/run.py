@@ -3,7 +3,7 @@
 python -m recipes.run RUN_DIR
 
 RUN_DIR is one that recipes.grpo made:
-outputs/tiny-llama/fp8-e2e-tis/s42-1a2b3c.
+outputs/tiny-llama/fp8-kv-attn-tis/s42-1a2b3c.
 """
 
 from __future__ import annotations

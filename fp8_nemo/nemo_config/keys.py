@@ -32,6 +32,7 @@ ADDED = {
     "policy.offload_optimizer_for_refit": "bool",
     "policy.router_replay.enabled": "bool",
     "policy.sequence_packing.fuse_loss": "bool",
+    f"{MEGATRON}.clear_memory_caches_before_refit": "bool",
     f"{MEGATRON}.defer_fp32_logits": "bool",
     f"{MEGATRON}.scheduler.override_opt_param_scheduler": "bool",
     f"{VLLM}.enable_prefix_caching": "bool | None",

@@ -94,7 +94,7 @@ def _of_gpus(settled: Settled) -> Iterator[Limit]:
         recipe.precision.cache.is_quantized and at.pipeline != 1,
         "precision.rollout_kv=fp8 allows 1, layers are counted per stage upstream",
         SEAMS["one-stage"].path,
-        "use model.parallel.tensor instead",
+        "use model.parallel.tensor instead, or choose precision=fp8-linear",
     )
     yield Limit(
         " - ".join(filter(None, ("cluster.nodes x cluster.gpus_per_node", apart))),
@@ -179,7 +179,7 @@ def _of_precision(recipe: Recipe) -> Iterator[Limit]:
         on_b200 and precision.train.is_quantized and precision.scales == "fp32",
         "cluster.gpu=b200 trains blockwise FP8 with powers of two only",
         "docs/fp8.md of NeMo RL; TransformerEngine emulates block scaling there",
-        "set precision.train_linear=bf16, or precision.scales=pow2 where NeMo RL's rollout can",
+        "choose precision=fp8-linear, or precision.scales=pow2 where NeMo RL's rollout can",
     )
     yield Limit(
         "precision.rollout_kv",
@@ -188,7 +188,7 @@ def _of_precision(recipe: Recipe) -> Iterator[Limit]:
         "on cluster.gpu=b200 vLLM 0.25.1 takes FlashInfer, which keeps the scales of its first "
         "forward whatever a refit brings",
         "vllm/v1/attention/backends/flashinfer.py, bmm1_scale",
-        "set precision.rollout_kv=bf16",
+        "choose precision=fp8-linear (rollout_kv=bf16)",
     )
     yield Limit(
         "precision.kv_scales",

@@ -180,13 +180,14 @@ def _drops_kv_scales(source: Source) -> bool:
 
 def _without_fp8_kv(settled: Settled, has: bool) -> Limit:
     precision = settled.recipe.precision
+    alike = "fp8-e2e" if precision.train.is_quantized else "fp8-linear"
     return Limit(
         "precision.rollout_kv",
         precision.rollout_kv,
         has and precision.cache.is_quantized and settled.shares_gpus,
         "this NeMo RL drops the KV scales on the way to the engine, which runs with 1.0",
         f"v0.7.0: {SEAMS['drops-kv-scales'].path}",
-        f"{LATER}precision.rollout_kv=bf16",
+        f"{LATER}precision={alike} (rollout_kv=bf16)",
     )
 
 

@@ -531,6 +531,25 @@ def test_known_defects_of_v0_7_0_are_refused_there_and_nowhere_else(arguments, l
     assert plan("model=llama31-8b", *arguments, host=LATER)
 
 
+@pytest.mark.parametrize(
+    ("version", "words", "instead"),
+    [
+        ("v0.7.0", [], "fp8-linear"),
+        ("v0.7.0", ["precision=fp8-e2e-kv-attn"], "fp8-e2e"),
+        ("main", ["cluster.gpu=b200"], "fp8-linear"),
+        ("main", ["cluster.gpu=b200", "precision=fp8-e2e-kv-attn"], "fp8-linear"),
+    ],
+)
+def test_where_the_default_is_refused_each_line_names_the_precision_to_take(
+    version, words, instead
+):
+    with pytest.raises(PlanError) as caught:
+        plan("model=llama31-8b", *words, host=host(version))
+    for line in str(caught.value).splitlines():
+        assert f"precision={instead}" in line.partition("; ")[2].replace(",", " ").split(), line
+    assert plan("model=llama31-8b", *words, f"precision={instead}", host=host(version))
+
+
 def test_a_bf16_rollout_has_the_overrides_of_a_models_config_on_v0_7_0_too():
     there = Host("v0.7.0", defects=V0_7_0_DEFECTS)
     given = "+nemo.policy.hf_config_overrides.rope_theta=1e6"
