@@ -180,7 +180,8 @@ def test_every_key_of_an_algorithm_is_the_bases_own_in_both_versions(version, na
     found = plan(*CELL, f"algorithm={name}", host=there).nemo
     extra = set(given(f"algorithm={name}"))
     assert extra <= set(there.bases[found.base_config]) | {
-        "policy.generation.vllm_kwargs.compilation_config.cudagraph_capture_sizes"
+        "policy.generation.vllm_kwargs.compilation_config.cudagraph_capture_sizes",
+        "policy.generation.vllm_kwargs.kv_cache_memory_bytes",
     }
 
 
