@@ -110,7 +110,7 @@ def choices(groups: Collection[str] = ()) -> str:
         *listed,
         "KEY=VALUE, as grpo.steps=50: docs/keys.md lists every key.",
         "+nemo.KEY=VALUE: a key of NeMo RL's own.",
-        "-m with several values, as precision=bf16,fp8-kv-attn: a run for each combination.",
+        "-m with several values, as precision=bf16,fp8-e2e: a run for each combination.",
     ])  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def test_anything_else_renames_the_run(argument):
 
 
 def test_the_run_is_named_model_precision_correction_seed():
-    assert plan("seed=7").run_name.startswith("tiny-llama/fp8-e2e-tis/s7-")
+    assert plan("seed=7").run_name.startswith("tiny-llama/fp8-kv-attn-tis/s7-")
 
 
 def test_a_slurm_cell_needs_an_image_for_nemo_rls_own_environments():

@@ -106,7 +106,7 @@ def test_a_sweep_composes_into_distinct_cells(name):
 def test_the_default_line_is_tiny_llama_in_fp8_here():
     [recipe] = compose([])
     plan = plan_recipe(recipe)
-    assert (plan.backend, plan.cell) == ("local", "tiny-llama/fp8-e2e-tis")
+    assert (plan.backend, plan.cell) == ("local", "tiny-llama/fp8-kv-attn-tis")
 
 
 def test_a_real_model_brings_its_data_and_batch_unless_told_otherwise():

@@ -104,7 +104,7 @@ def test_an_option_of_that_folder_is_taken(conf):
         "defaults: [tis, _self_]\nname: generated\n"
     )
     told = call(plan.main, ["correction=generated"])
-    assert told.code == 0 and "fp8-e2e-generated" in told.out
+    assert told.code == 0 and "fp8-kv-attn-generated" in told.out
 
 
 DAMAGED = ("plan.json", "metrics.jsonl", "environment.json")
