@@ -132,6 +132,7 @@ def digests(parts: Sequence[Placed]) -> Callable[[], Tensor]:
     numbers = known.numbers.scatter_add(0, known.at, starts_R).pin_memory()
 
     def launched() -> Tensor:
+        """Return the digests `[N]`, which the device may still be computing."""
         there = numbers.to(device, non_blocking=True, copy=True)
         sums_N = there[len(there) - len(parts) :]
         with torch.cuda.device(device):

@@ -160,7 +160,10 @@ def stop_if_it_cannot_sleep_or_wake(generation: type) -> None:
     """
 
     def checked(call: Callable[..., bool], what: str) -> Callable[..., bool]:
+        """Wrap one of NeMo RL's calls so that its False is an error, which says what failed."""
+
         def call_or_stop(self: Any, *arguments: Any, **named: Any) -> bool:
+            """Make the call; raise `EngineError` if it returns False."""
             if not call(self, *arguments, **named):
                 failed = what if self.cfg["colocated"]["enabled"] else "forget its prefixes"
                 raise EngineError(f"vLLM's error is in the log: it could not {failed}")

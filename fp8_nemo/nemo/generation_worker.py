@@ -50,6 +50,7 @@ def taken_logprobs(llm: Any) -> Iterator[list[Sequence[float]]]:
     generate = llm.generate
 
     def generate_and_take(*arguments: Any, **options: Any) -> Any:
+        """Run vLLM's `generate`, and keep each answer's logprobs from its output."""
         outputs = generate(*arguments, **options)
         for output in outputs:
             [answer] = output.outputs

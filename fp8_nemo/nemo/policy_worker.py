@@ -218,6 +218,7 @@ def counted_routes(count: RouteCount) -> Iterator[None]:
         replay: Any, scores: Tensor, topk: int,
         num_groups: Any = None, group_topk: Any = None, default_compute_topk: Any = None,
     ) -> Any:  # fmt: skip
+        """Run Megatron's replay, and count the routes that the trainer would have chosen."""
         found = replayed(replay, scores, topk, num_groups, group_topk, default_compute_topk)
         if replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
             own_NA = default_compute_topk(scores, topk, num_groups, group_topk)[1]

@@ -66,6 +66,7 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     recipe, base = settled.recipe, settled.recipe.model.base_config or ""
     written = {**host.leaves(base), **configure(settled, host).keys}
     yield from _of_batches(written)
+    yield from _of_sampled_batches(written)
     yield from _of_logprobs(written)
     yield from _of_training(recipe, written)
     yield from _of_fp8_training(recipe, written)
@@ -262,6 +263,10 @@ def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
         SEAMS["cut-evenly"].path,
         "leave it out",
     )
+
+
+def _of_sampled_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
+    """Yield the limit of how many prompts are sampled at a time."""
     more, dynamic_sampling = "grpo.batch_multiplier", "grpo.use_dynamic_sampling"
     yield Limit(
         f"nemo.{more}",

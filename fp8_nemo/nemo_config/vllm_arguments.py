@@ -92,6 +92,7 @@ def argument_limits(settled: Settled, version: str | None) -> Iterator[Limit]:
     taken = VLLM_ARGUMENTS.get(version or "", given.keys())
 
     def limit(bad: Iterable[str], allowed: str, mirrors: str, remedy: str = "") -> Limit:
+        """Refuse the first of the arguments that are wrong; with none, nothing."""
         name = next(iter(bad), "")
         key = ".".join(filter(None, (f"nemo.{VLLM_KWARGS}", name)))
         return Limit(key, given.get(name), bool(name), allowed, mirrors, remedy)

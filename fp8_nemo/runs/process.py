@@ -78,6 +78,7 @@ def _ends_with_its_parent() -> Callable[[], None] | None:
     parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
 
     def ask() -> None:
+        """Ask Linux, in the child, to end it with its parent."""
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it was killed before this could ask
             os.kill(os.getpid(), signal.SIGTERM)

@@ -53,6 +53,7 @@ def load_reward(file: Path) -> Callable[[str, str], float]:
         raise RewardError(str(Mistake(KEY, file, f"has no function {FUNCTION}", NEEDS)))
 
     def checked(answer: str, output: str) -> float:
+        """Return the user's reward; raise `RewardError` if it raised or is not finite."""
         try:
             value: Any = own(answer, output)
         except Exception as error:  # the same

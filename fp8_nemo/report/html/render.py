@@ -179,6 +179,7 @@ def _strip(standing: Standing, look: str, scale: float) -> str:
         return '<div class="strip"></div>'
 
     def bar(name: str, low: float, high: float) -> str:
+        """Return a stretch of the strip, in points, as an element of a class."""
         left, right = (50 + 50 * end / scale for end in (low, high))
         width = f"width:{right - left:.2f}%" if high > low else ""
         return f'<i class="{name}" style="left:{left:.2f}%;{width}"></i>'
