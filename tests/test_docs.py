@@ -211,8 +211,9 @@ def minutes(target):
     return round(next(row["seconds"] for row in rows if row["target"] == target) / 60)
 
 
-def rollout_share(file):
-    row = draw_steps.rows_of(f"{file}.json")["bf16"]
+def rollout_share(pair):
+    """How much of BF16's whole step in a pair inside NeMo RL was its rollout."""
+    row = real(pair)["bf16"]
     return f"{row['rollout'] / row['step']:.0%}"
 
 
@@ -385,9 +386,8 @@ SAID = {
     ],
     "docs/precision.md": [
         lambda: f"its KL is {late_kl('fp8-e2e-tis') / late_kl('fp8-linear-tis'):.1f} times that",
-        lambda: (
-            f"{rollout_share(SHORT)} of a step at 2,000 tokens and {rollout_share(LONG)} at 7,168"
-        ),
+        lambda: f"Rollouts were {rollout_share(ALL_TRAINED)} of a",
+        lambda: f"and {rollout_share(ADAPTERS)} with LoRA",
         lambda: f"the layers trained {slower_at_tensor_2()} times as long",
         lambda: f"for {ranges():.2%} of that pass",
         lambda: f"{decode('rollout-30b-h200', 'fp8-linear-deepgemm')} times as fast on an H200",
