@@ -132,10 +132,11 @@ def served(precision):
 
 
 @cache
-def planned(gpu, tokens):
-    """Times as fast as BF16 that the plan estimates a step of 8B on 8 GPUs, by precision."""
+def planned(gpu, tokens, gpus=8):
+    """Times as fast as BF16 that the plan estimates a step of 8B, by precision."""
     [plan] = compose_plans([
         "model=llama31-8b", f"cluster.gpu={gpu}", f"grpo.max_new_tokens={tokens}",
+        f"cluster.gpus_per_node={gpus}",
     ])  # fmt: skip
     [(_, said)] = precisions(plan, MAIN)
     return dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))
@@ -320,6 +321,7 @@ SAID = {
         ),
         short_on_h100,
         lambda: "{0[fp8-kv-attn]}x (`fp8-e2e` {0[fp8-e2e]}x: to".format(planned("h100", 8192)),
+        lambda: f"2 H200, up to 4k | `fp8-e2e-kv-attn` | {planned('h200', 4096, 2)[BOTH]}x |",
         lambda: f"8 H200, up to 2k | `fp8-e2e` | {planned('h200', 2048)[E2E]}x |",
         lambda: (
             f"(benchmarks/results/step-8b-again-h200.json) {times(AGAIN, E2E):.2f}x to "
