@@ -290,7 +290,7 @@ def draw(files: Iterable[Path], out: Path) -> None:
             axis.set_xscale("symlog", linthresh=max(nothing, 1e-12) * 1e-4)
             axis.set_xlim(left=0)
             asked = content["asked"]
-            axis.set_title(f"{asked['model']}, {asked['precision']}: {title}", fontsize=8)
+            axis.set_title(f"{asked['model']}, {asked['engine']}: {title}", fontsize=8)
             axis.set_xlabel("KL(engine || trainer) a token; dotted: nothing replaced", fontsize=7)
             axis.tick_params(labelsize=7)
     figure.tight_layout()

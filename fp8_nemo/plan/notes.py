@@ -58,6 +58,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
     yield from _algorithm_notes(settled)
     yield from _lora_notes(settled)
     yield from _slow_experts(recipe)
+    yield from _mixed_blocks(recipe)
     yield from _without_effect(recipe)
     yield from _tight_memory(settled, memory)
 
@@ -171,6 +172,17 @@ def _slow_experts(recipe: Recipe) -> Iterator[str]:
             "to 512 rows they took 1.25 to 1.64 times as long as BF16's "
             "(benchmarks/results/experts-h100.json), which the step's estimate does not know; "
             "precision=bf16 decodes in BF16"
+        )
+
+
+def _mixed_blocks(recipe: Recipe) -> Iterator[str]:
+    """Note heads whose Q, K and V the trainer's fused weight rounds in common blocks."""
+    width, block = recipe.model.shape.head_dim, recipe.precision.train.block
+    if block and width % block:
+        yield (
+            f"precision.train_linear: heads of {width} do not fill the trainer's blocks of {block} "
+            "rows, so it rounds Q, K and V in common blocks and the engine does not: two tiny models' "
+            "mismatch was 2 and 3 times as large (docs/research/mismatch.md)"
         )
 
 

@@ -222,6 +222,19 @@ def test_a_layout_that_nobody_gave_is_no_note():
     assert not any("model.parallel" in note for note in left)
 
 
+@pytest.mark.parametrize(
+    ("model", "precision", "noted"),
+    [
+        ("llama32-1b", "fp8-e2e", True),
+        ("llama32-1b", "fp8-linear", False),
+        ("llama31-8b", "fp8-e2e", False),
+    ],
+)
+def test_heads_of_64_are_told_that_training_in_fp8_mixes_their_blocks(model, precision, noted):
+    notes = plan(f"model={model}", f"precision={precision}").notes
+    assert any(note.startswith("precision.train_linear: heads of 64") for note in notes) is noted
+
+
 def test_fp16_sends_what_bf16_does_and_is_refused_inside_nemo_rl():
     [bf16, fp16] = compose(["-m", "precision=bf16,fp16", "model=llama31-8b"])
     sent = [count(each.model.shape, each.precision) for each in (bf16, fp16)]
