@@ -181,8 +181,8 @@ def _mixed_blocks(recipe: Recipe) -> Iterator[str]:
     if block and width % block:
         yield (
             f"precision.train_linear: heads of {width} do not fill the trainer's blocks of {block} "
-            "rows, so it rounds Q, K and V in common blocks and the engine does not: two tiny models' "
-            "mismatch was 2 and 3 times as large (docs/research/mismatch.md)"
+            "rows, so it rounds Q, K and V in common blocks and the engine does not: the mismatch "
+            "of two tiny models was 2 and 3 times as large (docs/research/mismatch.md)"
         )
 
 
