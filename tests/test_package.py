@@ -31,6 +31,22 @@ def test_the_editable_install_shows_conf_and_recipes_inside_the_package():
     assert Path(out.strip()) == ROOT / "conf"
 
 
+def test_a_clone_that_hides_the_installed_package_composes_and_plans(tmp_path):
+    """After `pip install .` a line typed in the clone meets the clone's own fp8_nemo first."""
+    clone = tmp_path / "clone"
+    subprocess.run(
+        ["git", "-C", str(ROOT), "checkout-index", "-a", f"--prefix={clone}/"], check=True
+    )
+    code = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)];"
+        "import fp8_nemo.slurm; from fp8_nemo.recipes import plan;"
+        "print(fp8_nemo.__file__); sys.exit(plan.main(['model=tiny-llama']))"
+    )
+    place, said, *_ = run(code, PYTHONPATH=str(clone)).splitlines()
+    assert place == str(clone / "fp8_nemo" / "__init__.py")
+    assert said.startswith("tiny-llama/fp8-kv-attn-tis")
+
+
 def test_the_package_installs_into_a_folder_and_composes_and_plans_from_there(tmp_path):
     target = tmp_path / "code"
     command = [
