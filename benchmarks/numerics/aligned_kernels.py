@@ -48,14 +48,19 @@ def silu(gate_up: Tensor) -> Tensor:
 
 def quantize(x_TI: Tensor, scales: Tensor) -> Tensor:
     """Return E4M3 `[T, I]` and fill `scales` `[T, Q]`, of any strides."""
+    codes = torch.empty(x_TI.shape, dtype=torch.float8_e4m3fn, device=x_TI.device)
+    quantize_into(x_TI, codes, scales)
+    return codes
+
+
+def quantize_into(x_TI: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Fill `codes` `[T, I]` and `scales`; codes that are not E4M3 hold what is to be rounded."""
     T, I = x_TI.shape
-    codes = torch.empty(T, I, dtype=torch.float8_e4m3fn, device=x_TI.device)
     if T:
         _quantize[(triton.cdiv(T, ROWS_AT_ONCE), I // 128)](
             x_TI, codes, scales, T, I, x_TI.stride(0), *scales.stride(),
             torch.finfo(x_TI.dtype).max, ROWS=ROWS_AT_ONCE,
         )  # fmt: skip
-    return codes
 
 
 @triton.jit
@@ -108,6 +113,6 @@ def _quantize(
     scaled = held * scale
     clamped = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
     clamped = tl.where(scaled == scaled, clamped, scaled)
-    tl.store(codes + rows * I + columns, clamped.to(tl.float8e4nv), mask=rows < T)
+    tl.store(codes + rows * I + columns, clamped.to(codes.dtype.element_ty), mask=rows < T)
     place = scales + rows * scale_row + tl.program_id(1).to(tl.int64) * scale_column
     tl.store(place, inverse, mask=rows < T)

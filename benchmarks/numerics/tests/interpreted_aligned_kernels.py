@@ -1,7 +1,8 @@
 """The kernels of the aligned engine, on a CPU under Triton's interpreter, against torch's.
 
 A process of its own, TRITON_INTERPRET being read when a kernel is defined. The interpreter rounds
-between the product and the sum of an `fma`, as torch does; a GPU does not.
+between the product and the sum of an `fma`, as torch does; a GPU does not. It cuts FP32 to BF16
+and E4M3 where a GPU rounds, so all write FP32 here.
 """
 
 import os
@@ -18,7 +19,7 @@ def numbers(*shape):
 
 
 def rope_of_strided_rows(head, heads, kv_heads, T=7):
-    qkv = numbers(T, head * (heads + 2 * kv_heads))
+    qkv = numbers(T, head * (heads + 2 * kv_heads)).float()
     q, k, _ = qkv.split([head * heads, head * kv_heads, head * kv_heads], dim=-1)
     table = aligned_ops.cos_sin_table(0.7 ** torch.arange(head // 2).float(), 64)
     given = (torch.randint(64, (T,)), q, k, table, head)
@@ -27,21 +28,22 @@ def rope_of_strided_rows(head, heads, kv_heads, T=7):
 
 
 def silu_of_any_width(F, T=3):
-    made, wanted = (each.silu(h) for h in [numbers(T, 2 * F)]
-                    for each in (aligned_kernels, aligned_ops))  # fmt: skip
-    # x * sigmoid(x), Inductor's, and x / (1 + exp(-x)), torch's, differ in the last bit of FP32.
-    assert (made == wanted).float().mean() > 0.999
-    torch.testing.assert_close(made, wanted, rtol=2**-7, atol=0)
+    gate_up = numbers(T, 2 * F).float()
+    gate, up = gate_up.chunk(2, dim=-1)
+    # x * sigmoid(x), Inductor's, and x / (1 + exp(-x)), torch's, differ in the last bits of FP32.
+    wanted = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(aligned_kernels.silu(gate_up), wanted, rtol=1e-6, atol=0)
 
 
 def quantizer_of_every_layout(T, I=384):
     x = numbers(T, I)
-    x[0, :128], x[-1, 128:256] = 0.0, 1e-38
+    x[0, :128], x[-1, 128:256] = 0.0, 2e-38
     for by_column, padded in ((False, False), (True, False), (True, True)):
         codes, wanted = aligned_ops.quantize(x, by_column, padded)
         scales = aligned_ops.empty_scales(x, by_column, padded)
-        made = aligned_kernels.quantize(x, scales)
-        assert torch.equal(made.view(torch.uint8), codes.view(torch.uint8))
+        made = torch.empty(T, I)
+        aligned_kernels.quantize_into(x, made, scales)
+        assert torch.equal(made.to(codes.dtype).view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(scales, wanted)
 
 

@@ -162,12 +162,13 @@ def test_vllm_builds_the_aligned_operations_and_they_give_the_trainers_bits(
     libcuda: Path,  # noqa: F811
 ) -> None:
     script = str(HERE / "vllm_builds_aligned.py")
-    run = subprocess.run([sys.executable, script, str(LLAMA), str(free_port())],
-                         capture_output=True, text=True, timeout=400, env=on_a_cpu(libcuda))  # fmt: skip
+    call = [sys.executable, script, str(LLAMA), str(free_port())]
+    environment = on_a_cpu(libcuda)
+    run = subprocess.run(call, capture_output=True, text=True, timeout=400, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.strip().splitlines()[-1])
-    assert found["before"] == ["RotaryEmbedding", "SiluAndMul", "QuantFP8"]
-    assert found["after"] == ["AlignedRope", "AlignedSilu", "AlignedQuantizer"]
+    assert found["before"] == ["RotaryEmbedding", "SiluAndMul", "QuantFP8", "QuantFP8"]
+    assert found["after"] == ["AlignedRope", "AlignedSilu", *["AlignedQuantizer"] * 2]
     assert found["equal"] == {"rope": True, "silu": True, "codes": True, "scales": True,
                               "strides": [1, 32]}  # fmt: skip
 

@@ -20,10 +20,12 @@ from vllm_on_a_cpu import Hopper
 
 
 def built(folder):
-    """A layer's RoPE, SiLU and quantizer, compiled (`custom_ops` none), and DeepGEMM's."""
+    """A layer's RoPE, SiLU and quantizer, and one as DeepGEMM makes it (deep_gemm.py:38-44)."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -38,14 +40,18 @@ def built(folder):
     config.compilation_config.static_forward_context.clear()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         layer = initialize_model(config).model.layers[0]
-    kernel = layer.self_attn.o_proj.quant_method.fp8_linear
-    return layer.self_attn.rotary_emb, layer.mlp.act_fn, kernel.quant_fp8
+        deep_gemm = QuantFP8(
+            static=False, group_shape=GroupShape(1, 128), use_ue8m0=False,
+            tma_aligned_scales=True, column_major_scales=True,
+        )  # fmt: skip
+    linear = layer.self_attn.o_proj.quant_method.fp8_linear.quant_fp8
+    return layer.self_attn.rotary_emb, layer.mlp.act_fn, linear, deep_gemm
 
 
 def equal(layer_ops):
     """Whether the operations, called as a layer does, give the trainer's bits."""
-    rope, silu, quantizer = layer_ops
-    S, D = 16, rope.head_size
+    rope, silu, _, quantizer = layer_ops
+    S, D = 15, rope.head_size
     x = torch.randn(2 * S, 8 * D).bfloat16()
     q, k, _ = x.split([4 * D, 2 * D, 2 * D], dim=-1)
     positions = torch.arange(S).repeat(2)
