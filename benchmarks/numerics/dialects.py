@@ -298,23 +298,37 @@ EXTRAS: dict[str, Table] = {"fp8 kv": {"attention": attention_fp8}}
 """What the engine alone may do, on top of its table."""
 DENSE = ("silu",)
 MOE = ("expert silu", "weigh", "router", "expert gemm", "sum")
+ALIGNED = ("rope", "silu", "quantize")
+"""What an aligned engine takes from the trainer; all else is as in eager, compiled or not."""
 
 
-def tables(shape: Shape, precision: str, engine: str) -> tuple[Table, Table]:
+def tables(shape: Shape, precision: str, engine: str,
+           align: bool = False, flash: bool = False) -> tuple[Table, Table]:  # fmt: skip
     """Return the trainer's and the engine's table, without what the model never calls.
 
     Args:
         shape: whether there are experts.
         precision: `bf16`, `fp8-linear` (the engine's linears alone) or `fp8-e2e`.
         engine: a key of `ENGINES`; `fused` is FP8's, and `graphs` without a quantizer.
+        align: the engine with the operations of `aligned_engine`.
+        flash: the trainer attends by FlashAttention 3 too.
+
+    Raises:
+        ValueError: there is nothing that aligns such an engine.
     """
+    if align and (shape.experts or engine == "fused"):
+        raise ValueError("--align: a dense model, --engine eager or graphs; vLLM's experts and its "
+                         "fused kernels quantize themselves")  # fmt: skip
     without = DENSE if shape.experts else MOE
-    quantizers = {"bf16": (no_quantize, no_quantize), "fp8-linear": (no_quantize, quantize_vllm),
-                  "fp8-e2e": (quantize_groups, quantize_vllm)}[precision]  # fmt: skip
+    theirs = quantize_groups if align else quantize_vllm
+    quantizers = {"bf16": (no_quantize, no_quantize), "fp8-linear": (no_quantize, theirs),
+                  "fp8-e2e": (quantize_groups, theirs)}[precision]  # fmt: skip
     way = "graphs" if (engine, precision) == ("fused", "bf16") else engine
+    own = EAGER | {op: TRAINER[op] for op in ALIGNED} if align else ENGINES[way]
+    trainers = TRAINER | ({"attention": EAGER["attention"]} if flash else {})
     trainer, rollout = (
         {op: call for op, call in (table | {"quantize": quantize}).items() if op not in without}
-        for table, quantize in zip((TRAINER, ENGINES[way]), quantizers, strict=True)
+        for table, quantize in zip((trainers, own), quantizers, strict=True)
     )
     return trainer, rollout
 

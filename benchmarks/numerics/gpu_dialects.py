@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.numerics import te_kernels, vllm_kernels
+from benchmarks.numerics import dialects, te_kernels, vllm_kernels
 from benchmarks.numerics.dialects import Table, difference
 from benchmarks.numerics.table_forward import Model, Ops, Shape, forward
 
@@ -26,13 +26,17 @@ COMPILED = ("norm", "silu")
 def kernels(shape: Shape, options: argparse.Namespace) -> Tables:
     """Return every kernel that the shape, `options.precision` and `options.engine` call for."""
     trainer, engine = dict(te_kernels.TRAINER), vllm_kernels.prefill(shape)
-    if options.engine != "eager":
+    alone = vllm_kernels.alone(options.tokens)
+    if options.align:
+        engine |= {op: trainer[op] for op in dialects.ALIGNED}
+        alone["our kernels"] = vllm_kernels.aligned(options.precision)
+    elif options.engine != "eager":
         engine = {op: kernel for op, kernel in engine.items() if op not in COMPILED}
     if options.precision == "bf16":
         engine.pop("quantize")
     if options.precision != "fp8-e2e":
         trainer.pop("quantize")
-    return trainer, engine, vllm_kernels.alone(options.tokens)
+    return trainer, engine, alone
 
 
 def working(add: Callable[..., Any], model: Model, tokens_NS: Tensor, in_torch: Tables,

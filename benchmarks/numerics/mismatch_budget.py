@@ -1,7 +1,8 @@
 """Which operation owns how much of the mismatch between trainer and engine.
 
 python -m benchmarks.numerics.mismatch_budget run MODEL --out FILE.json [--precision fp8-e2e]
-    [--engine eager] [--sequences 8] [--tokens 352] [--prompt 32] [--device cuda] [--stacks both]
+    [--engine eager] [--align] [--attention flash] [--sequences 8] [--tokens 352] [--prompt 32]
+    [--device cuda] [--stacks both]
 python -m benchmarks.numerics.mismatch_budget draw FILE.json... --out FILE.svg
 
 MODEL is a Hugging Face folder of a Llama, Qwen3 or Qwen3-MoE. One forward, whose operations come
@@ -15,7 +16,11 @@ mixtures (`table_forward`, `dialects`; on a GPU with the two stacks' own kernels
 and `local` gives both operations the same arguments, from the trainer's forward. With `--stacks`
 the real vLLM samples the tokens and scores them (`stacks`, a process of its own), the real Megatron
 scores them, and `real` says how far either is from its table, in bits and in KL: a budget holds as
-far as those agree. A part that fails is an `error` in the file, and its place is taken by torch.
+far as those agree. `--align` gives the engine the trainer's RoPE, SiLU and quantizer, the real one
+by `aligned_engine` and its table by the trainer's kernels; `--attention flash` gives the trainer
+the engine's attention (`flash_for_te`).
+
+A part that fails is an `error` in the file, and its place is taken by torch.
 """
 
 from __future__ import annotations
@@ -36,9 +41,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import record
-from benchmarks.numerics import dialects, stacks
+from benchmarks.numerics import dialects, flash_for_te, stacks
 from benchmarks.numerics.dialects import difference, no_quantize
-from benchmarks.numerics.table_forward import Model, Ops, Pass, forward, load
+from benchmarks.numerics.table_forward import Model, Ops, Pass, Shape, forward, load
 from benchmarks.speed.decode_profile import without_folders
 
 ROWS = 1024  # of logits at once in FP64
@@ -195,8 +200,8 @@ def sample_tokens(model: Model, ops: Ops, N: int, S: int, prompt: int, seed: int
 
 def run(options: argparse.Namespace) -> None:
     """Measure one model in one precision and write the file."""
-    asked = ("precision", "engine", "sequences", "tokens", "prompt", "device", "seed", "stacks",
-             "in_torch", "env")  # fmt: skip
+    asked = ("precision", "engine", "align", "attention", "sequences", "tokens", "prompt",
+             "device", "seed", "stacks", "in_torch", "env")  # fmt: skip
     about = {"model": options.model.name} | {name: getattr(options, name) for name in asked}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     budget = Budget(options.out, options.commit, {"asked": about})
@@ -216,10 +221,14 @@ def measure_all(budget: Budget, options: argparse.Namespace, folder: Path) -> No
             budget.add("stacks", side, lambda: stacks.ask(side, options, folder))
             seen[side] = stacks.read(side, folder, options.device)
 
+    shape = Shape.read(options.model)
+    flash = options.attention == "flash"
+    trainer, engine = dialects.tables(
+        shape, options.precision, options.engine, options.align, flash
+    )
     ask("vllm")
     model = load(options.model, options.device, options.precision != "bf16")
-    budget.content["shape"] = vars(model.shape)
-    trainer, engine = dialects.tables(model.shape, options.precision, options.engine)
+    budget.content["shape"] = vars(shape)
     extras: dict[str, Ops] = dict(dialects.EXTRAS)
     tokens = seen.get("vllm", {}).get("tokens")
     if tokens is None:
@@ -229,11 +238,13 @@ def measure_all(budget: Budget, options: argparse.Namespace, folder: Path) -> No
     ask("megatron")
     if options.device == "cuda":
         os.environ |= stacks.environment(options)  # before vLLM and TransformerEngine are imported
+        if flash:
+            flash_for_te.lend(folder)
         from benchmarks.numerics import gpu_dialects
 
         trainer, engine, extras = gpu_dialects.working(
             budget.add, model, tokens, (trainer, engine, extras),
-            gpu_dialects.kernels(model.shape, options), options.in_torch.split(","),
+            gpu_dialects.kernels(shape, options), options.in_torch.split(","),
         )  # fmt: skip
     real = {name.removeprefix("logprobs."): each for side in seen.values()
             for name, each in side.items() if name.startswith("logprobs.")}  # fmt: skip
@@ -308,6 +319,10 @@ def parse(words: list[str]) -> argparse.Namespace:
     one.add_argument("model", type=Path, help="a Hugging Face folder")
     one.add_argument("--precision", default="fp8-e2e", choices=("bf16", "fp8-linear", "fp8-e2e"))
     one.add_argument("--engine", default="eager", choices=dialects.ENGINES)
+    text = "give the engine the trainer's RoPE, SiLU and quantizer"
+    one.add_argument("--align", action="store_true", help=text)
+    text = "of the trainer; auto is cuDNN on Hopper, flash FlashAttention 3"
+    one.add_argument("--attention", default="auto", choices=("auto", "flash"), help=text)
     one.add_argument("--sequences", type=int, default=8)
     one.add_argument(
         "--tokens", type=int, default=352, help="a sequence; of all, a multiple of 128"

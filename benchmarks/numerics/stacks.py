@@ -22,8 +22,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.numerics import flash_for_te
+from benchmarks.numerics.table_forward import Shape
+
 LIMIT = 300  # seconds a side may take
-SHARE = 0.4  # of the GPU, for vLLM
+SHARE = 0.4  # of the GPU, which has to be free for vLLM
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
@@ -32,12 +35,13 @@ ENVIRONMENT = {
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 """Of both sides; `--env` changes it. FlashInfer's kernel of fewer than 32 rows is off."""
-PASSED = ("precision", "engine", "sequences", "tokens", "prompt", "seed")
+PASSED = ("precision", "engine", "attention", "sequences", "tokens", "prompt", "seed")
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
     """Return what both sides have in their environment."""
-    return ENVIRONMENT | dict(pair.split("=", 1) for pair in options.env)
+    flash = flash_for_te.ENVIRONMENT if options.attention == "flash" else {}
+    return ENVIRONMENT | flash | dict(pair.split("=", 1) for pair in options.env)
 
 
 # The parent's part
@@ -50,6 +54,7 @@ def ask(side: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         RuntimeError: it failed or took too long; the end of its log.
     """
     words = [word for name in PASSED for word in (f"--{name}", str(getattr(options, name)))]
+    words += ["--align"] * options.align
     command = [sys.executable, "-m", __name__, side, str(options.model), str(folder), *words]
     log = folder / f"{side}.log"
     with log.open("wb") as opened:
@@ -80,6 +85,8 @@ def read(side: str, folder: Path, device: str) -> dict[str, Tensor]:
 PAGE = 16
 PASSES = {"graphs": {"pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False}},
           "fused": {"pass_config": {"fuse_norm_quant": True, "fuse_act_quant": True}}}  # fmt: skip
+ADDED = {op: ["vllm_c", "native"] for op in ("rms_norm", "fused_add_rms_norm")}
+"""Of an aligned engine that is compiled: the norm of eager, which adds in BF16."""
 POINTS = {  # modules of a layer: the operation and place whose result they give, and which of it
     "input_layernorm": ("norm", "attention"), "self_attn.qkv_proj": ("gemm", "qkv"),
     "self_attn.attn": ("attention", "attention"), "self_attn.o_proj": ("gemm", "o"),
@@ -93,19 +100,25 @@ def vllm_side(options: argparse.Namespace) -> dict[str, Tensor]:
     """Sample, score by prefill, and keep what the modules gave in the prefill."""
     from vllm import LLM, SamplingParams
 
+    if options.align:
+        from benchmarks.numerics import aligned_engine  # noqa: F401  registers, before the model
+
+    shape = Shape.read(options.model)
     N, S, prompt = options.sequences, options.tokens, options.prompt
     arguments: dict[str, Any] = {
         "model": str(_served(options)), "skip_tokenizer_init": True, "dtype": "bfloat16",
         "seed": options.seed, "enable_prefix_caching": False, "max_model_len": S + PAGE,
         "max_num_batched_tokens": max(N * S, 2048), "max_num_seqs": max(N, 16),
-        "gpu_memory_utilization": SHARE, "enforce_eager": options.engine == "eager",
+        "gpu_memory_utilization": SHARE, "kv_cache_memory_bytes": _kv_bytes(shape, N, S),
+        "enforce_eager": options.engine == "eager",
         "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
         "enable_flashinfer_autotune": False,
     }  # fmt: skip
-    if _moe(options.model):
+    if shape.experts:
         arguments["moe_backend"] = "triton"
     if options.engine != "eager":
         arguments["compilation_config"] = {"cudagraph_capture_sizes": [N]} | PASSES[options.engine]
+        arguments |= {"ir_op_priority": ADDED} if options.align else {}
     llm = LLM(**arguments)
     vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     generator = torch.Generator().manual_seed(options.seed)
@@ -142,10 +155,14 @@ def _served(options: argparse.Namespace) -> Path:
     return made
 
 
-def _moe(folder: Path) -> bool:
-    from benchmarks.numerics.table_forward import Shape
+def _kv_bytes(shape: Shape, N: int, S: int) -> int:
+    """Return the bytes of a BF16 cache for all sequences and as much again.
 
-    return Shape.read(folder).experts > 0
+    Told its size, vLLM does not measure the GPU, which fails when another process frees memory
+    meanwhile (v1/worker/gpu_worker.py:442, 510).
+    """
+    token = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim
+    return 2 * max(N, 16) * (S + 2 * PAGE) * token
 
 
 def _watch_vllm(module: Any, T: int, seen: dict[str, Tensor]) -> None:
@@ -183,6 +200,8 @@ def megatron_side(options: argparse.Namespace) -> dict[str, Tensor]:
     from benchmarks.numerics.dialects import logprobs_shard
     from benchmarks.numerics.table_forward import load
 
+    if options.attention == "flash":
+        flash_for_te.lend(options.folder)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29581"}
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("nccl", rank=0, world_size=1)
@@ -191,7 +210,7 @@ def megatron_side(options: argparse.Namespace) -> dict[str, Tensor]:
     tokens_NS = load_file(options.folder / "tokens.safetensors", device="cuda")["tokens"]
     N, S = tokens_NS.shape
     source = load(options.model, "cuda", fp8=False)
-    model = _gpt(source.shape, options.precision == "fp8-e2e", S)
+    model = _gpt(source.shape, options.precision == "fp8-e2e", options.attention, S)
     model.load_state_dict(_state(source, model), strict=False)
     seen: dict[str, Tensor] = {}
     _watch_megatron(model, source.shape, seen)
@@ -212,12 +231,13 @@ def megatron_side(options: argparse.Namespace) -> dict[str, Tensor]:
     return {"logprobs.megatron": torch.stack(found)} | seen
 
 
-def _gpt(shape: Any, fp8: bool, longest: int) -> Any:
+def _gpt(shape: Shape, fp8: bool, attention: str, longest: int) -> Any:
     """Build the model with the settings that NeMo RL's base configurations and our plans give."""
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch.nn.functional import silu
 
@@ -239,7 +259,8 @@ def _gpt(shape: Any, fp8: bool, longest: int) -> Any:
         pipeline_dtype=torch.bfloat16, qk_layernorm=shape.qk_norm, hidden_dropout=0.0,
         attention_dropout=0.0, bias_activation_fusion=True, bias_dropout_fusion=True,
         apply_rope_fusion=True, masked_softmax_fusion=True, gradient_accumulation_fusion=False,
-        attention_softmax_in_fp32=False, perform_initialization=False, **settings,
+        attention_softmax_in_fp32=False, attention_backend=AttnBackend[attention],
+        perform_initialization=False, **settings,
     )  # fmt: skip
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts),
@@ -338,8 +359,9 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
     for name in PASSED:
-        kind = str if name in ("precision", "engine") else int
+        kind = str if name in ("precision", "engine", "attention") else int
         parser.add_argument(f"--{name}", type=kind, required=True)
+    parser.add_argument("--align", action="store_true")
     options = parser.parse_args()
     found = SIDES[options.side](options)
     new = options.folder / f"{options.side}.new"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.numerics import dialects
+from benchmarks.numerics import aligned_ops, dialects
 from benchmarks.numerics.dialects import Operand, Table, fp8_scale
 from benchmarks.numerics.table_forward import Shape, Weight, take
 from benchmarks.numerics.te_kernels import cu_seqlens, linear_head
@@ -220,3 +220,24 @@ def alone(S: int) -> dict[str, Table]:
             "lm_head": partial(by_position, S, linear_head)}  # fmt: skip
     return {"decode attention": attention, "decode rows": rows, "decode": attention | rows,
             "fp8 kv": {"attention": fa3_fp8}}  # fmt: skip
+
+
+def aligned_rope(q: Tensor, k: Tensor, S: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Rotate by the kernel of `aligned_engine`."""
+    D, positions = q.shape[-1], torch.arange(S, device=q.device).repeat(q.shape[0] // S)
+    exponents = torch.arange(0, D, 2, dtype=torch.float32, device=q.device) / D
+    table = aligned_ops.cos_sin_table(1.0 / theta**exponents, S)
+    turned = aligned_ops.rope(positions, q.flatten(-2), k.flatten(-2), table, D)
+    return turned[0].view(q.shape), turned[1].view(k.shape)
+
+
+def aligned_quantize(x_TI: Tensor) -> Fp8Groups:
+    """Quantize by the kernel of `aligned_engine`, scales as DeepGEMM reads them."""
+    codes, scales = aligned_ops.quantize(x_TI.contiguous(), True, True)
+    return Fp8Groups(codes, scales.contiguous())
+
+
+def aligned(precision: str) -> Table:
+    """Return what an aligned engine launches in the trainer's place, to compare the two."""
+    table: Table = {"rope": aligned_rope, "silu": aligned_ops.silu}
+    return table if precision == "bf16" else table | {"quantize": aligned_quantize}

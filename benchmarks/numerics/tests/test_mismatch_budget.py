@@ -117,8 +117,9 @@ def test_an_operation_that_fails_is_an_error_and_the_rest_goes_on(tmp_path: Path
 
 
 def test_a_stack_that_does_not_run_says_why(tmp_path: Path) -> None:
-    asked = dict.fromkeys(stacks.PASSED, 1) | {"precision": "bf16", "engine": "eager"}
-    options = SimpleNamespace(model=SHIPPED / "tiny-llama", env=[], **asked)
+    asked = dict.fromkeys(stacks.PASSED, 1)
+    asked |= {"precision": "bf16", "engine": "eager", "attention": "auto"}
+    options = SimpleNamespace(model=SHIPPED / "tiny-llama", env=[], align=True, **asked)
     with pytest.raises(RuntimeError, match=r"exit code 1; .*No module named 'vllm'"):
         stacks.ask("vllm", options, tmp_path)  # type: ignore[arg-type]
 

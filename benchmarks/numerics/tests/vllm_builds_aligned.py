@@ -1,0 +1,90 @@
+"""A real vLLM Llama on a CPU, built with and without the aligned operations.
+
+    python vllm_builds_aligned.py FOLDER PORT
+
+vLLM believes in a Hopper GPU (`tests/nemo/vllm_on_a_cpu.py`). Prints the classes that a layer has.
+"""
+
+# pyright: reportMissingImports=false
+import json
+import sys
+from pathlib import Path
+
+import torch
+import vllm.platforms
+
+from benchmarks.numerics import dialects
+
+sys.path.append(str(Path(__file__).parents[3] / "tests" / "nemo"))
+from vllm_on_a_cpu import Hopper
+
+
+def built(folder):
+    """A layer's RoPE, SiLU and quantizer, and one as DeepGEMM makes it (deep_gemm.py:38-44)."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = EngineArgs(
+        model=folder, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True,
+        quantization="fp8", load_format="dummy", hf_overrides={"quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+            "weight_block_size": [128, 128]}},
+    ).create_engine_config()  # fmt: skip
+    config.parallel_config.disable_custom_all_reduce = True
+    rotary_embedding._ROPE_DICT.clear()
+    config.compilation_config.static_forward_context.clear()
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        layer = initialize_model(config).model.layers[0]
+        deep_gemm = QuantFP8(
+            static=False, group_shape=GroupShape(1, 128), use_ue8m0=False,
+            tma_aligned_scales=True, column_major_scales=True,
+        )  # fmt: skip
+    linear = layer.self_attn.o_proj.quant_method.fp8_linear.quant_fp8
+    return layer.self_attn.rotary_emb, layer.mlp.act_fn, linear, deep_gemm
+
+
+def equal(layer_ops):
+    """Whether the operations, called as a layer does, give the trainer's bits."""
+    rope, silu, _, quantizer = layer_ops
+    S, D = 15, rope.head_size
+    x = torch.randn(2 * S, 8 * D).bfloat16()
+    q, k, _ = x.split([4 * D, 2 * D, 2 * D], dim=-1)
+    positions = torch.arange(S).repeat(2)
+    heads = [each.unflatten(-1, (-1, D)) for each in (q, k)]
+    turned = [each.flatten(-2) for each in dialects.TRAINER["rope"](*heads, S, rope.base)]
+    made = torch.compile(rope, backend="aot_eager", fullgraph=True)(positions, q, k)
+    codes, scales = torch.compile(quantizer, backend="aot_eager", fullgraph=True)(x)
+    wanted = dialects.TRAINER["quantize"](x)
+    return {
+        "rope": all(map(torch.equal, made, turned)),
+        "silu": torch.equal(silu(x), dialects.TRAINER["silu"](x)),
+        "codes": torch.equal(codes.view(torch.uint8), wanted.fp8_TI.view(torch.uint8)),
+        "scales": torch.equal(scales, wanted.scale_inv_TQ), "strides": scales.stride(),
+    }  # fmt: skip
+
+
+def main():
+    folder, port = sys.argv[1:]
+    vllm.platforms._current_platform = Hopper()
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
+        initialize_model_parallel(1, 1, backend="gloo")
+    before = [type(each).__name__ for each in built(folder)]
+    from benchmarks.numerics import aligned_engine  # noqa: F401  registers
+
+    ops = built(folder)
+    after = [type(each).__name__ for each in ops]
+    print(json.dumps({"before": before, "after": after, "equal": equal(ops)}))
+
+
+if __name__ == "__main__":
+    main()
