@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -149,16 +150,33 @@ def test_the_figure_names_each_operation(budget: Callable[..., Path], tmp_path: 
 
 def test_the_page_says_what_the_files_hold() -> None:
     page = (ROOT / "docs" / "research" / "mismatch.md").read_text()
-    kept = ROOT / "benchmarks" / "results"
-    files = [
-        kept / f"mismatch-budget-{m}-{p}-cpu.json" for m in MODELS for p in ("bf16", "fp8-e2e")
-    ]
-    found = [json.loads(file.read_text()) for file in files]
+    tiny, wide, moe = "tiny-llama", "llama-d128", "tiny-qwen3-moe"
+
+    def file(model: str, precision: str, engine: str) -> dict[str, Any]:
+        name = f"mismatch-budget-{model}-{precision}-{engine}-h200.json"
+        return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+    def said(kl: float) -> str:
+        return f"{kl:.{0 if kl < 1e-7 else 1}e}".replace("e-0", "e-") if kl else "0"
 
     def row(name: str, *parts: tuple[str, str]) -> str:
-        cells = (", ".join(f"{each[p][n]['kl']:.1e}" for p, n in parts) for each in found)
-        return " | ".join([f"| {name}", *cells]).replace("e-0", "e-").replace("0.0e+00", "0") + " |"
+        cells = (", ".join(said(each[p][n]["kl"]) for p, n in parts) for each in budgets)
+        return " | ".join([f"| {name}", *cells]) + " |"
 
+    asked = [(tiny, "fp8-e2e", "eager"), (wide, "fp8-e2e", "eager"), (wide, "fp8-e2e", "fused"),
+             (wide, "bf16", "fused"), (moe, "fp8-e2e", "eager")]  # fmt: skip
+    budgets = [file(*each) for each in asked]
     assert row("nothing replaced", ("controls", "nothing replaced")) in page
-    for name, op in (("norm and residual", "norm"), ("RoPE cos/sin", "rope")):
+    ops = {"norm and residual": "norm", "RoPE cos/sin": "rope", "attention": "attention"}
+    for name, op in ops.items():
         assert row(name, ("alone", op), ("cumulative", op)) in page
+    beside = ("decode, engine's table", "megatron, trainer's table", "decode, megatron",
+              "decode, prefill")  # fmt: skip
+    stacks_ran = [(tiny, "bf16", "eager"), asked[0], (moe, "bf16", "eager"), asked[4],
+                  asked[3], asked[2]]  # fmt: skip
+    for model, precision, engine in stacks_ran:
+        real = file(model, precision, engine)["real"]
+        named = f"{'113M Llama' if model == wide else model} `{precision}`, "
+        named += "compiled" if engine == "fused" else engine
+        cells = [said(real[name]["k3"]) for name in beside]
+        assert " | ".join([f"| {named}", *cells]) + " |" in page
