@@ -4,14 +4,16 @@ python -m benchmarks.learning.judge study/gate study/eight --out FILE.json
 python -m benchmarks.learning.judge --earlier benchmarks/results --out FILE.json
 
 The first line judges runs of `benchmarks.learning.study`, the second the runs that earlier studies
-kept, whose own rule was another one. docs/research/study-rule.md has the rule; it was
-written before the runs and is not to be tuned here.
+kept, whose own rule was another one. docs/research/study-rule.md and study-rule-2.md have the rule;
+they were written before the runs and are not to be tuned here. The exit code is 1 where BF16 fails
+its gate, so that a line of commands stops there.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -33,6 +35,7 @@ BASELINE = "bf16-none"
 MOST_FALL, MOST_SPREAD = 10.0, 2.0
 """Points that BF16 may fall from one validation to the next, and its areas' standard deviation."""
 EQUIVALENT, LOSES, GAINS, OPEN = "equivalent", "loses", "gains", "open"
+GROWS, SHRINKS = "grows", "shrinks"
 
 
 class Estimate(NamedTuple):
@@ -135,6 +138,33 @@ def first(run: Line) -> float:
     return next(value for step, value in run["validations"]["bf16"].items() if not int(step))
 
 
+def growth(run: Line) -> float | None:
+    """Return the logarithm of a run's mean KL in its last third of steps over that in its first.
+
+    None where the first third has no KL, as where both sides compute alike.
+    """
+    kl = run["kl"]
+    first, last = (fmean(part) for part in (kl[: len(kl) // 3], kl[-(len(kl) // 3) :]))
+    return math.log(last / first) if first > 0 and last > 0 else None
+
+
+def drift(cells: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
+    """Return by what factor each cell's KL grows within a run, with intervals, and a word."""
+    found = {
+        cell: [value for run in runs if (value := growth(run)) is not None]
+        for cell, runs in cells.items()
+    }
+    return {
+        cell: {"factor": math.exp(each.difference), "low": math.exp(each.low)}
+        | {"high": math.exp(each.high), "seeds": each.seeds, "word": _grows(each)}
+        for cell, each in from_zero(found).items()
+    }
+
+
+def _grows(found: Estimate) -> str:
+    return GROWS if found.low > 0 else SHRINKS if found.high < 0 else OPEN
+
+
 def by_cell(runs: Iterable[Line]) -> dict[str, dict[str, list[Line]]]:
     """Return runs by model and cell."""
     found: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
@@ -155,11 +185,14 @@ def table(cells: Mapping[str, Sequence[Line]]) -> list[dict[str, Any]]:
         for name, of in ENDPOINTS.items()
     }
     found["serving"] = from_zero({cell: [*map(served, runs)] for cell, runs in others.items()})
+    drifts = drift(others)
     return [
         {
             "cell": cell,
             "verdict": found["learning"][cell].verdict,
             **{name: each[cell]._asdict() for name, each in found.items()},
+            "drift": drifts.get(cell),
+            "largest fall": max(map(largest_fall, runs)),
             "means": _means(runs),
         }
         for cell, runs in others.items()
@@ -172,10 +205,10 @@ def _means(runs: Sequence[Line]) -> dict[str, float]:
     return {key: fmean(run["means"][key] for run in runs if key in run["means"]) for key in keys}
 
 
-def study(runs: Sequence[Line]) -> dict[str, Any]:
+def study(runs: Sequence[Line], rule: str = RULE) -> dict[str, Any]:
     """Return a results file's content for the runs of a study."""
     models = by_cell(runs)
-    found: dict[str, Any] = {"rule": RULE, "margin": MARGIN}
+    found: dict[str, Any] = {"rule": rule, "margin": MARGIN}
     found["gate"] = {model: gate(cells[BASELINE]) for model, cells in models.items()}
     found["rows"] = {model: table(cells) for model, cells in models.items()}
     found["spreads"] = {
@@ -196,8 +229,9 @@ def whole(runs: Sequence[Line]) -> list[Line]:
 
 
 def _kept(run: Line) -> Line:
-    """Return a run without what the results file says once, and without its rewards."""
-    return {key: value for key, value in run.items() if key not in ("line", "reward", "kl")}
+    """Return a run without what the results file says once, and without its single steps."""
+    kept = {key: value for key, value in run.items() if key not in ("line", "reward", "kl")}
+    return kept | {"growth": growth(run)}
 
 
 def _areas(cells: Mapping[str, Sequence[Line]]) -> list[list[float]]:
@@ -256,26 +290,32 @@ def shown(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
         if each := row.get(name):
             found[name] = f"{each['difference']:+.1f} ({each['low']:+.1f} to {each['high']:+.1f})"
             found[f"{name}: verdict"] = each.get("verdict", "")
+    if each := row.get("drift"):
+        text = f"{each['factor']:.2f} ({each['low']:.2f} to {each['high']:.2f})"
+        found["KL, last third by first"] = f"{text} {each['word']}"
     return found | {"verdict": row.get("verdict", "")}
 
 
-def main() -> None:
-    """Judge, print the tables, and write them."""
+def main() -> int:
+    """Judge, print the tables, and write them; 1 if BF16 fails its gate."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="*", help="of benchmarks.learning.study")
     parser.add_argument("--earlier", type=Path, help="folder of archives (benchmarks.keep_runs)")
+    parser.add_argument("--rule", default=RULE, help="the page that the results name")
     add_options(parser)
     options = parser.parse_args()
     if options.earlier:
         content = earlier(options.earlier)
         show("again", [shown(row, ("late accuracy", "area")) for row in content["rows"]])
     else:
-        content = study([run for each in options.folders for run in whole(read(each / RUNS))])
+        runs = [run for each in options.folders for run in whole(read(each / RUNS))]
+        content = study(runs, options.rule)
         for model, rows in content["rows"].items():
             print(model, content["gate"][model], content["spreads"].get(model))
             show(model, [shown(row, ("learning", "as served", "serving")) for row in rows])
     keep(options.out, options.commit, scipy=scipy.__version__, **content)
+    return int(not all(each["passes"] for each in content.get("gate", {}).values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,7 @@
 """Intervals against textbook formulas, words against intervals, and the gate's three conditions."""
 
 import math
+import sys
 from statistics import fmean, stdev
 
 import pytest
@@ -8,6 +9,7 @@ from scipy import stats
 
 from benchmarks.learning import judge
 from benchmarks.learning.judge import Estimate, against, from_zero, gate, pooled, table
+from fp8_nemo.recipe.plain import read_json, to_json
 
 BASE = [70.0, 71.5, 69.0, 70.5, 70.0, 69.0]
 CELLS = {
@@ -52,12 +54,13 @@ def test_intervals_from_zero_share_the_level():
     assert from_zero(cells)["a"] == pytest.approx((2.0, 2.0 - half, 2.0 + half, 3))
 
 
-def run(*validations, cell="tiny-llama/bf16-none", own=0.0):
+def run(*validations, cell="tiny-llama/bf16-none", own=0.0, kl=(0.0, 0.0, 0.0)):
     """A run whose BF16 validations are these shares; its own engine serves `own` more."""
     bf16 = {str(5 * step): value for step, value in enumerate(validations)}
     curves = {"bf16": bf16, "own": {step: value + own for step, value in bf16.items()}}
     last = {"bf16": validations[-1], "own": validations[-1] + own}
-    return {"cell": cell, "validations": curves, "last": last, "means": {"mismatch/kl": 0.5}}
+    means = {"mismatch/kl": 0.5}
+    return {"cell": cell, "validations": curves, "last": last, "means": means, "kl": [*kl]}
 
 
 STEADY = [run(0.4, 0.6, 0.7), run(0.4, 0.61, 0.71)]
@@ -90,3 +93,35 @@ def test_learning_is_judged_in_bf16_and_serving_apart():
     assert row["as served"]["difference"] == pytest.approx(-10)
     assert row["serving"]["difference"] == pytest.approx(-10)
     assert row["means"] == {"mismatch/kl": 0.5}
+
+
+def test_kl_that_doubles_within_every_run_grows():
+    cell = "tiny-llama/fp8-linear-none"
+    steps = [(1e-3, 0.5, 2e-3), (2e-3, 0.5, 4.2e-3), (1e-3, 0.5, 1.9e-3)]
+    growing = [run(0.4, 0.6, 0.5 + kl[0], cell=cell, kl=kl) for kl in steps]
+    (row,) = table(judge.by_cell([*STEADY, *growing])["tiny-llama"])
+    assert row["drift"]["word"] == judge.GROWS
+    assert row["drift"]["factor"] == pytest.approx((2 * 2.1 * 1.9) ** (1 / 3))
+    assert row["largest fall"] == pytest.approx(9.9)
+
+
+def test_a_kl_that_falls_shrinks_and_one_that_does_both_is_open():
+    falling = [run(0.4, kl=(2.0, 0.0, last)) for last in (1.0, 1.01)]
+    both = [run(0.4, kl=kl) for kl in ((1.0, 0.0, 2.0), (2.0, 0.0, 1.0))]
+    found = judge.drift({"falling": falling, "both": both})
+    assert [each["word"] for each in found.values()] == [judge.OPEN, judge.OPEN]
+    assert judge.drift({"falling": falling})["falling"]["word"] == judge.SHRINKS
+
+
+def test_where_both_sides_compute_alike_nothing_grows():
+    assert judge.drift({"a": [run(0.4)] * 3}) == {}
+
+
+@pytest.mark.parametrize(("last", "code"), [(0.7, 0), (0.49, 1)])
+def test_a_line_of_commands_stops_where_bf16_fails_its_gate(tmp_path, monkeypatch, last, code):
+    runs = [run(0.4, 0.6, share) | {"seed": seed} for seed, share in enumerate((0.7, last))]
+    (tmp_path / "runs.jsonl").write_text("\n".join(to_json(each) for each in runs))
+    out, rule = tmp_path / "gate.json", "docs/research/study-rule-2.md"
+    monkeypatch.setattr(sys, "argv", ["judge", str(tmp_path), "--out", str(out), "--rule", rule])
+    assert judge.main() == code
+    assert read_json(out.read_text())["rule"] == rule
