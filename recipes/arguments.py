@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from fp8_nemo import __version__
 from fp8_nemo.nemo_config.versions import SUPPORTED
-from fp8_nemo.recipe.checks import verb_line
+from fp8_nemo.recipe.checks import shortened, unusable, verb_line
 from fp8_nemo.recipe.compose import choices
 from fp8_nemo.recipe.secrets import hidden
 
@@ -93,8 +93,21 @@ def read_cells(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace
     return options, [*options.words, *others, *["-m"] * options.multirun]
 
 
+def path(text: str) -> Path:
+    """Read a path of a line.
+
+    Raises:
+        argparse.ArgumentTypeError: it is empty, or no file can be called so.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, must name a file or a folder")
+    if reason := unusable(text):
+        raise argparse.ArgumentTypeError(f"{shortened(text)}: {reason}")
+    return Path(text)
+
+
 def run_dir_of(verb: str, text: str | None, words: Sequence[str]) -> Path:
     """Return the run directory, the only argument of a verb."""
     parser = Parser(verb, text)
-    parser.add_argument("path", metavar="RUN_DIR", type=Path, help="made by grpo, with a plan.json")
+    parser.add_argument("path", metavar="RUN_DIR", type=path, help="made by grpo, with a plan.json")
     return parser.parse_args(words).path

@@ -12,7 +12,6 @@ import argparse
 import shlex
 import signal
 import sys
-from pathlib import Path
 
 from fp8_nemo.recipe.checks import verb_line
 from fp8_nemo.report.against_bf16 import against_baselines
@@ -23,7 +22,7 @@ from fp8_nemo.report.verdict import choices
 from fp8_nemo.runs.run_dir import short_path
 from fp8_nemo.runs.terminal import console, tell
 
-from .arguments import Parser
+from .arguments import Parser, path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(words: list[str]) -> argparse.Namespace:
     parser = Parser("compare", __doc__)
     parser.add_argument(
-        "paths", metavar="PATH", nargs="+", type=Path, help="run directories, or folders of them"
+        "paths", metavar="PATH", nargs="+", type=path, help="run directories, or folders of them"
     )
     parser.add_argument("--html", action="store_true", help="add an HTML page")
     return parser.parse_args(words)

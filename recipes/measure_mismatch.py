@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from pathlib import Path
 
 from fp8_nemo.correction.quantiles import token_share
 from fp8_nemo.local.preflight import require
 from fp8_nemo.recipe.options import DIVERGENCES, RATIOS
 from fp8_nemo.runs.terminal import console, tell
 
-from .arguments import Parser
+from .arguments import Parser, path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,7 +50,7 @@ def _options(words: list[str]) -> argparse.Namespace:
         "paths",
         metavar="PATH",
         nargs="+",
-        type=Path,
+        type=path,
         help="run directories, or NeMo RL's own train_data_step*.jsonl",
     )
     parser.add_argument(

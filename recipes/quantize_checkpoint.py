@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from rich.progress import MofNCompleteColumn, Progress
 
@@ -21,7 +20,7 @@ from fp8_nemo.local.preflight import require
 from fp8_nemo.runs.process import INTERRUPTED
 from fp8_nemo.runs.terminal import console, tell
 
-from .arguments import Parser
+from .arguments import Parser, path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,9 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(words: list[str]) -> argparse.Namespace:
     parser = Parser("quantize_checkpoint", __doc__)
     parser.add_argument(
-        "source", metavar="SRC", type=Path, help="a Hugging Face folder, or a local run's directory"
+        "source", metavar="SRC", type=path, help="a Hugging Face folder, or a local run's directory"
     )
-    parser.add_argument("target", metavar="DST", type=Path, help="the folder to write")
+    parser.add_argument("target", metavar="DST", type=path, help="the folder to write")
     parser.add_argument(
         "settings",
         metavar="precision=...",
@@ -65,7 +64,7 @@ def _options(words: list[str]) -> argparse.Namespace:
         help="the precision, or one of its keys, as for recipes.grpo",
     )
     parser.add_argument(
-        "--calibrate", metavar="TEXTS", type=Path,
+        "--calibrate", metavar="TEXTS", type=path,
         help="a file with one text a line: measure the scales of an FP8 cache on it",
     )  # fmt: skip
     return parser.parse_intermixed_args(words)

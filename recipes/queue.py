@@ -20,7 +20,7 @@ from fp8_nemo.runs.queue import QueueError, Stand, cancel, has_slurm, log_of, qu
 from fp8_nemo.runs.run_dir import short_path
 from fp8_nemo.runs.terminal import console, tell
 
-from .arguments import Parser
+from .arguments import Parser, path
 
 EVERY = 10  # seconds between two looks
 
@@ -73,7 +73,7 @@ def _cancel(found: list[Stand]) -> int:
 def _options(words: list[str]) -> argparse.Namespace:
     parser = Parser("queue", __doc__)
     text = "run directories, or folders of them; outputs if not given"
-    parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help=text)
+    parser.add_argument("paths", metavar="PATH", nargs="*", type=path, help=text)
     text = f"look again every {EVERY} seconds, until none is in the queue"
     parser.add_argument("--watch", action="store_true", help=text)
     parser.add_argument("--cancel", action="store_true", help="take them out of the queue")

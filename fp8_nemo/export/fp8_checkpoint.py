@@ -58,7 +58,7 @@ from fp8_nemo.glue.quantize import FP8, Fp8Weight, dequantize_blocks
 from fp8_nemo.glue.refit import encode, pieces_of
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options import Precision
-from fp8_nemo.runs.metrics import sync
+from fp8_nemo.runs.metrics import make_folder
 from fp8_nemo.runs.terminal import table
 
 BOOK = "quantization.json"
@@ -205,8 +205,7 @@ def _opened_book(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConversionError(f"{target}: is not empty, and holds no conversion of ours")
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        sync(target.parent)
+        make_folder(target)
     except OSError as error:
         raise ConversionError(f"{target}: cannot be made a folder ({error.strerror})") from error
     return begun | {"kv_scales": None, "shards": {}}

@@ -87,6 +87,8 @@ def shards_of(source: Path) -> list[Path]:
     for tensor, name in weight_map.items():
         if held.get(tensor) != name:
             raise ConversionError(f"{tensor}: is not in {name}, where {source / INDEX} has it")
+    if weight_map and (left := held.keys() - weight_map.keys()):
+        raise ConversionError(f"{min(left)}: is in {held[min(left)]}, and not in {source / INDEX}")
     return [source / name for name in names]
 
 

@@ -335,6 +335,25 @@ def _lora_mistakes(recipe: Recipe) -> Iterator[Mistake]:
         )
 
 
+def unusable(path: str) -> str | None:
+    """Return why no file can be called so; None if one can."""
+    try:
+        longest = max(len(part.encode()) for part in path.split("/"))
+    except UnicodeEncodeError:
+        return "is no UTF-8"
+    if longest > LONGEST_NAME:
+        return f"a name in it has {longest:,} bytes, and {LONGEST_NAME} is the most"
+    if (size := len(path.encode())) > LONGEST_PATH:
+        return f"has {size:,} bytes, and {LONGEST_PATH:,} is the most"
+    return None
+
+
+def shortened(path: str) -> str:
+    """Return the beginning of a path that a message can show."""
+    shown = path.encode(errors="replace").decode()
+    return shown if len(shown) <= 40 else f"{shown[:40]}..."
+
+
 def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     paths = {
         "outputs": recipe.outputs,
@@ -349,13 +368,8 @@ def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     for key, path in paths.items():
         if path and path.startswith(("~", "$")):
             yield Mistake(key, path, "names a path that is called so", f'write "{key}=$HOME/..."')
-        longest = max((len(part.encode()) for part in (path or "").split("/")), default=0)
-        if path and (longest > LONGEST_NAME or len(path.encode()) > LONGEST_PATH):
-            cut = f"{path[:40]}..."
-            text = f"a name in it has {longest:,} bytes, and {LONGEST_NAME} is the most"
-            if longest <= LONGEST_NAME:
-                text = f"has {len(path.encode()):,} bytes, and {LONGEST_PATH:,} is the most"
-            yield Mistake(key, cut, text)
+        if path and (text := unusable(path)):
+            yield Mistake(key, shortened(path), text)
     if not recipe.outputs:
         yield Mistake("outputs", "", "must name a folder")
 

@@ -12,7 +12,10 @@ from typing import Any
 
 OF_ENVIRONMENT = "oc.env"
 NAME = r"(?:token|secret|passwd|password|api_?key|access_?key|private_?key|credentials?)"
-SECRET_VARIABLE = re.compile(rf"(?:.*_)?{NAME}(?:_id)?", re.IGNORECASE)
+SECRET_VARIABLE = re.compile(
+    rf"(?:.*_)?(?:{NAME}|pass|pat|pwd)(?:_id)?|.*(?:token|passwd|password|secret|apikey)",
+    re.IGNORECASE,
+)
 """Names of environment variables, where `token` means no piece of a text."""
 SECRET_KEY = re.compile(rf"(?:.*_)?(?!token){NAME}|(?:hf|wandb|auth|bearer)_token", re.IGNORECASE)
 SECRET_VALUE = re.compile(
@@ -22,6 +25,12 @@ SECRET_VALUE = re.compile(
 """How Hugging Face, OpenAI, GitHub, GitLab, Slack and AWS begin theirs."""
 GIVEN = re.compile(rf"({NAME}(?:_id)?[\"']?\s*[=:\s]\s*)\S+", re.IGNORECASE)
 """As ` --token abc`, `{api_key: abc`: a value that may go on after its first blank."""
+IN_SHELL = re.compile(
+    rf"(?:--?{NAME}[=\s]\s*|\bBearer\s+|\bwandb\s+login\s+)(?![\"']?\$)[\"']?\w"
+    r"|://[^\s/:@]+:[^\s/@$]+@",
+    re.IGNORECASE,
+)
+"""As `--token abc`, `wandb login abc`, `http://name:abc@proxy`, and not `--token $NAME`."""
 ASSIGNED = re.compile(r"\b(\w+)=(?![\"']?\$)(?=[\"']?\w)")
 KEPT = (
     "which a run's files would keep; leave it in the environment of the node that runs it, where "
@@ -89,7 +98,7 @@ def _secrets_at(key: str, value: Any, looks: re.Pattern[str]) -> Iterator[str]:
         named = f"which a run's files would keep; export it, and name it: {key}=[{assigned[0]}]"
         kept = named if key == "cluster.env" else KEPT
         yield f"{key}: gives {assigned[0]} a value, {kept}"
-    elif SECRET_VALUE.search(text):
+    elif SECRET_VALUE.search(text) or (key.startswith("cluster.") and IN_SHELL.search(text)):
         yield f"{key}: holds what looks like a secret, {KEPT}"
 
 

@@ -196,6 +196,15 @@ def replaced(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and its parents, on disk; return those that were missing, outermost first."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync(each.parent)
+    return missing
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -36,6 +36,7 @@ from fp8_nemo.runs.metrics import (
     FIRST_STEP,
     RunDirError,
     keep_rows,
+    make_folder,
     missing_steps,
     read_metrics,
     rewind_metrics,
@@ -363,13 +364,13 @@ def _write_all(plans: list[Plan]) -> None:
     made: list[Path] = []
     try:
         for outputs in {Path(plan.recipe.outputs) for plan in plans}:
-            made += _make(outputs)
+            made += make_folder(outputs)
         staging = new_staging(Path(plans[0].recipe.outputs))
         made.append(staging)
         for plan in plans:
             _write(plan, staging / plan.run_name)
         for plan in plans:
-            made += _make(run_path(plan).parent)
+            made += make_folder(run_path(plan).parent)
         for plan in sorted(plans, key=lambda plan: run_path(plan).exists()):  # the new ones first
             made += _move(staging / plan.run_name, run_path(plan))
         shutil.rmtree(staging)
@@ -401,13 +402,6 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:  # another user's
         pass
     return True
-
-
-def _make(folder: Path) -> list[Path]:
-    """Make a folder and its parents; those that did not exist, outermost first."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing[::-1]
 
 
 def _unmake(folder: Path) -> None:

@@ -331,6 +331,10 @@ FAULTS = {
         load_file(s / SHARDS[2]) | {"model.extra.weight": torch.empty(0, 4).bfloat16()},
         s / SHARDS[2],
     ),
+    f"model.extra.weight: is in {SHARDS[2]}, and not in": lambda s, t: save_file(
+        load_file(s / SHARDS[2]) | {"model.extra.weight": torch.ones(4, 4).bfloat16()},
+        s / SHARDS[2],
+    ),
     "is a pointer of git-lfs, not weights": lambda s, t: (s / SHARDS[2]).write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     ),

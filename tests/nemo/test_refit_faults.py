@@ -2,8 +2,8 @@
 
 An engine holds weights as vLLM's workers do, fused, stacked and cut (`engine_parts`), and those of
 refit 1; refit 2 is sent. A row edits what the wire brings, how it is loaded, or the engine's memory
-afterwards; without a fault the same scene passes. Sixty rows are those of a review, which held them
-against the proof of then: it missed 25. Twenty are of after.
+afterwards; without a fault the same scene passes. Sixty rows are rebuilt from what a review told of
+its own sixty, of which the proof of then missed 25. Twenty are of after.
 """
 
 import dataclasses

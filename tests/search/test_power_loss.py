@@ -65,11 +65,12 @@ def runs(tmp_path: Path, parts: int | None) -> None:
 def conversions(tmp_path: Path, parts: int | None) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    call = (verb, "quantize_checkpoint", str(SHIPPED / "tiny-qwen3-moe"), f"{disk}/fp8")
+    call = (verb, "quantize_checkpoint", str(SHIPPED / "tiny-qwen3-moe"), f"{disk}/new/fp8")
     images, whole = lost(tmp_path, call, parts)
+    assert all(tree(image) == whole for image in images[-2:]), "it was done, and is not kept"
     for image in images:
         where = f"{image.parent.name} {image.name}"
-        if loads(image / "fp8"):
+        if loads(image / "new" / "fp8"):
             assert tree(image) == whole, f"{where}: it can be loaded, and is not whole"
         put(image, disk)
         undisturbed(tmp_path / "output", *call)
