@@ -26,6 +26,9 @@ GPU_GIB = {"h100": 79.6, "h200": 140.4, "b200": 179.1}
 ALLOWANCE_GIB = 6.0
 """CUDA and NCCL of two processes, a sleeping engine's graphs, fragmentation. A GPU that trains or
 samples alone has one process, and the same reserve: its own was not measured."""
+HOLES_GIB = 2.1
+"""What stays reserved beyond what is allocated after a refit, where state of the trainer stays:
+the most of four steps of 16 layers of 8B, 1.2 to 2.1 (device-8b16-h200.json)."""
 PACKETS = 2 * 0.02
 """Share of a GPU's memory that the two packets under way take, where a refit goes to other GPUs
 (NeMo RL main 7ea279a, packed_tensor.py)."""
@@ -201,12 +204,10 @@ def _shared(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, 
     the trainer's and the engine's weights. Rollout: the engine's weights and KV cache. Of the
     trainer only what NeMo RL moves waits in host memory: weights and moments. In FP8 the masters,
     their last gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5
-    (docs/research/speed.md); and the moments, if the optimizer is kept. What stays lies in segments
-    that PyTorch's allocator then cannot give back: on two H200s it held 31.9 GiB more than was
-    allocated after three steps in FP8 and 30.0 on one rank in BF16, where weights and gradients
-    are 15.0 each (device-8b-2-h200.json). Both are counted as such holes in a rollout; in a refit
-    and a logprob pass the weights are back, and it is one. Before gradients return for training,
-    our worker empties the allocator's cache, so that they need leave none.
+    (docs/research/speed.md); and the moments, if the optimizer is kept. Position tables that
+    Megatron caches held segments which PyTorch's allocator then could not give back, 30 GiB of 8B
+    on two H200s (device-8b-2-h200.json). Plans clear these caches before a refit, since when it is
+    `HOLES_GIB`, or what weights and gradients leave if that is less.
 
     With LoRA gradients and optimizer are the adapters' alone. The frozen weights lie in no buffer
     of Megatron's, so NeMo RL moves them nowhere: they stay beside the engine (seams moves-buffers,
@@ -214,13 +215,13 @@ def _shared(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, 
     """
     layout, own = settled.layout, _held(settled)
     kept, logits = _kept(settled, own), _logits(settled, layout.logprob_batch, 2)
-    holes = 2 * own.trained if any(kept.values()) else 0.0  # of weights, and as much of gradients
+    holes = min(HOLES_GIB * GIB, 4 * own.trained) if any(kept.values()) else 0.0
     kept |= {"holes": holes, "allowance": ALLOWANCE_GIB * GIB}
     logprob = {"weights": 2 * own.held, "logits": logits, **kept}
     engine, merging = sampler["engine"], _merging(settled)
     refit = {"trainer": 2 * own.held, "merging": merging, "engine": engine, **kept}
     frozen = 2 * (own.held - own.trained)
-    rollout = {**sampler, "frozen weights": frozen, **kept, "holes": 2 * holes}
+    rollout = {**sampler, "frozen weights": frozen, **kept}
     train = _training(settled, own)
     return {"train": train, "logprob": logprob, "refit": refit, "rollout": rollout}
 

@@ -265,7 +265,8 @@ def test_a_small_model_decodes_at_the_hosts_pace():
     found = {}
     for layers in (2, 32):
         cell = ["model=llama31-8b", f"model.shape.layers={layers}", *words]
-        [made] = compose_plans([*cell, "precision=fp8-kv-attn", "cluster.gpus_per_node=1"])
+        cell += ["precision=fp8-kv-attn", "cluster.gpus_per_node=1", "cluster.gpu=h200"]
+        [made] = compose_plans(cell)
         found[layers] = decode_of_engine(made.settled, 1024)
     running = found[2].running
     host = HOST.step + HOST.sequence * running
