@@ -75,9 +75,14 @@ def probed(python: str) -> Seen:
 
 
 def workers_path(*folders: Path) -> str:
-    """Return `PYTHONPATH` for worker environments: folders, this package, what is in it already."""
+    """Return `PYTHONPATH` for worker environments: folders, this package, what is in it already.
+
+    Where this package is in it already, the order stays: what stands before it hides its neighbours
+    from the driver, and has to from the workers.
+    """
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    paths = [*map(str, folders), str(own_folder() or ""), *given]
+    own = str(own_folder() or "")
+    paths = [*map(str, folders), *([own] if own not in given else []), *given]
     return os.pathsep.join(dict.fromkeys(filter(None, paths)))
 
 

@@ -3,6 +3,7 @@
 import os
 import time
 import venv
+from pathlib import Path
 
 import pytest
 
@@ -87,3 +88,13 @@ def test_an_image_of_another_commit_than_the_clones_is_told(built, mixed, told, 
     assert [line.startswith("NEMO_RL_ROOT=/opt/nemo-rl: is 0.8.0 7ea279a") for line in lines] == (
         [True] if told else []
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [("/other", ["/root", "{own}", "/other"]), ("/over:{own}", ["/root", "/over", "{own}"])],
+)
+def test_workers_find_packages_in_the_drivers_order(given, path, monkeypatch):
+    own = str(environments.own_folder())
+    monkeypatch.setenv("PYTHONPATH", given.format(own=own))
+    assert environments.workers_path(Path("/root")).split(":") == [p.format(own=own) for p in path]
