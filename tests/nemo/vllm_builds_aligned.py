@@ -2,21 +2,18 @@
 
     python vllm_builds_aligned.py FOLDER PORT
 
-vLLM believes in a Hopper GPU (`tests/nemo/vllm_on_a_cpu.py`). Prints the classes that a layer has.
+vLLM believes in a Hopper GPU (`vllm_on_a_cpu.py`). Prints the classes that a layer has.
 """
 
 # pyright: reportMissingImports=false
 import json
 import sys
-from pathlib import Path
 
 import torch
 import vllm.platforms
+from vllm_on_a_cpu import Hopper
 
 from benchmarks.numerics import dialects
-
-sys.path.append(str(Path(__file__).parents[3] / "tests" / "nemo"))
-from vllm_on_a_cpu import Hopper
 
 
 def built(folder):
