@@ -116,7 +116,7 @@ def instructions(
 
 
 @imports
-def test_vllm_builds_the_aligned_operations_and_they_give_the_trainers_bits(
+def test_our_plugin_aligns_the_engine_where_asked_and_vllm_gets_the_trainers_bits(
     libcuda: Path,  # noqa: F811
 ) -> None:
     script = str(HERE / "vllm_builds_aligned.py")
@@ -125,7 +125,8 @@ def test_vllm_builds_the_aligned_operations_and_they_give_the_trainers_bits(
     run = subprocess.run(call, capture_output=True, text=True, timeout=400, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.strip().splitlines()[-1])
-    assert found["before"] == ["RotaryEmbedding", "SiluAndMul", "QuantFP8", "QuantFP8"]
-    assert found["after"] == ["AlignedRope", "AlignedSilu", *["AlignedQuantizer"] * 2]
+    stock = ["RotaryEmbedding", "SiluAndMul", "QuantFP8", "QuantFP8"]
+    assert found["before"] == found["none"] == stock
+    assert found["cheap"] == ["AlignedRope", "AlignedSilu", *["AlignedQuantizer"] * 2]
     assert found["equal"] == {"rope": True, "silu": True, "codes": True, "scales": True,
                               "strides": [1, 32]}  # fmt: skip

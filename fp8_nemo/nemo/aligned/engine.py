@@ -1,16 +1,16 @@
 """vLLM's RoPE, SiLU and FP8 quantizer replaced by the trainer's, in this process.
 
 Importing it registers them: `CustomOp.register_oot` makes vLLM build ours where its models name its
-own (custom_op.py:103), so it has to come before the model: `receiver.register` does so in each of
-vLLM's processes.
+own (seam builds-another-class), so it has to come before the model: `receiver.register` does so in
+each of vLLM's processes.
 
 Each is an operation of torch that no compiler sees into, always on: Inductor would drop the
 rounding between SiLU and quantizer, and vLLM's own switch, `+quant_fp8`, is not asked of a class
-registered from outside, which has its class's name (custom_op.py:317).
+registered from outside, which has its class's name (`CustomOp.register_oot`).
 
-What keeps vLLM's own: experts (`fused_moe/utils.py:148` and `fused_moe/activation.py:144` call
-kernels, not operations that can be replaced), scales that are static, of whole tensors or rows, or
-powers of two.
+What keeps vLLM's own: experts, which call kernels and no operations that can be replaced (seams
+experts-quantizer, experts-silu), frequencies scaled otherwise than Llama 3's, scales that are
+static, of whole tensors or rows, or powers of two.
 """
 
 # pyright: reportMissingImports=false

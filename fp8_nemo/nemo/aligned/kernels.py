@@ -2,7 +2,7 @@
 
 RoPE: TransformerEngine's kernel of 2.12.0 for sm_90 multiplies the rotated half by the sine, rounds
 that, and adds the product with the cosine in one FFMA (`cuobjdump -sass` of its library; the source
-is fused_rope.cu:55). SiLU: the expression that Inductor makes of Megatron's `bias_swiglu`,
+is in fused_rope.cu). SiLU: the expression that Inductor makes of Megatron's `bias_swiglu`,
 `x * sigmoid(x) * up` in FP32. The quantizer is the one of the glue, whose bytes and scales are
 TransformerEngine's, with scales that lie as DeepGEMM reads them.
 """

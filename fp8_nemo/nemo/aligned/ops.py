@@ -17,7 +17,7 @@ from fp8_nemo.glue.wire import BLOCK
 def cos_sin_table(inv_freq: Tensor, longest: int) -> Tensor:
     """Return cosines and sines `[longest, D]` in FP32, of Megatron's angles.
 
-    The angles are its products (rotary_pos_embedding.py:138). CUDA's `cosf` and `sinf` are the two
+    The angles are its products (rotary_pos_embedding.py). CUDA's `cosf` and `sinf` are the two
     halves of the `sincosf` that TransformerEngine calls: the same instructions for sm_90.
 
     Args:
@@ -91,7 +91,7 @@ def quantize(x_TI: Tensor, by_column: bool, padded: bool) -> tuple[Tensor, Tenso
 
 
 def empty_scales(x_TI: Tensor, by_column: bool, padded: bool) -> Tensor:
-    """Return memory for `quantize`'s scales, as vLLM makes it (fp8_utils.py:615-632)."""
+    """Return memory for `quantize`'s scales, as vLLM's `per_token_group_quant_fp8` makes it."""
     T, I = x_TI.shape
     column = -(-T // 4) * 4 if padded else T
     strides = (1, column) if by_column else (I // BLOCK, 1)
