@@ -22,6 +22,7 @@ from torch.nn.functional import silu
 from benchmarks.numerics.table_forward import Shape, Weight, by_expert
 from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Groups, dequantize_groups, quantize_groups
 from fp8_nemo.glue.wire import BLOCK
+from fp8_nemo.nemo.aligned.ops import silu_once
 
 Table = dict[str, Callable[..., Any]]
 Operand = Tensor | Fp8Groups
@@ -182,12 +183,6 @@ def fp8_scale(x: Tensor) -> Tensor:
 # MLP and experts
 
 
-def silu_once(h: Tensor) -> Tensor:
-    """Return `silu(gate) * up` of `[T, 2F]`, rounded once: what a compiler fuses."""
-    gate, up = h.float().chunk(2, dim=-1)
-    return (silu(gate) * up).bfloat16()
-
-
 def silu_twice(h: Tensor) -> Tensor:
     """Return `bf16(silu(gate)) * up` of `[T, 2F]`: vLLM's eager kernel."""
     gate, up = h.chunk(2, dim=-1)
@@ -310,7 +305,7 @@ def tables(shape: Shape, precision: str, engine: str,
         shape: whether there are experts.
         precision: `bf16`, `fp8-linear` (the engine's linears alone) or `fp8-e2e`.
         engine: a key of `ENGINES`; `fused` is FP8's, and `graphs` without a quantizer.
-        align: the engine with the operations of `aligned_engine`.
+        align: the engine with the operations of `fp8_nemo.nemo.aligned`.
         flash: the trainer attends by FlashAttention 3 too.
 
     Raises:

@@ -17,8 +17,8 @@ and `local` gives both operations the same arguments, from the trainer's forward
 the real vLLM samples the tokens and scores them (`stacks`, a process of its own), the real Megatron
 scores them, and `real` says how far either is from its table, in bits and in KL: a budget holds as
 far as those agree. `--align` gives the engine the trainer's RoPE, SiLU and quantizer, the real one
-by `aligned_engine` and its table by the trainer's kernels; `--attention flash` gives the trainer
-the engine's attention (`flash_for_te`).
+by `fp8_nemo.nemo.aligned` and its table by the trainer's kernels; `--attention flash` gives the
+trainer the engine's attention (`flash_for_te`).
 
 A part that fails is an `error` in the file, and its place is taken by torch.
 """

@@ -101,7 +101,7 @@ def vllm_side(options: argparse.Namespace) -> dict[str, Tensor]:
     from vllm import LLM, SamplingParams
 
     if options.align:
-        from benchmarks.numerics import aligned_engine  # noqa: F401  registers, before the model
+        from fp8_nemo.nemo.aligned import engine  # noqa: F401  registers, before the model
 
     shape = Shape.read(options.model)
     N, S, prompt = options.sequences, options.tokens, options.prompt

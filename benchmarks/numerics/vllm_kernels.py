@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.numerics import aligned_ops, dialects
+from benchmarks.numerics import dialects
 from benchmarks.numerics.dialects import Operand, Table, fp8_scale
 from benchmarks.numerics.table_forward import Shape, Weight, take
 from benchmarks.numerics.te_kernels import cu_seqlens, linear_head
 from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Groups
+from fp8_nemo.nemo.aligned import ops as aligned_ops
 
 PAGE = 16  # tokens of vLLM's KV cache
 
@@ -223,7 +224,7 @@ def alone(S: int) -> dict[str, Table]:
 
 
 def aligned_rope(q: Tensor, k: Tensor, S: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Rotate by the kernel of `aligned_engine`."""
+    """Rotate by the kernel of `fp8_nemo.nemo.aligned`."""
     D, positions = q.shape[-1], torch.arange(S, device=q.device).repeat(q.shape[0] // S)
     exponents = torch.arange(0, D, 2, dtype=torch.float32, device=q.device) / D
     table = aligned_ops.cos_sin_table(1.0 / theta**exponents, S)
@@ -232,7 +233,7 @@ def aligned_rope(q: Tensor, k: Tensor, S: int, theta: float) -> tuple[Tensor, Te
 
 
 def aligned_quantize(x_TI: Tensor) -> Fp8Groups:
-    """Quantize by the kernel of `aligned_engine`, scales as DeepGEMM reads them."""
+    """Quantize by the kernel of `fp8_nemo.nemo.aligned`, scales as DeepGEMM reads them."""
     codes, scales = aligned_ops.quantize(x_TI.contiguous(), True, True)
     return Fp8Groups(codes, scales.contiguous())
 

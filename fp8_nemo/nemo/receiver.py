@@ -40,11 +40,14 @@ EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithChe
 def register() -> None:
     """Put our receiver in the place of NeMo RL's worker extension, in this process.
 
-    vLLM may call it more than once, and in processes that hold no weights.
+    An aligned engine gets the trainer's operations here too, before its model is built. vLLM may
+    call this more than once, and in processes that hold no weights.
     """
     settings = WorkerSettings.from_environment()
     if settings is None:
         return
+    if settings.precision.is_aligned:
+        from fp8_nemo.nemo.aligned import engine  # noqa: F401  registers, once a process
     from nemo_rl.models.generation.vllm import vllm_backend
 
     for name in EXTENSIONS:

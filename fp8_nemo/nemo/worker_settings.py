@@ -68,8 +68,8 @@ class WorkerSettings:
 
     @property
     def needs_plugin(self) -> bool:
-        """Whether vLLM's workers must be ours: they receive, or keep the observed scales."""
-        return self.glue.has_receiver or self.observes
+        """Whether vLLM's workers must be ours: they receive, keep observed scales, or align."""
+        return self.glue.has_receiver or self.observes or self.precision.is_aligned
 
     @property
     def wire_precision(self) -> Precision:

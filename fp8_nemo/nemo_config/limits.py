@@ -15,6 +15,7 @@ from fp8_nemo.glue.wire import is_cut_along_in, is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import MEGATRON
 from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, configure
+from fp8_nemo.nemo_config.own.alignment import alignment_limits
 from fp8_nemo.nemo_config.own.environments import environment_limits
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
@@ -70,6 +71,7 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from _of_logprobs(written)
     yield from _of_training(recipe, written)
     yield from _of_fp8_training(recipe, written)
+    yield from alignment_limits(recipe, written)
     yield from environment_limits(recipe.data, written)
     yield from argument_limits(settled, host.vllm)
 

@@ -32,6 +32,7 @@ from fp8_nemo.nemo_config.keys import (
     VLLM,
     VLLM_KWARGS,
 )
+from fp8_nemo.nemo_config.own.alignment import alignment_keys
 from fp8_nemo.nemo_config.own.environments import reward_keys, reward_paths
 from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.recipe.checks import Mistake
@@ -142,6 +143,7 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
         **_algorithm(settled),
         **_replay(recipe),
         **_lora(recipe.lora),
+        **alignment_keys(recipe.precision),
         VALIDATION_BATCH: settled.validation_problems,  # one batch of all
     }
     lacking = [key for key in ONLY_IF_KNOWN if not host.has(base, key)]

@@ -211,6 +211,24 @@ SEAMS = {
         'kv_cache_scheme.get("strategy") == "attn_head"',
         "only a checkpoint's kv_cache_scheme makes scales of heads",
     ),
+    "builds-another-class": Seam(
+        VLLM, "vllm/model_executor/custom_op.py", (122,), "op_registry_oot[op_name]",
+        "an operation is built of the class that was registered in its place",
+    ),
+    "experts-quantizer": Seam(
+        VLLM, "vllm/model_executor/layers/fused_moe/utils.py", (148,),
+        "per_token_group_quant_fp8(A, block_k)",
+        "experts quantize by a kernel, which no registered class replaces",
+    ),
+    "experts-silu": Seam(
+        VLLM, "vllm/model_executor/layers/fused_moe/activation.py", (144,),
+        "silu_and_mul(output, input)",
+        "nor their SiLU",
+    ),
+    "graphs-by-norm": Seam(
+        VLLM, "vllm/config/kernel.py", (254,), 'factors["ir_op_priority"]',
+        "a compiled graph is kept by the norm's implementation among others",
+    ),
     "first-forward-scales": Seam(
         VLLM, "vllm/model_executor/layers/attention/attention.py", (505,),
         "if self.calculate_kv_scales",

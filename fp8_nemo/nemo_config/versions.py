@@ -270,6 +270,26 @@ def _without_hf_overrides(settled: Settled, has: bool) -> Limit:
     )
 
 
+ALIGNED_VLLM = "0.25.1"
+
+
+def _pins_another_vllm(source: Source) -> bool:
+    """Find a vLLM in which the operations of `nemo/aligned` were never built."""
+    return source.vllm != ALIGNED_VLLM
+
+
+def _without_alignment(settled: Settled, has: bool) -> Limit:
+    precision = settled.recipe.precision
+    return Limit(
+        "precision.align",
+        precision.align,
+        has and precision.is_aligned,
+        f"was tried with vLLM {ALIGNED_VLLM} alone, and this NeMo RL pins another",
+        "v0.7.0: pyproject.toml, vllm==0.20.0",
+        f"{LATER}set precision.align=none",
+    )
+
+
 OPTIMIZER_ALWAYS_MOVED, POW2_BROKEN = "optimizer-always-moved", "pow2-broken"
 DEFECTS = (
     Defect("kv-scales-dropped", _drops_kv_scales, _without_fp8_kv),
@@ -277,6 +297,7 @@ DEFECTS = (
     Defect(POW2_BROKEN, _breaks_pow2, _without_pow2),
     Defect(OPTIMIZER_ALWAYS_MOVED, _always_moves_optimizer, _without_kept_optimizer),
     Defect("hf-overrides-lost", _loses_hf_overrides, _without_hf_overrides),
+    Defect("alignment-untried", _pins_another_vllm, _without_alignment),
 )
 """In the order in which users see them."""
 V0_7_0_DEFECTS = frozenset(each.name for each in DEFECTS)

@@ -206,7 +206,8 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
     how = f", {_size(counts.refit_bytes_bf16)} in BF16" if fp8_on_wire else ", in BF16"
     rows = {
         "backend": f"{plan.backend}, cluster {recipe.cluster.name}",
-        "rollout": f"linear {precision.rollout_linear}, attention and KV {precision.rollout_kv}",
+        "rollout": f"linear {precision.rollout_linear}, attention and KV {precision.rollout_kv}"
+        + (_alignment(precision) if plan.nemo else ""),
         "train": f"linear {precision.train_linear}",
         "weights": f"{counts.parameters:,} parameters in {_tensors(counts, precision)} tensors",
         "refit": f"{sent}{how}; glue.verify={recipe.glue.verify}",
@@ -227,6 +228,15 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         )
     rows |= _nemo_rows(plan, host) if plan.nemo else {}
     return [*rows.items(), *(("note", note) for note in plan.notes)]
+
+
+def _alignment(precision: Precision) -> str:
+    if not precision.is_aligned:
+        return ""
+    quantizer = ", FP8 quantizer" if precision.rollout.is_quantized else ""
+    cache = ", nor with an FP8 cache" if precision.cache.is_quantized else ""
+    ran = f"measured in vLLM and Megatron, not yet run inside NeMo RL{cache}"
+    return f"; RoPE, SiLU{quantizer} by the trainer's formulas ({ran})"
 
 
 def _tensors(counts: Counts, precision: Precision) -> str:

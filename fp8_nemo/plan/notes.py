@@ -75,6 +75,10 @@ def local_notes(settled: Settled) -> Iterator[str]:
             not {None, 1}.issuperset(vars(recipe.model.parallel).values()),
             "one device is used",
         ),
+        "precision.align": (
+            recipe.precision.is_aligned,
+            "the local backend's engine has the trainer's RoPE, SiLU and quantizer",
+        ),
         "cluster.nodes": (recipe.cluster.nodes > 1, "the local backend runs on the first node"),
         "model.hf_id": (
             recipe.model.hf_id and recipe.model.name.startswith("tiny-"),

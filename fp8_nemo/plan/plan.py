@@ -44,7 +44,7 @@ LATER_GROUPS = {
     "lora": asdict(Lora()),
 }
 """Groups that earlier versions lacked, at the values that such a run had."""
-LATER_KEYS = {("precision", "kv_scales"): "layer"}
+LATER_KEYS = {("precision", "kv_scales"): "layer", ("precision", "align"): "none"}
 """Keys that earlier versions lacked, at the values that such a run had."""
 HASHED_AS = {("glue", "verify"): {"bytes": "ledger"}}
 """Values that enter the hash by an older name, so that a run keeps its own."""
@@ -103,9 +103,9 @@ class Plan:
         """Six hex digits over the backend and most of the recipe.
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
-        null, `algorithm=grpo`, `replay=none`, `lora=none`, `precision.kv_scales=layer`, cluster,
-        logging, outputs, `grpo.steps`, `grpo.stop_when_unstable`, `correction.measurement` and
-        `correction.max_reject`.
+        null, `algorithm=grpo`, `replay=none`, `lora=none`, `precision.kv_scales=layer`,
+        `precision.align=none`, cluster, logging, outputs, `grpo.steps`, `grpo.stop_when_unstable`,
+        `correction.measurement` and `correction.max_reject`.
         """
         content = self.to_json()["recipe"]
         for group in NOT_IN_HASH:

@@ -210,6 +210,14 @@ class Precision:
     """First layers of the engine that stay in BF16."""
     last_layers_bf16: int = number(0, least=0)
     """Last layers of the engine that stay in BF16."""
+    align: str = one_of("none", "cheap")
+    """`cheap`: the engine's RoPE, SiLU and FP8 quantizer round as the trainer's; its norm and
+    attention stay vLLM's."""
+
+    @property
+    def is_aligned(self) -> bool:
+        """Return whether operations of the engine are replaced by the trainer's."""
+        return self.align != "none"
 
     @property
     def rollout(self) -> Format:

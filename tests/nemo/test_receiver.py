@@ -617,3 +617,6 @@ def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
     watching = dataclasses.replace(stock, recalibrate=Recalibrate())
     assert told(watching).to_environment() and told(watching).observes
     assert not told(watching, BF16).observes
+    aligned = told(stock, dataclasses.replace(BF16, align="cheap"))
+    assert aligned.needs_plugin and aligned.to_environment()
+    assert told(precision=aligned.precision).wire_precision.is_aligned

@@ -50,6 +50,7 @@ TWO_TRAINED = ("model.layout=null", "model.parallel.tensor=2")
 
 VLLM = "policy.generation.vllm_cfg"
 MEGATRON = "policy.megatron_cfg"
+ALIGNED = "precision.align=cheap"
 
 
 def once(*words):
@@ -143,6 +144,21 @@ def test_the_plan_sets_what_its_features_depend_on_and_inherits_none_of_it():
         "grpo.async_grpo.enabled": False,
         "policy.train_global_batch_size": 2048,
     }.items() <= found.items()
+
+
+def test_an_aligned_engine_is_compiled_as_it_was_measured():
+    at = "policy.generation.vllm_kwargs"
+    found = overrides("model=llama31-8b", "precision=fp8-linear", ALIGNED)
+    wanted = {
+        f"{at}.ir_op_priority.rms_norm": ["vllm_c", "native"],
+        f"{at}.ir_op_priority.fused_add_rms_norm": ["vllm_c", "native"],
+        f"{at}.compilation_config.pass_config.fuse_norm_quant": False,
+        f"{at}.compilation_config.pass_config.fuse_act_quant": False,
+        f"{MEGATRON}.apply_rope_fusion": True,
+        f"{MEGATRON}.bias_activation_fusion": True,
+    }
+    assert wanted.items() <= found.items()
+    assert not wanted.keys() & overrides("model=llama31-8b", "precision=fp8-linear").keys()
 
 
 def test_a_dense_model_never_ignores_mlp_gate_and_one_engine_gpu_needs_no_ray_executor():
@@ -314,6 +330,31 @@ FORBIDDEN = [
     (
         ["model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=b200"],
         "precision.scales=fp32: cluster.gpu=b200 trains blockwise FP8 with powers of two",
+    ),
+    (
+        ["model=qwen3-30b-a3b", "precision=fp8-linear", ALIGNED],
+        "precision.align=cheap: is for dense models",
+    ),
+    (
+        ["model=llama31-8b", ALIGNED, "model.shape.head_dim=96"],
+        "precision.align=cheap: needs heads of a power of two, got model.shape.head_dim=96",
+    ),
+    (
+        ["model=llama31-8b", "precision=fp8-linear", ALIGNED, "cluster.gpu=b200"],
+        "precision.align=cheap: was not tried on cluster.gpu=b200",
+    ),
+    (
+        ["model=llama31-8b", ALIGNED, f"+nemo.{MEGATRON}.apply_rope_fusion=false"],
+        f"nemo.{MEGATRON}.apply_rope_fusion=false: must be true with precision.align=cheap",
+    ),
+    (
+        ["model=llama31-8b", ALIGNED, f"+nemo.{MEGATRON}.bias_activation_fusion=false"],
+        f"nemo.{MEGATRON}.bias_activation_fusion=false: must be true with precision.align=cheap",
+    ),
+    (["model=llama31-8b", "precision=fp16", ALIGNED], "precision.rollout_linear=fp16: NeMo RL's"),
+    (
+        ["model=llama31-8b", "precision=nvfp4-w4a16", ALIGNED],
+        "precision.rollout_linear=nvfp4: vLLM's workers need",
     ),
     (
         ["model=llama31-8b", "precision=fp8-kv-attn", "precision.kv_scales=head"],
@@ -519,6 +560,10 @@ DEFECTIVE = [
         ["precision=fp8-linear", "+nemo.policy.hf_config_overrides.rope_theta=1e6"],
         "nemo.policy.hf_config_overrides={'rope_theta': 1000000.0}: this NeMo RL's FP8 rollout",
     ),
+    (
+        ["precision=bf16", "precision.align=cheap"],
+        "precision.align=cheap: was tried with vLLM 0.25.1 alone",
+    ),
 ]
 
 
@@ -689,7 +734,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 45
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 51
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.plan.describe import describe
 from fp8_nemo.plan.memory import count
 from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
@@ -244,6 +246,22 @@ def test_fp16_sends_what_bf16_does_and_is_refused_inside_nemo_rl():
     [line] = str(error.value).splitlines()
     assert line.startswith("precision.rollout_linear=fp16: NeMo RL's first overflow")
     assert line.endswith("run it with backend=local, or choose another precision")
+
+
+def test_an_aligned_engine_is_hashed_shown_and_has_no_effect_on_the_local_backend():
+    words = ("model=llama31-8b", "precision=fp8-e2e")
+    stock, aligned = plan(*words), plan(*words, "precision.align=cheap")
+    assert stock.hash6 != aligned.hash6
+    assert "align" not in dict(describe(stock, MAIN))["rollout"]
+    assert dict(describe(aligned, MAIN))["rollout"] == (
+        "linear fp8, attention and KV bf16; RoPE, SiLU, FP8 quantizer by the trainer's formulas "
+        "(measured in vLLM and Megatron, not yet run inside NeMo RL)"
+    )
+    kv = plan("model=llama31-8b", "precision=fp8-kv-attn", "precision.align=cheap")
+    assert dict(describe(kv, MAIN))["rollout"].endswith("NeMo RL, nor with an FP8 cache)")
+    [note] = plan("precision=fp8-e2e", "precision.align=cheap").notes
+    assert note.startswith("precision.align: no effect, the local backend's engine has")
+    assert plan_from_json(json.loads(json.dumps(aligned.to_json()))) == aligned
 
 
 def test_scales_of_heads_are_counted_hashed_and_refused_inside_nemo_rl():

@@ -1,16 +1,16 @@
 """vLLM's RoPE, SiLU and FP8 quantizer replaced by the trainer's, in this process.
 
 Importing it registers them: `CustomOp.register_oot` makes vLLM build ours where its models name its
-own (custom_op.py:103), so it has to come before the model. A plugin of `vllm.general_plugins` may
-do so in each of vLLM's processes; the bench has one.
+own (seam builds-another-class), so it has to come before the model: `receiver.register` does so in
+each of vLLM's processes.
 
 Each is an operation of torch that no compiler sees into, always on: Inductor would drop the
 rounding between SiLU and quantizer, and vLLM's own switch, `+quant_fp8`, is not asked of a class
-registered from outside, which has its class's name (custom_op.py:317).
+registered from outside, which has its class's name (`CustomOp.register_oot`).
 
-What keeps vLLM's own: experts (`fused_moe/utils.py:148` and `fused_moe/activation.py:144` call
-kernels, not operations that can be replaced), scales that are static, of whole tensors or rows, or
-powers of two.
+What keeps vLLM's own: experts, which call kernels and no operations that can be replaced (seams
+experts-quantizer, experts-silu), frequencies scaled otherwise than Llama 3's, scales that are
+static, of whole tensors or rows, or powers of two.
 """
 
 # pyright: reportMissingImports=false
@@ -24,8 +24,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from benchmarks.numerics import aligned_ops
 from fp8_nemo.glue.wire import BLOCK
+from fp8_nemo.nemo.aligned import ops
 
 
 def _like_rope(
@@ -40,12 +40,12 @@ def _like_silu(gate_up: Tensor) -> Tensor:
 
 def _like_quantize(x_TI: Tensor, by_column: bool, padded: bool) -> tuple[Tensor, Tensor]:
     codes = x_TI.new_empty(x_TI.shape, dtype=torch.float8_e4m3fn)
-    return codes, aligned_ops.empty_scales(x_TI, by_column, padded)
+    return codes, ops.empty_scales(x_TI, by_column, padded)
 
 
 for name, like in (("rope", _like_rope), ("silu", _like_silu), ("quantize", _like_quantize)):
     direct_register_custom_op(
-        f"aligned_{name}", getattr(aligned_ops, name), fake_impl=like,
+        f"aligned_{name}", getattr(ops, name), fake_impl=like,
         dispatch_key="CompositeExplicitAutograd",
     )  # fmt: skip
 
@@ -80,7 +80,7 @@ class Rope(Always):
 
     def _compute_cos_sin_cache(self) -> Tensor:
         inv_freq = self._compute_inv_freq(self.base)  # type: ignore[attr-defined]
-        return aligned_ops.cos_sin_table(inv_freq, self.max_position_embeddings)  # type: ignore[attr-defined]
+        return ops.cos_sin_table(inv_freq, self.max_position_embeddings)  # type: ignore[attr-defined]
 
     def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None):
         """Return Q `[T, A * D]` and K `[T, K * D]`, new; the given ones stay."""

@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from benchmarks.numerics import aligned_kernels, aligned_ops
+from fp8_nemo.nemo.aligned import kernels, ops
 
 
 def numbers(*shape):
@@ -21,9 +21,9 @@ def numbers(*shape):
 def rope_of_strided_rows(head, heads, kv_heads, T=7):
     qkv = numbers(T, head * (heads + 2 * kv_heads)).float()
     q, k, _ = qkv.split([head * heads, head * kv_heads, head * kv_heads], dim=-1)
-    table = aligned_ops.cos_sin_table(0.7 ** torch.arange(head // 2).float(), 64)
+    table = ops.cos_sin_table(0.7 ** torch.arange(head // 2).float(), 64)
     given = (torch.randint(64, (T,)), q, k, table, head)
-    for made, wanted in zip(aligned_kernels.rope(*given), aligned_ops.rope(*given), strict=True):
+    for made, wanted in zip(kernels.rope(*given), ops.rope(*given), strict=True):
         assert torch.equal(made, wanted)
 
 
@@ -32,17 +32,17 @@ def silu_of_any_width(F, T=3):
     gate, up = gate_up.chunk(2, dim=-1)
     # x * sigmoid(x), Inductor's, and x / (1 + exp(-x)), torch's, differ in the last bits of FP32.
     wanted = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(aligned_kernels.silu(gate_up), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(kernels.silu(gate_up), wanted, rtol=1e-6, atol=0)
 
 
 def quantizer_of_every_layout(T, I=384):
     x = numbers(T, I)
     x[0, :128], x[-1, 128:256] = 0.0, 2e-38
     for by_column, padded in ((False, False), (True, False), (True, True)):
-        codes, wanted = aligned_ops.quantize(x, by_column, padded)
-        scales = aligned_ops.empty_scales(x, by_column, padded)
+        codes, wanted = ops.quantize(x, by_column, padded)
+        scales = ops.empty_scales(x, by_column, padded)
         made = torch.empty(T, I)
-        aligned_kernels.quantize_into(x, made, scales)
+        kernels.quantize_into(x, made, scales)
         assert torch.equal(made.to(codes.dtype).view(torch.uint8), codes.view(torch.uint8))
         assert torch.equal(scales, wanted)
 

@@ -1,8 +1,8 @@
-"""`aligned_ops` as Triton kernels, one launch each, with the trainer's instructions for Hopper.
+"""`ops` as Triton kernels, one launch each, with the trainer's instructions for Hopper.
 
 RoPE: TransformerEngine's kernel of 2.12.0 for sm_90 multiplies the rotated half by the sine, rounds
 that, and adds the product with the cosine in one FFMA (`cuobjdump -sass` of its library; the source
-is fused_rope.cu:55). SiLU: the expression that Inductor makes of Megatron's `bias_swiglu`,
+is in fused_rope.cu). SiLU: the expression that Inductor makes of Megatron's `bias_swiglu`,
 `x * sigmoid(x) * up` in FP32. The quantizer is the one of the glue, whose bytes and scales are
 TransformerEngine's, with scales that lie as DeepGEMM reads them.
 """
@@ -25,7 +25,7 @@ COLUMNS_AT_ONCE = 1024  # of SiLU
 def rope(
     positions: Tensor, query: Tensor, key: Tensor, cos_sin: Tensor, head: int
 ) -> tuple[Tensor, Tensor]:
-    """Take and give what `aligned_ops.rope` does; D is a power of two."""
+    """Take and give what `ops.rope` does; D is a power of two."""
     turned = query.new_empty(query.shape), key.new_empty(key.shape)
     T, heads = len(positions), (query.shape[1] // head, key.shape[1] // head)
     if T:
@@ -37,7 +37,7 @@ def rope(
 
 
 def silu(gate_up: Tensor) -> Tensor:
-    """Take and give what `aligned_ops.silu` does."""
+    """Take and give what `ops.silu` does."""
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
     result = gate_up.new_empty(T, F)
     if T:

@@ -1,16 +1,15 @@
 """The trainer's RoPE, SiLU and quantizer in the shapes of an engine: torch here, Triton on a GPU.
 
-What is equal: the places where values are rounded, `dialects.TRAINER`'s. On a GPU the order of
-operations and the fused multiply-adds too, as `aligned_kernels` says. Shapes are
-`table_forward`'s; an engine's T tokens are of any sequences, each with its position.
+What is equal: the places where values are rounded. On a GPU the order of operations and the fused
+multiply-adds too, as `kernels` says. T tokens are of any sequences, each with its position; A query
+heads, K key heads, D head dimension, F width of the MLP, I in features, `Q = I / 128`.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.numerics.dialects import silu_once
 from fp8_nemo.glue.quantize import quantize_groups
 from fp8_nemo.glue.wire import BLOCK
 
@@ -18,7 +17,7 @@ from fp8_nemo.glue.wire import BLOCK
 def cos_sin_table(inv_freq: Tensor, longest: int) -> Tensor:
     """Return cosines and sines `[longest, D]` in FP32, of Megatron's angles.
 
-    The angles are its products (rotary_pos_embedding.py:138). CUDA's `cosf` and `sinf` are the two
+    The angles are its products (rotary_pos_embedding.py). CUDA's `cosf` and `sinf` are the two
     halves of the `sincosf` that TransformerEngine calls: the same instructions for sm_90.
 
     Args:
@@ -43,9 +42,9 @@ def rope(
         head: D.
     """
     if query.is_cuda:
-        from benchmarks.numerics import aligned_kernels
+        from fp8_nemo.nemo.aligned import kernels
 
-        return aligned_kernels.rope(positions, query, key, cos_sin, head)
+        return kernels.rope(positions, query, key, cos_sin, head)
     cos, sin = (each[:, None] for each in cos_sin[positions].chunk(2, dim=-1))
 
     def rotate(x: Tensor) -> Tensor:
@@ -59,10 +58,16 @@ def rope(
 def silu(gate_up: Tensor) -> Tensor:
     """Return `silu(gate) * up` of BF16 `[T, 2F]`, rounded once."""
     if gate_up.is_cuda:
-        from benchmarks.numerics import aligned_kernels
+        from fp8_nemo.nemo.aligned import kernels
 
-        return aligned_kernels.silu(gate_up)
+        return kernels.silu(gate_up)
     return silu_once(gate_up)
+
+
+def silu_once(gate_up: Tensor) -> Tensor:
+    """Return `silu(gate) * up` of `[T, 2F]`, rounded once: what a compiler fuses."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (nn.functional.silu(gate) * up).bfloat16()
 
 
 def quantize(x_TI: Tensor, by_column: bool, padded: bool) -> tuple[Tensor, Tensor]:
@@ -78,15 +83,15 @@ def quantize(x_TI: Tensor, by_column: bool, padded: bool) -> tuple[Tensor, Tenso
     """
     scales = empty_scales(x_TI, by_column, padded)
     if x_TI.is_cuda:
-        from benchmarks.numerics import aligned_kernels
+        from fp8_nemo.nemo.aligned import kernels
 
-        return aligned_kernels.quantize(x_TI, scales), scales
+        return kernels.quantize(x_TI, scales), scales
     codes, found = quantize_groups(x_TI)
     return codes, scales.copy_(found)
 
 
 def empty_scales(x_TI: Tensor, by_column: bool, padded: bool) -> Tensor:
-    """Return memory for `quantize`'s scales, as vLLM makes it (fp8_utils.py:615-632)."""
+    """Return memory for `quantize`'s scales, as vLLM's `per_token_group_quant_fp8` makes it."""
     T, I = x_TI.shape
     column = -(-T // 4) * 4 if padded else T
     strides = (1, column) if by_column else (I // BLOCK, 1)

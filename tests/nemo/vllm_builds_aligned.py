@@ -1,22 +1,23 @@
-"""A real vLLM Llama on a CPU, built with and without the aligned operations.
+"""A real vLLM Llama on a CPU, built before our plugin, and after it without and with `align`.
 
     python vllm_builds_aligned.py FOLDER PORT
 
-vLLM believes in a Hopper GPU (`tests/nemo/vllm_on_a_cpu.py`). Prints the classes that a layer has.
+vLLM believes in a Hopper GPU (`vllm_on_a_cpu.py`). Prints the classes that a layer has.
 """
 
 # pyright: reportMissingImports=false
 import json
+import os
 import sys
-from pathlib import Path
 
 import torch
 import vllm.platforms
+from vllm_on_a_cpu import Hopper
 
 from benchmarks.numerics import dialects
-
-sys.path.append(str(Path(__file__).parents[3] / "tests" / "nemo"))
-from vllm_on_a_cpu import Hopper
+from fp8_nemo.nemo.receiver import register
+from fp8_nemo.nemo.worker_settings import WorkerSettings
+from fp8_nemo.recipe.options import Precision, Recipe
 
 
 def built(folder):
@@ -68,6 +69,17 @@ def equal(layer_ops):
     }  # fmt: skip
 
 
+def names(layer_ops):
+    return [type(each).__name__ for each in layer_ops]
+
+
+def told(align):
+    """Let vLLM's entry point find the settings of such a run."""
+    recipe = Recipe(precision=Precision(rollout_linear="fp8", align=align))
+    os.environ |= WorkerSettings.of(recipe, loss_corrects=True).to_environment()
+    register()
+
+
 def main():
     folder, port = sys.argv[1:]
     vllm.platforms._current_platform = Hopper()
@@ -78,12 +90,13 @@ def main():
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
         initialize_model_parallel(1, 1, backend="gloo")
-    before = [type(each).__name__ for each in built(folder)]
-    from benchmarks.numerics import aligned_engine  # noqa: F401  registers
-
+    before = names(built(folder))
+    told("none")
+    kept = names(built(folder))
+    told("cheap")
+    told("cheap")
     ops = built(folder)
-    after = [type(each).__name__ for each in ops]
-    print(json.dumps({"before": before, "after": after, "equal": equal(ops)}))
+    print(json.dumps({"before": before, "none": kept, "cheap": names(ops), "equal": equal(ops)}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""Say what an aligned engine (`precision.align`) needs of NeMo RL's configuration, and where not.
+
+What was measured is vLLM 0.25.1 on a Hopper GPU beside Megatron, with dense models, outside NeMo RL
+(benchmarks/numerics/mismatch_budget.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fp8_nemo.nemo_config.keys import MEGATRON, VLLM_KWARGS
+from fp8_nemo.nemo_config.seams import SEAMS
+from fp8_nemo.nemo_config.versions import Limit
+from fp8_nemo.recipe.options import Precision, Recipe
+
+PASSES = f"{VLLM_KWARGS}.compilation_config.pass_config"
+NORMS = [f"{VLLM_KWARGS}.ir_op_priority.{name}" for name in ("rms_norm", "fused_add_rms_norm")]
+FUSIONS = {
+    f"{MEGATRON}.apply_rope_fusion": "megatron/core/models/common/embeddings/rope_utils.py",
+    f"{MEGATRON}.bias_activation_fusion": "megatron/core/transformer/mlp.py",
+}
+"""Megatron's keys that choose the operations whose roundings the engine takes over."""
+REMEDY = "set precision.align=none"
+
+
+def alignment_keys(precision: Precision) -> dict[str, Any]:
+    """Return what was measured: the eager engine's norm, nothing fused, Megatron's own fusions.
+
+    vLLM's cache of compiled graphs is named by these keys among others (seam graphs-by-norm), so
+    that an aligned engine does not load the graph of one that is not.
+    """
+    if not precision.is_aligned:
+        return {}
+    return {
+        **{key: ["vllm_c", "native"] for key in NORMS},
+        **{f"{PASSES}.{name}": False for name in ("fuse_norm_quant", "fuse_act_quant")},
+        **dict.fromkeys(FUSIONS, True),
+    }
+
+
+def alignment_limits(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
+    """Yield the limits of models, GPUs and keys: of what the kernels cannot do, or never did."""
+    aligned, shape = recipe.precision.is_aligned, recipe.model.shape
+    head = shape.head_dim
+    for broken, why, mirrors in (
+        (
+            shape.experts > 0,
+            "is for dense models: vLLM calls the experts' SiLU and quantizer as kernels, which "
+            "nothing replaces",
+            SEAMS["experts-quantizer"].path,
+        ),
+        (
+            head & (head - 1) > 0,
+            f"needs heads of a power of two, got model.shape.head_dim={head}",
+            "fp8_nemo/nemo/aligned/kernels.py, tl.arange",
+        ),
+        (
+            recipe.cluster.gpu == "b200",
+            "was not tried on cluster.gpu=b200: its kernels have Hopper's instructions",
+            "fp8_nemo/nemo/aligned/kernels.py",
+        ),
+    ):
+        yield Limit(
+            "precision.align", recipe.precision.align, aligned and broken, why, mirrors, REMEDY
+        )
+    for key, mirrors in FUSIONS.items():
+        yield Limit(
+            f"nemo.{key}",
+            written.get(key),
+            aligned and not written.get(key),
+            f"must be true with precision.align={recipe.precision.align}, which has its roundings",
+            mirrors,
+            f"leave it out, or {REMEDY}",
+        )

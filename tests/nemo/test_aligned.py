@@ -1,0 +1,132 @@
+"""The engine's aligned operations: the trainer's bits, and that vLLM takes them."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.numerics import dialects
+from fp8_nemo.nemo.aligned import ops
+from fp8_nemo.recipe.model_dir import SHIPPED
+from tests.nemo.test_glue_with_a_checkout import free_port, imports, libcuda, on_a_cpu  # noqa: F401
+
+HERE = Path(__file__).parent
+LLAMA = SHIPPED / "tiny-llama"
+HOPPER = ("cuda", 90, 32)
+kernels_run = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton comes with a CUDA build of torch"
+)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return (torch.randn(shape, generator=draw) * 3).bfloat16()
+
+
+def inverse_frequencies(head: int, theta: float) -> torch.Tensor:
+    return 1.0 / theta ** (torch.arange(0, head, 2, dtype=torch.float32) / head)
+
+
+@pytest.mark.parametrize(("head", "heads", "kv_heads"), [(64, 4, 2), (128, 3, 3)])
+def test_rope_of_any_positions_gives_the_trainers_bits(
+    head: int, heads: int, kv_heads: int
+) -> None:
+    S, theta = 40, 5e5
+    qkv = numbers(2 * S, head * (heads + 2 * kv_heads))
+    q, k, _ = qkv.split([head * heads, head * kv_heads, head * kv_heads], dim=-1)
+    per_head = [each.unflatten(-1, (-1, head)) for each in (q, k)]
+    wanted = [each.flatten(-2) for each in dialects.TRAINER["rope"](*per_head, S, theta)]
+    order = torch.randperm(2 * S, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(S).repeat(2)[order]
+    table = ops.cos_sin_table(inverse_frequencies(head, theta), 3 * S)
+    made = ops.rope(positions, q[order], k[order], table, head)
+    assert all(torch.equal(a, b[order]) for a, b in zip(made, wanted, strict=True))
+    engine = dialects.ENGINES["eager"]["rope"](*per_head, S, theta)
+    assert not torch.equal(made[0], engine[0].flatten(-2)[order])
+
+
+@pytest.mark.parametrize(
+    ("by_column", "padded", "strides"),
+    [(False, False, (3, 1)), (True, False, (1, 5)), (True, True, (1, 8))],
+)
+def test_the_quantizer_gives_the_trainers_bits_in_every_layout(
+    by_column: bool, padded: bool, strides: tuple[int, int]
+) -> None:
+    x = numbers(5, 384)
+    wanted = dialects.TRAINER["quantize"](x)
+    codes, scales = ops.quantize(x, by_column, padded)
+    assert torch.equal(codes.view(torch.uint8), wanted.fp8_TI.view(torch.uint8))
+    assert torch.equal(scales, wanted.scale_inv_TQ)
+    assert scales.stride() == strides
+
+
+def test_silu_gives_the_trainers_bits() -> None:
+    gate_up = numbers(64, 512)
+    assert torch.equal(ops.silu(gate_up), dialects.TRAINER["silu"](gate_up))
+    assert not torch.equal(ops.silu(gate_up), dialects.ENGINES["eager"]["silu"](gate_up))
+
+
+@kernels_run
+def test_the_kernels_give_torchs_bits() -> None:
+    script = HERE / "interpreted_aligned_kernels.py"
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@kernels_run
+def test_rope_for_hopper_has_the_trainers_two_instructions() -> None:
+    assert instructions("_rope", {
+        "positions": "*i64", "query": "*bf16", "key": "*bf16", "turned_query": "*bf16",
+        "turned_key": "*bf16", "cos_sin": "*fp32",
+    }, {"HALF": 64}, "mul.f32", "fma.rn.f32", "add.f32") == [4, 4, 0]  # fmt: skip
+
+
+@kernels_run
+def test_silu_and_the_quantizer_compile_for_hopper_with_exact_divisions() -> None:
+    values = {"gate_up": "*bf16", "result": "*bf16"}
+    assert instructions("_silu", values, {"COLUMNS": 1024}, "div.full.f32", "fma.rn.f32")[1] == 0
+    values = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32", "largest": "fp32"}
+    found = instructions("_quantize", values, {"ROWS": 8}, "div.rn.f32", "div.full", "fma.rn.f32")
+    assert found[0] > 0
+    assert found[1:] == [0, 0]
+
+
+def instructions(
+    name: str, types: dict[str, str], constants: dict[str, int], *of: str
+) -> list[int]:
+    """How often instructions stand in a kernel's PTX for Hopper."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fp8_nemo.nemo.aligned import kernels
+
+    kernel = getattr(kernels, name)
+    signature = {
+        n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names
+    }
+    constexprs = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=constexprs)
+    ptx = triton.compile(source, target=GPUTarget(*HOPPER)).asm["ptx"]
+    return [ptx.count(each) for each in of]
+
+
+@imports
+def test_our_plugin_aligns_the_engine_where_asked_and_vllm_gets_the_trainers_bits(
+    libcuda: Path,  # noqa: F811
+) -> None:
+    script = str(HERE / "vllm_builds_aligned.py")
+    call = [sys.executable, script, str(LLAMA), str(free_port())]
+    environment = on_a_cpu(libcuda)
+    run = subprocess.run(call, capture_output=True, text=True, timeout=400, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.strip().splitlines()[-1])
+    stock = ["RotaryEmbedding", "SiluAndMul", "QuantFP8", "QuantFP8"]
+    assert found["before"] == found["none"] == stock
+    assert found["cheap"] == ["AlignedRope", "AlignedSilu", *["AlignedQuantizer"] * 2]
+    assert found["equal"] == {"rope": True, "silu": True, "codes": True, "scales": True,
+                              "strides": [1, 32]}  # fmt: skip
