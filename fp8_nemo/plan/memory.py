@@ -204,10 +204,10 @@ def _shared(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, 
     the trainer's and the engine's weights. Rollout: the engine's weights and KV cache. Of the
     trainer only what NeMo RL moves waits in host memory: weights and moments. In FP8 the masters,
     their last gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5
-    (docs/research/speed.md); and the moments, if the optimizer is kept. Position tables that
-    Megatron caches held segments which PyTorch's allocator then could not give back, 30 GiB of 8B
-    on two H200s (device-8b-2-h200.json). Plans clear these caches before a refit, since when it is
-    `HOLES_GIB`, or what weights and gradients leave if that is less.
+    (docs/research/speed.md); and the moments, if the optimizer is kept. PyTorch's
+    allocator kept 30 GiB more of 8B on two H200s (device-8b-2-h200.json), because Megatron's cached
+    position tables anchor large segments, as NeMo RL's policy worker says. Plans clear these caches
+    before a refit; since then it keeps `HOLES_GIB`, or what weights and gradients leave if less.
 
     With LoRA gradients and optimizer are the adapters' alone. The frozen weights lie in no buffer
     of Megatron's, so NeMo RL moves them nowhere: they stay beside the engine (seams moves-buffers,

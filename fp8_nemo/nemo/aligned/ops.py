@@ -46,13 +46,13 @@ def rope(
 
         return kernels.rope(positions, query, key, cos_sin, head)
     cos, sin = (each[:, None] for each in cos_sin[positions].chunk(2, dim=-1))
+    return _rotated(query, cos, sin, head), _rotated(key, cos, sin, head)
 
-    def rotate(x: Tensor) -> Tensor:
-        a, b = x.unflatten(-1, (-1, head)).float().chunk(2, dim=-1)
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        return turned.to(x.dtype).flatten(-2)
 
-    return rotate(query), rotate(key)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, head: int) -> Tensor:
+    a, b = x.unflatten(-1, (-1, head)).float().chunk(2, dim=-1)
+    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    return turned.to(x.dtype).flatten(-2)
 
 
 def silu(gate_up: Tensor) -> Tensor:
