@@ -1,7 +1,7 @@
 """Our glue against NeMo RL's own, in one real set-up of NeMo RL: refit, mismatch, ranges, faults.
 
 python -m benchmarks.glue.compare --outputs outputs --out FILE.json
-    [--parts refit,mismatch,ranges,bytes,faults]
+    [--parts refit,mismatch,scales,ranges,bytes,faults]
     -- model=small-llama model.path=DIR precision=fp8-kv-attn [cluster.rollout_gpus=1]
 
 Sets NeMo RL up once for the cell that is named, and then changes nothing but the glue: policy and
@@ -18,8 +18,9 @@ would have waited `for the first tensors`; `for the device` is waited apart befo
 and without a book.
 `--buffers 0.3,0.03` does it again with other buffers than NeMo RL's own share of the free memory,
 by NRL_REFIT_BUFFER_MEMORY_RATIO.
-`mismatch` samples the same prompts and scores them. `ranges` times the logprob forward watched and
-not, and NeMo RL's calibration. `bytes`, of a dense model in `fp8-e2e` and not with `--anyway`, is
+`mismatch` samples the same prompts and scores them; `scales` does so with the scales of an FP8
+cache as calibrated, and with all of them 1, what vLLM has without calibration. `ranges` times the
+logprob forward watched and not, and NeMo RL's calibration. `bytes`, of a dense model in `fp8-e2e` and not with `--anyway`, is
 the share of each weight that the trainer's last forward and the engine held alike, bytes and
 scales. `faults` breaks a refit in each way and says what stock and ours made of it. `--anyway` goes
 on with an engine whose FP8 weights are not the plan's, as with a router gate: the line that would
@@ -439,6 +440,21 @@ def mismatches(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
     return found
 
 
+def scales(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
+    """Measure the mismatch of the same prompts with an FP8 cache's scales calibrated, and at 1."""
+    held, prompts = bench.parts.policy.kv_scales, bench.prompts(SAMPLES["mismatch"])
+    usual, found = dict(held.in_force), {}
+    bench.switch(GLUES["bytes"])
+    for name, factors in (("calibrated", usual), ("all 1", dict.fromkeys(usual, 1.0))):
+        held.in_force = factors
+        bench.refit()
+        found[name] = _finite(bench.sampled(prompts)) | {"largest scale": max(factors.values())}
+        keep(found)
+        print(name, found[name], flush=True)
+    held.in_force = usual
+    return found
+
+
 def bytes_alike(bench: Bench, keep: Callable[[Any], None]) -> dict[str, Any]:
     """Measure the share of bytes that both sides hold alike, per glue, layer and weight.
 
@@ -646,7 +662,8 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
     """
     experts, found, prompts = bench.recipe.model.shape.experts, [], bench.prompts(SAMPLES["faults"])
     name = f"model.layers.1.mlp.{'experts.0.' if experts else ''}gate_proj.weight"
-    usual = dict(bench.parts.policy.kv_scales)
+    held = bench.parts.policy.kv_scales
+    usual = dict(held.in_force)
     for fault, (side, inject) in FAULTS.items():
         if fault == "KV scales lost" and bench.recipe.precision.rollout_kv != "fp8":
             continue
@@ -656,7 +673,7 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
             _clean(bench, "stock" if glue == "stock" else "bytes")
             bench.switch(GLUES[glue])
             bench.in_policy(four_times, 4.0)
-            bench.parts.policy.kv_scales = {n: 1.5 * scale for n, scale in usual.items()}
+            held.in_force = {n: 1.5 * scale for n, scale in usual.items()}
             (bench.in_vllm if side == "vllm" else bench.in_policy)(inject, name)
             row: dict[str, Any] = {"fault": fault, "glue": glue, "error": None}
             start = time.perf_counter()
@@ -674,7 +691,7 @@ def faults(bench: Bench, keep: Callable[[Any], None]) -> list[dict[str, Any]]:
             bench.in_vllm(mend_vllm)
             bench.in_policy(mend_policy)
             bench.in_policy(four_times, 0.25)
-            bench.parts.policy.kv_scales = dict(usual)
+            held.in_force = usual
             found.append(row)
             keep(found)
             print(row, flush=True)
@@ -767,6 +784,7 @@ def main() -> None:
                 bench, options.repetitions, options.buffers.split(","), partial(keep, "refit")
             ),
             "mismatch": lambda: mismatches(bench, partial(keep, "mismatch")),
+            "scales": lambda: scales(bench, partial(keep, "scales")),
             "bytes": lambda: bytes_alike(bench, partial(keep, "bytes")),
             "ranges": lambda: ranges(bench, options.tokens, options.sequences, options.repetitions),
             "faults": lambda: faults(bench, partial(keep, "faults")),
