@@ -20,11 +20,12 @@ and without a book.
 by NRL_REFIT_BUFFER_MEMORY_RATIO.
 `mismatch` samples the same prompts and scores them; `scales` does so with the scales of an FP8
 cache as calibrated, and with all of them 1, what vLLM has without calibration. `ranges` times the
-logprob forward watched and not, and NeMo RL's calibration. `bytes`, of a dense model in `fp8-e2e` and not with `--anyway`, is
-the share of each weight that the trainer's last forward and the engine held alike, bytes and
-scales. `faults` breaks a refit in each way and says what stock and ours made of it. `--anyway` goes
-on with an engine whose FP8 weights are not the plan's, as with a router gate: the line that would
-have stopped a run is in the file, and what each refit made of it.
+logprob forward watched and not, and NeMo RL's calibration. `bytes`, of a dense model in `fp8-e2e`
+and not with `--anyway`, is the share of each weight that the trainer's last forward and the engine
+held alike, bytes and scales. `faults` breaks a refit in each way and says
+what stock and ours made of it. `--anyway` goes on with an engine whose FP8 weights are not the
+plan's, as with a router gate: the line that would have stopped a run is in the file, and what each
+refit made of it.
 `--after FILE` waits, set up, until that file is there: several set-ups start together, and each
 measures alone.
 Needs NEMO_RL_ROOT and NeMo RL's packages (docs/install.md).
