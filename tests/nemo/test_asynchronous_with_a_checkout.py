@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,3 +137,17 @@ def test_the_loop_looks_its_refit_up_where_ours_is_put(grpo):
     """A refit that it took by another name would go unproven."""
     assert "refit_policy_generation" in grpo.async_grpo_train.__code__.co_names
     assert "refit_policy_generation" not in grpo.async_grpo_train.__code__.co_varnames
+
+
+def test_an_asynchronous_run_goes_as_far_as_asking_ray_for_a_gpu(grpo, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([ROOT or "", *sys.path]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    command = [sys.executable, "-m", "fp8_nemo.recipes.grpo", *LINE, "model=tiny-llama"]
+    command.remove("model=small-llama")
+    command += ["precision=fp8-linear", "correction=tis", "cluster.interpreter=system"]
+    command += ["glue=stock", f"outputs={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    said = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and any("ResourceInsufficientError" in line for line in said), said
+    [run] = tmp_path.glob("tiny-llama/*/*")
+    assert "Training dataset loaded" in (run / "log" / "attempt-1.log").read_text()
