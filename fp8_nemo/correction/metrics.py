@@ -26,6 +26,7 @@ METRICS = {
     "rollout/tokens": Metric("tokens", "response tokens of the step"),
     "rollout/mean_length": Metric("tokens", "mean length of a response"),
     "rollout/cut_fraction": Metric(SHARE, "responses as long as they may be: cut, most likely"),
+    "rollout/age": Metric("steps", "that the samples' weights are behind, mean; asynchronous"),
     "rollout/batches": Metric("batches", "that dynamic sampling needed for the step"),
     "mismatch/kl": Metric("nats per token", "k3 estimate of KL(rollout || train)"),
     "mismatch/token_mult_prob_error": Metric(
@@ -69,10 +70,13 @@ METRICS = {
     ),
     "train/ratio_max": Metric("ratio", "largest ratio of current to train"),
     "health/state": Metric("0, 1, 2", "healthy, watch, unstable (`health.py`)"),
-    "time/rollout": Metric("seconds", "sampling"),
+    "time/rollout": Metric("seconds", "sampling; asynchronous: beside the training of a step"),
+    "time/wait": Metric("seconds", "that the trainer waited for samples; asynchronous"),
     "time/logprob": Metric("seconds", "scoring by the trainer"),
     "time/train": Metric("seconds", "updates"),
-    "time/refit": Metric("seconds", "copying the weights that this step sampled with"),
+    "time/refit": Metric(
+        "seconds", "copying the weights that this step sampled with; asynchronous: those it made"
+    ),
     "time/recalibrate": Metric("seconds", "making KV scales"),
     "time/step": Metric("seconds", "the step, without validation and saving"),
 }

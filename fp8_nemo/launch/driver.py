@@ -225,7 +225,7 @@ def train(plan: Plan, path: Path, root: Path) -> None:
         parts.policy.keep_rows = keep
         # Computed only here: NeMo RL counts from the end of its set-up, which takes minutes.
         parts.config.checkpointing.update(save_by(plan.recipe, time.time()))
-        session.run_grpo(parts, logger)
+        session.run_grpo(parts, logger, plan.recipe.grpo.max_sample_age)
 
 
 def save_by(recipe: Recipe, now: float) -> dict[str, str | None]:

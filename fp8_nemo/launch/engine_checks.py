@@ -37,7 +37,7 @@ def engine_dtypes(generation: Any) -> dict[str, str]:
     """Return every parameter of the engine, `{vLLM's name: dtype}`, over all workers.
 
     Args:
-        generation: NeMo RL's `VllmGeneration` with its synchronous engine.
+        generation: NeMo RL's `VllmGeneration`; with its asynchronous engine, of our workers.
     """
     answers = _ask_workers(generation, _dtypes)
     return {name: dtype for answer in answers for name, dtype in answer.items()}
@@ -110,12 +110,19 @@ def _ask_workers(generation: Any, question: Callable[[Any], Any]) -> list[Any]:
 
 
 def _asked(generation: Any, question: Callable[[Any], Any]) -> list[Any]:
-    """Return Ray's references to the answers, one reference per generation actor."""
+    """Return Ray's references to the answers, one reference per generation actor.
+
+    Our asynchronous worker awaits its engine; any other actor is called with a function.
+    """
     import ray
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    actors = generation.worker_group.workers
-    return [actor.__ray_call__.remote(_ask_own_workers, question) for actor in actors]
+    return [
+        actor.fp8_nemo_ask.remote(question)
+        if hasattr(actor, "fp8_nemo_ask")
+        else actor.__ray_call__.remote(_ask_own_workers, question)
+        for actor in generation.worker_group.workers
+    ]
 
 
 def _ask_own_workers(actor: Any, question: Callable[[Any], Any]) -> list[Any]:

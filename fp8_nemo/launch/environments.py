@@ -31,6 +31,7 @@ WORKERS = {
     "vLLM": "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker",
 }
 """Full names of the workers that have environments of their own in NeMo RL's container."""
+ASYNCHRONOUS = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
 PROBE_LIMIT = 45  # seconds that an interpreter may take to say what it has
 IMAGE_COMMIT = "NEMO_RL_COMMIT"
 """Variable of NeMo RL's image: the commit that it was built of (its Dockerfile)."""
@@ -46,13 +47,19 @@ def settings_of(recipe: Recipe) -> WorkerSettings:
     return WorkerSettings.of(recipe, loss_corrects=native_correction(recipe) is not None)
 
 
+def workers_of(recipe: Recipe) -> dict[str, str]:
+    """Return the full names of NeMo RL's workers whose environments a run of this recipe needs."""
+    return WORKERS | ({"vLLM": ASYNCHRONOUS} if recipe.grpo.is_asynchronous else {})
+
+
 def interpreters(plan: Plan) -> dict[str, str]:
     """Return the Python of every environment of the run; the job's is the one that runs this."""
     found = {"job": sys.executable}
     root = root_of(plan.recipe)
     if plan.backend == "nemo" and plan.recipe.cluster.interpreter == "container" and root:
         venvs = Path(os.environ.get("NEMO_RL_VENV_DIR") or root / "venvs")
-        found |= {name: str(venvs / full / "bin" / "python") for name, full in WORKERS.items()}
+        workers = workers_of(plan.recipe)
+        found |= {name: str(venvs / full / "bin" / "python") for name, full in workers.items()}
     return found
 
 

@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from fp8_nemo.launch.engine_checks import (
     refit_reports,
     stop_if_it_cannot_sleep_or_wake,
 )
-from fp8_nemo.launch.environments import settings_of
+from fp8_nemo.launch.environments import settings_of, workers_of
 from fp8_nemo.launch.ray_cluster import open_for_anyone, own_code_first
 from fp8_nemo.nemo_config.checkout import config_of
 from fp8_nemo.nemo_config.overrides import path_overrides
@@ -108,13 +108,61 @@ def failed_tensors_named(ask: Callable[[], list[str]]) -> Iterator[None]:
         raise
 
 
-def run_grpo(parts: Session, logger: Any) -> None:
-    """Run NeMo RL's training loop with `logger` in place of the session's."""
-    from nemo_rl.algorithms.grpo import grpo_train
+def run_grpo(parts: Session, logger: Any, max_sample_age: int | None) -> None:
+    """Run NeMo RL's training loop with `logger` in place of the session's.
 
-    checkpointer = parts.checkpointer
+    Args:
+        parts: of the run.
+        logger: what the loop logs to.
+        max_sample_age: of the recipe; None runs the synchronous loop.
+
+    Raises:
+        RefitError: a refit of the asynchronous loop failed; it names the tensors.
+    """
+    from nemo_rl.algorithms.grpo import async_grpo_train, grpo_train
+    from nemo_rl.data import dataloader
+
+    parts, checkpointer = parts._replace(logger=logger), parts.checkpointer
     with checkpointer if hasattr(checkpointer, "__enter__") else nullcontext():
-        grpo_train(*parts._replace(logger=logger))
+        if max_sample_age is None:
+            grpo_train(*parts)
+            return
+        # Its collector takes one pass of what it is given, and stops the run.
+        endless = parts._replace(loader=dataloader.CyclingDataLoader(parts.loader))
+        with stopping_refits(lambda: refit_problems(parts.generation)):
+            async_grpo_train(*endless, max_trajectory_age_steps=max_sample_age)
+
+
+@contextmanager
+def stopping_refits(ask: Callable[[], list[str]]) -> Iterator[None]:
+    """Let each refit of the block that fails name its tensors at once, and end the run.
+
+    NeMo RL's asynchronous loop prints a first refit's error and returns (seam async-first-refit);
+    after any other it shuts its engines down, and nobody could ask them any more.
+
+    Args:
+        ask: as for `failed_tensors_named`.
+    """
+    from nemo_rl.algorithms import grpo
+
+    stock, failed = grpo.refit_policy_generation, list[Exception]()
+
+    def refit(*arguments: Any, **options: Any) -> Any:
+        """Refit as NeMo RL does, and keep the error."""
+        try:
+            with failed_tensors_named(ask):
+                return stock(*arguments, **options)
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    grpo.refit_policy_generation = refit
+    try:
+        yield
+    finally:
+        grpo.refit_policy_generation = stock
+    if failed:
+        raise failed[0]
 
 
 def _set_up(plan: Plan, path: Path, root: Path) -> Session:
@@ -137,7 +185,7 @@ def _set_up(plan: Plan, path: Path, root: Path) -> Session:
     config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
     with own_code_first():
         init_ray()
-    _register_workers()
+    _register_workers(workers_of(plan.recipe).values())
     stop_if_it_cannot_sleep_or_wake(VllmGeneration)
     tokenizer = get_tokenizer(config.policy["tokenizer"])
     config.policy["generation"] = configure_generation_config(
@@ -149,7 +197,9 @@ def _set_up(plan: Plan, path: Path, root: Path) -> Session:
     )
     settings = settings_of(plan.recipe)
     engine_start = one_engine_start(engine_first=plan.settled.shares_gpus)
-    ours = our_generation_worker() if settings.glue.has_receiver else nullcontext()
+    # Of an asynchronous engine our worker alone can be asked.
+    needs_ours = settings.glue.has_receiver or plan.recipe.grpo.is_asynchronous
+    ours = our_generation_worker() if needs_ours else nullcontext()
     with ours, one_conversion(Path(os.environ[CONVERSIONS])), engine_start as engine_is_up:
 
         def policy_after_engine(**arguments: Any) -> WatchedPolicy:
@@ -285,14 +335,19 @@ def _use_one_interpreter() -> None:
             ACTOR_ENVIRONMENT_REGISTRY[name] = PY_EXECUTABLES.SYSTEM
 
 
-def _register_workers() -> None:
-    """Run our workers in the environments of NeMo RL's own."""
+def _register_workers(needed: Iterable[str]) -> None:
+    """Run our workers in the environments of NeMo RL's own.
+
+    Args:
+        needed: full names of NeMo RL's; the others' environments may not be made.
+    """
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.utils.venvs import create_local_venv_on_each_node
 
     from fp8_nemo.nemo.policy import OUR_WORKERS
 
-    for stock, ours in OUR_WORKERS.items():
+    for stock in needed:
+        ours = OUR_WORKERS[stock]
         executable = ACTOR_ENVIRONMENT_REGISTRY[stock]
         if executable.startswith("uv"):  # NeMo RL would make an environment named after our worker
             executable = create_local_venv_on_each_node(executable, stock)
@@ -301,7 +356,7 @@ def _register_workers() -> None:
 
 @contextmanager
 def our_generation_worker() -> Iterator[None]:
-    """Let NeMo RL make our vLLM worker where it would make its own (seam engine-worker)."""
+    """Let NeMo RL make our vLLM workers where it would make its own (seam engine-worker)."""
     from nemo_rl.models.generation.vllm import vllm_generation
 
     from fp8_nemo.nemo.policy import OUR_WORKERS

@@ -1,22 +1,23 @@
-"""NeMo RL's vLLM worker, which hands over a rollout's logprobs as whole tensors.
+"""NeMo RL's vLLM workers: the synchronous one with whole tensors, the other open to questions.
 
 NeMo RL writes them into a tensor one by one, 10 us each by the host: for 128 answers of 2,000
-tokens 2.7 s after the last token (seam logprobs-one-by-one). Here vLLM keeps each answer's logprobs
-as flat lists, which is also less to make and to collect in every decode step, and each list becomes
-one tensor. The values are the same.
+tokens 2.7 s after the last token (seam logprobs-one-by-one). In the synchronous worker vLLM keeps
+each answer's logprobs as flat lists, which is also less to make and to collect in every decode
+step, and each list becomes one tensor. The values are the same.
 """
 
 # pyright: reportMissingImports=false
 # NeMo RL and vLLM stand on the path of a run, not of a type check.
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 import torch
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
+from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 from torch import Tensor
 
 
@@ -40,6 +41,29 @@ class Fp8GenerationWorkerImpl(VllmGenerationWorkerImpl):
 
 @ray.remote
 class Fp8GenerationWorker(Fp8GenerationWorkerImpl):
+    """The actor."""
+
+
+class Fp8AsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
+    """NeMo RL's asynchronous worker, whose engine the driver can ask; `generate_async` is its own.
+
+    Its answers come one by one, each with its logprobs, while the engine goes on.
+    """
+
+    async def fp8_nemo_ask(self, question: Callable[[Any], Any]) -> list[Any]:
+        """Return each of vLLM's workers' answer; [] if this actor owns no engine.
+
+        Ray's `__ray_call__` cannot: it runs on the actor's loop and awaits nothing, and
+        `AsyncLLM.collective_rpc` is awaited on that loop.
+
+        Args:
+            question: a function of vLLM's worker, pickled by value on its way.
+        """
+        return [] if self.llm is None else await self.llm.collective_rpc(question)
+
+
+@ray.remote
+class Fp8AsyncGenerationWorker(Fp8AsyncGenerationWorkerImpl):
     """The actor."""
 
 

@@ -57,6 +57,8 @@ OUR_WORKERS = {
     "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker": WORKER,
     "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker":
         "fp8_nemo.nemo.generation_worker.Fp8GenerationWorker",
+    "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker":
+        "fp8_nemo.nemo.generation_worker.Fp8AsyncGenerationWorker",
 }  # fmt: skip
 """Ray actors of ours by NeMo RL's, in whose Python environment each runs."""
 RANGES = "fp8_nemo_ranges.json"

@@ -21,6 +21,11 @@ TIMES = {
     "total_step_time": "time/step",
 }
 """NeMo RL's timers by our names. Its refit opens the step that uses it."""
+ASYNCHRONOUS_TIMES = {"exposed_generation": "time/wait", "weight_sync": "time/refit"}
+"""The same of its asynchronous loop, whose refit ends a step. Engines sample meanwhile, and the
+trainer waits for samples: before the step, and before the refit until engines have none left."""
+ASYNCHRONOUS = {"avg_trajectory_age": "rollout/age", "trajectory_duration_s/max": "time/rollout"}
+"""That loop's metrics of a step's samples, by our names."""
 BATCHES = "dynamic_sampling_num_gen_batches"
 OPENED = "refit opened the step"
 """Set in our policy's row when the step began with a refit.
@@ -71,23 +76,23 @@ class OverheardLogger:
             self._validation = metrics.get("total_validation_time", 0.0)
         elif prefix == "train" and "reward" in metrics:  # the rollout's own come under it too
             self._row["reward/mean"] = float(metrics["reward"])
-            if BATCHES in metrics:
-                self._row["rollout/batches"] = metrics[BATCHES]
+            self._take({BATCHES: "rollout/batches"} | ASYNCHRONOUS, metrics)
         elif prefix == "timing/train":
-            self._row |= {
-                ours: metrics[theirs] for theirs, ours in TIMES.items() if theirs in metrics
-            }
+            self._take(TIMES | ASYNCHRONOUS_TIMES, metrics)
             if "time/step" in self._row:
                 self._row["time/step"] -= self._validation + metrics.get("checkpointing", 0.0)
-            self._close(step)
+            self._close(step, refits="weight_sync" in metrics)
 
     def row_so_far(self, step: int, seen: dict[str, float]) -> dict[str, Any]:
         """Return what is known of a step before NeMo RL has logged it; its rest may never come."""
         return {"step": step} | {key: seen[key] for key in seen if key != OPENED} | self._row
 
-    def _close(self, step: int) -> None:
+    def _take(self, names: dict[str, str], metrics: dict[str, Any]) -> None:
+        self._row |= {ours: metrics[theirs] for theirs, ours in names.items() if theirs in metrics}
+
+    def _close(self, step: int, *, refits: bool = False) -> None:
         seen = self._take_row()
-        if not seen.pop(OPENED, False):
+        if not seen.pop(OPENED, False) and not refits:
             self._row.pop("time/refit", None)  # of a step that found the engine fresh
         self._write({"step": step} | seen | self._row)
         self._row, self._validation = {}, 0.0

@@ -18,6 +18,7 @@ VLLM = f"{GENERATION}.vllm_cfg"
 VLLM_KWARGS = f"{GENERATION}.vllm_kwargs"
 MEGATRON = "policy.megatron_cfg"
 PEFT = f"{MEGATRON}.peft"
+ASYNC = "grpo.async_grpo"
 
 ADDED = {
     "data.train.data_path": "str",
@@ -87,6 +88,9 @@ OURS = {
     f"{COLOCATED}.enabled": "cluster.rollout_gpus",
     f"{COLOCATED}.resources.gpus_per_node": "cluster.rollout_gpus",
     f"{COLOCATED}.resources.num_nodes": "cluster.rollout_gpus",
+    f"{ASYNC}.enabled": "grpo.max_sample_age",
+    f"{ASYNC}.max_trajectory_age_steps": "grpo.max_sample_age",
+    f"{VLLM}.async_engine": "grpo.max_sample_age",
     "loss_fn.use_importance_sampling_correction": "correction",
     "loss_fn.truncated_importance_sampling_type": "correction",
     "loss_fn.truncated_importance_sampling_ratio": "correction.truncate or correction.high",
@@ -144,15 +148,10 @@ OPTIONAL = {
 """Options that write a key of NeMo RL's only where they are given; else the base, or the user's own
 key under `nemo`, stands."""
 
-_SYNC = "metrics and correction are taken from the synchronous loop"
+_IN_FLIGHT = "a refit is proven while its engine samples nothing"
 _TEXT = "NeMo RL hands over a text, and TransformerEngine's FusedAdam wants a torch.dtype"
 _FILTER = "the trainer's logprob of a token that it would have filtered out is 0"
 PINNED: dict[str, tuple[Any, str]] = {
-    "grpo.async_grpo.enabled": (
-        False,
-        f"not supported yet, {_SYNC}; under FP8 KV NeMo RL has none",
-    ),
-    f"{VLLM}.async_engine": (False, "not supported yet; NeMo RL refuses it under FP8 KV"),
     f"{VLLM}.logprobs_mode": ("processed_logprobs", "others are not those it sampled from"),
     f"{GENERATION}.backend": ("vllm", "the only engine whose FP8 path is driven here"),
     f"{GENERATION}.top_p": (1.0, f"not supported yet, {_FILTER}"),
@@ -167,7 +166,7 @@ PINNED: dict[str, tuple[Any, str]] = {
         "a refit would send shards of before the last update: they are gathered in the next "
         "forward, and none comes between (NeMo RL main 7ea279a and v0.7.0)",
     ),
-    "data_plane.enabled": (False, f"not supported yet, {_SYNC}"),
+    "data_plane.enabled": (False, "not supported yet, its loop gives no metrics and correction"),
     "data.use_multiple_dataloader": (False, "not supported yet"),
     "policy.dtensor_cfg.enabled": (False, "the plan is written for Megatron"),
     f"{MEGATRON}.enabled": (True, "the plan is written for Megatron"),
@@ -185,6 +184,8 @@ ABSENT = {
     "policy.quant_cfg": (None, "precision says what is quantized"),
     f"{GENERATION}.quant_cfg": (None, "precision says what is quantized"),
     f"{GENERATION}.refit_transport": (None, "not supported yet"),
+    f"{ASYNC}.in_flight_weight_updates": (False, f"not supported yet: {_IN_FLIGHT}"),
+    f"{ASYNC}.max_generation_failures": (0, "a step lacks no answer in silence"),
     f"{VLLM}.is_mx": (False, "blockwise FP8 is what is driven here"),
     f"{VLLM}.refit_with_reload_api": (False, "not supported yet: it goes around our receiver"),
     f"{PEFT}.enabled": (False, "set lora=all-linear"),

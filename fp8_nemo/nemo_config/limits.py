@@ -16,6 +16,7 @@ from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import MEGATRON
 from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, configure
 from fp8_nemo.nemo_config.own.alignment import alignment_limits
+from fp8_nemo.nemo_config.own.asynchronous import asynchronous_limits
 from fp8_nemo.nemo_config.own.environments import environment_limits
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
@@ -63,6 +64,7 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from _of_gpus(settled)
     yield from _of_shape(settled)
     yield from _of_precision(settled.recipe)
+    yield from asynchronous_limits(settled)
     yield from defect_limits(settled, host.defects)
     recipe, base = settled.recipe, settled.recipe.model.base_config or ""
     written = {**host.leaves(base), **configure(settled, host).keys}

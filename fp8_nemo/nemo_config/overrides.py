@@ -16,6 +16,7 @@ from typing import Any
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import (
     ABSENT,
+    ASYNC,
     BUFFER,
     COLOCATED,
     GENERATION,
@@ -129,6 +130,7 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
     base, there = _base(recipe), host.leaves(_base(recipe))
     written = {
         **_grpo(settled),
+        **_asynchronous(settled),
         **_loss(settled),
         **_rollout(settled),
         **_train(settled),
@@ -218,6 +220,14 @@ def _grpo(settled: Settled) -> dict[str, Any]:
     }
 
 
+def _asynchronous(settled: Settled) -> dict[str, Any]:
+    """Choose NeMo RL's loop: synchronous, or with engines a step ahead of the trainer."""
+    age = settled.recipe.grpo.max_sample_age
+    found: dict[str, Any] = {f"{ASYNC}.enabled": age is not None}
+    found[f"{VLLM}.async_engine"] = age is not None
+    return found if age is None else found | {f"{ASYNC}.max_trajectory_age_steps": age}
+
+
 def _has_first_scales(recipe: Recipe) -> bool:
     """Return whether a first validation has the KV scales it needs: only ours come before it."""
     return not recipe.precision.cache.is_quantized or recipe.glue.recalibrate.source == "logprob"
@@ -228,10 +238,11 @@ def _loss(settled: Settled) -> dict[str, Any]:
     found = native or {"type": None, "ratio": None, "ratio_min": None}
     at = "loss_fn.truncated_importance_sampling"
     return {
-        # NeMo RL insists on it under FP8 (seam needs-correction); without a native correction the
-        # driver takes it out of the loss again.
+        # NeMo RL insists on it under FP8 (seam needs-correction) and in its asynchronous loop;
+        # without a native correction the driver takes it out of the loss again.
         "loss_fn.use_importance_sampling_correction": native is not None
-        or recipe.precision.rollout.is_quantized,
+        or recipe.precision.rollout.is_quantized
+        or recipe.grpo.is_asynchronous,
         f"{at}_type": found["type"],
         f"{at}_ratio": found["ratio"],
         f"{at}_ratio_min": found["ratio_min"],

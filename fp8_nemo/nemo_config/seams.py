@@ -12,6 +12,7 @@ from typing import NamedTuple
 GRPO = "nemo_rl/algorithms/grpo.py"
 POLICY = "nemo_rl/models/policy"
 ENGINE = "nemo_rl/models/generation/vllm"
+ENTRY = "examples/run_grpo.py"
 MAIN, V0_7_0 = "7ea279a", "v0.7.0"
 VLLM, MEGATRON = "vllm 0.25.1", "Megatron-LM 14346b6"
 BRIDGE = "Megatron-Bridge 8c46dc4"
@@ -46,6 +47,34 @@ SEAMS = {
     "one-stage": Seam(
         MAIN, GRPO, (1338,), 'pipeline_model_parallel_size"] == 1',
         "FP8 KV: layers are counted by stage",
+    ),
+    "async-cache": Seam(
+        MAIN, GRPO, (1335,), "assert not should_use_async_rollouts(",
+        "FP8 KV has no asynchronous engine",
+    ),
+    "async-correction": Seam(
+        MAIN, GRPO, (4127,), "assert master_config.loss_fn.use_importance_sampling_correction",
+        "asynchronous steps ask for the importance-sampling correction",
+    ),
+    "async-age": Seam(
+        MAIN, GRPO, (4144,), "max_trajectory_age_steps > 1",
+        "without in-flight updates older samples make nothing faster",
+    ),
+    "async-apart": Seam(
+        MAIN, GRPO, (4177,), "assert (not colocated_inference)",
+        "asynchronous steps want engines on GPUs of their own",
+    ),
+    "async-first-refit": Seam(
+        MAIN, GRPO, (4328,), "Policy generation refit failed",
+        "a first refit that fails is printed, and the loop returns as if it had finished",
+    ),
+    "async-algorithms": Seam(
+        MAIN, ENTRY, (186, 190, 194), "if config.grpo.",
+        "asynchronous steps exclude dynamic sampling, scaled and shaped rewards",
+    ),
+    "async-experts": Seam(
+        MAIN, f"{ENGINE}/vllm_generation.py", (141,), 'assert not self.cfg["vllm_cfg"]["async',
+        "an asynchronous engine spreads experts over its tensor-parallel GPUs alone",
     ),
     "first-validation": Seam(
         MAIN, GRPO, (2744,), "validation with kv scales",

@@ -15,10 +15,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8_nemo.nemo_config.seams import ENGINE, GRPO, SEAMS
+from fp8_nemo.nemo_config.seams import ENGINE, ENTRY, GRPO, SEAMS
 from fp8_nemo.recipe.settled import Settled
 
-ENTRY = "examples/run_grpo.py"
 POLICY, CONFIG = "nemo_rl/models/policy/lm_policy.py", "nemo_rl/utils/config.py"
 FP8 = f"{ENGINE}/quantization/fp8.py"
 WORKER = f"{ENGINE}/vllm_worker.py"
@@ -62,6 +61,8 @@ NEEDED = (
     ),
     Needed(f"{ENGINE}/utils.py", "", ("resolve_generation_worker_cls",)),
     Needed(WORKER, "VllmGenerationWorkerImpl", ("generate",)),
+    Needed(f"{ENGINE}/vllm_worker_async.py", "VllmAsyncGenerationWorkerImpl", ("generate_async",)),
+    Needed(GRPO, "", ("async_grpo_train", "refit_policy_generation")),
     Needed(WORKER, "BaseVllmGenerationWorker", ("_build_sampling_params",)),
     Needed(LOSS, "ClippedPGLossFn", ("use_importance_sampling_correction",)),
     Needed("nemo_rl/utils/venvs.py", "", ("create_local_venv_on_each_node",)),
@@ -290,6 +291,22 @@ def _without_alignment(settled: Settled, has: bool) -> Limit:
     )
 
 
+def _ends_with_its_data(source: Source) -> bool:
+    """Find no loader that begins again: the asynchronous loop stops after one pass of the data."""
+    return "class CyclingDataLoader" not in source.text("nemo_rl/data/dataloader.py")
+
+
+def _without_asynchronous(settled: Settled, has: bool) -> Limit:
+    return Limit(
+        "grpo.max_sample_age",
+        settled.recipe.grpo.max_sample_age,
+        has and settled.recipe.grpo.is_asynchronous,
+        "this NeMo RL's asynchronous loop ends with an error after one pass of the data",
+        "v0.7.0: nemo_rl/data/dataloader.py, CyclingDataLoader",
+        f"{LATER}set null",
+    )
+
+
 OPTIMIZER_ALWAYS_MOVED, POW2_BROKEN = "optimizer-always-moved", "pow2-broken"
 DEFECTS = (
     Defect("kv-scales-dropped", _drops_kv_scales, _without_fp8_kv),
@@ -298,6 +315,7 @@ DEFECTS = (
     Defect(OPTIMIZER_ALWAYS_MOVED, _always_moves_optimizer, _without_kept_optimizer),
     Defect("hf-overrides-lost", _loses_hf_overrides, _without_hf_overrides),
     Defect("alignment-untried", _pins_another_vllm, _without_alignment),
+    Defect("asynchronous-one-pass", _ends_with_its_data, _without_asynchronous),
 )
 """In the order in which users see them."""
 V0_7_0_DEFECTS = frozenset(each.name for each in DEFECTS)

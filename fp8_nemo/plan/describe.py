@@ -115,6 +115,8 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     gpus = f"each of {many} {gpu}" if many > 1 else f"one {gpu}"
     here = step_seconds(settled)
     seconds = f"{here.total:.0f} s by estimate{_phases(here)}"
+    if plan.recipe.grpo.is_asynchronous:
+        seconds += ", the longer of rollout and the others, then the refit; no such step was timed"
     return [
         ("fits", f"{_fit(memory)}: {needs} on {gpus}, by estimate"),
         ("step", f"{seconds}; {_against_bf16(plan, host)}"),
@@ -125,8 +127,11 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
 def _if_shared(plan: Plan, host: Host) -> str:
     """Compare a step with one in which every GPU trains and samples, in the layout it would get."""
     cluster = replace(plan.recipe.cluster, rollout_gpus=0)
-    shared = _settled(replace(plan.recipe, cluster=cluster), host)
-    how = "if every GPU did both by turns (cluster.rollout_gpus=0)"
+    grpo = replace(plan.recipe.grpo, max_sample_age=None)
+    shared = _settled(replace(plan.recipe, cluster=cluster, grpo=grpo), host)
+    asynchronous = plan.recipe.grpo.is_asynchronous
+    typed = "cluster.rollout_gpus=0" + (", grpo.max_sample_age=null" if asynchronous else "")
+    how = f"if every GPU did both by turns ({typed})"
     if shared is None:
         return f"refused {how}"
     said = f"{step_seconds(shared).total:.0f} s, {_times(shared, plan.settled):.2f} times as fast"

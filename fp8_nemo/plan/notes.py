@@ -49,9 +49,13 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
     if recipe.glue.transfer == "fp8" and not recipe.glue.sends_fp8:
         yield "glue.transfer: no effect, with glue.quantize=stock NeMo RL's receiver quantizes"
     if not settled.shares_gpus:
-        yield (
-            f"cluster.rollout_gpus: {settled.rollout_gpus} of {settled.gpus} GPUs sample, then the "
-            "others train: NeMo RL's synchronous step takes one phase after the other"
+        share = f"cluster.rollout_gpus: {settled.rollout_gpus} of {settled.gpus} GPUs sample"
+        yield share + (
+            " the next step's answers while the others train, and end them before they take the "
+            "new weights (grpo.max_sample_age); tested on a CPU, not yet run on a GPU"
+            if recipe.grpo.is_asynchronous
+            else ", then the others train: NeMo RL's synchronous step takes one phase after the "
+            "other"
         )
         if recipe.model.memory.optimizer == "move" or KEEPS_OPTIMIZER in settled.own:
             yield "model.memory.optimizer: no effect, it stays where engines have their own GPUs"

@@ -312,6 +312,9 @@ def _local_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     if recipe.cluster.rollout_gpus:
         text = "backend=local trains and samples on one device"
         yield Mistake("cluster.rollout_gpus", recipe.cluster.rollout_gpus, text, "set 0")
+    if recipe.grpo.is_asynchronous:
+        text = "backend=local samples and trains by turns"
+        yield Mistake("grpo.max_sample_age", recipe.grpo.max_sample_age, text, "set null")
     for key, value in leaves(recipe.nemo).items():
         yield Mistake(
             f"nemo.{key}",

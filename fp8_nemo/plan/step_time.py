@@ -105,6 +105,15 @@ class StepSeconds(NamedTuple):
         return sum(self)
 
 
+class OverlappedSeconds(StepSeconds):
+    """The same of an asynchronous step, whose engines sample the next one's answers meanwhile."""
+
+    @property
+    def total(self) -> float:
+        """The longer of rollout and training, then the refit, which waits for both."""
+        return max(self.rollout, self.logprob + self.train + self.optimizer) + self.refit
+
+
 class LayerWork(NamedTuple):
     """Count a token's multiplications in one layer, and at the model's end."""
 
@@ -140,7 +149,8 @@ def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSecond
     if recipe.lora.is_on:
         refit += MERGE_BYTES * count(shape, wire).parameters / GPU_SPEED[gpu].reached().weights
     passes = 2 if settled.kl_penalty else 1
-    return StepSeconds(
+    phases = OverlappedSeconds if recipe.grpo.is_asynchronous else StepSeconds
+    return phases(
         rollout=rollout_seconds(settled, lengths),
         logprob=passes * _passes(settled, lengths, settled.layout.logprob_batch, trains=False),
         train=_passes(settled, lengths, settled.layout.micro_batch, trains=True),

@@ -295,6 +295,11 @@ class Correction:
     max_reject: float = number(0.1, above=0, most=1)
     """Refuse to plan what would reject a larger share of the measured tokens."""
 
+    @property
+    def is_on(self) -> bool:
+        """Return whether anything but 1 may multiply a token's loss."""
+        return (self.level, self.mask, self.veto) != ("none", "none", None)
+
 
 class Task(NamedTuple):
     """Describe problems that are made here, and the difficulties that they come in."""
@@ -373,6 +378,13 @@ class Grpo:
     """Steps from one checkpoint to the next; the last two stay."""
     stop_when_unstable: bool = False
     """End the run at a step that `health.py` calls unstable; its last checkpoint stays."""
+    max_sample_age: int | None = number(None, least=1)
+    """Asynchronous GRPO: steps that a sample's weights may be behind; null: synchronous."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Return whether engines sample the next step's answers while this one's train."""
+        return self.max_sample_age is not None
 
 
 @dataclass

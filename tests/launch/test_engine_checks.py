@@ -57,6 +57,32 @@ except engine.EngineError as error:
     assert error.startswith(f"vLLM worker 1 on {socket.gethostname()}: runs NeMo RL's own receiver")
 
 
+def test_an_asynchronous_worker_is_asked_by_its_own_method_and_awaits_its_engine(answers_with_ray):
+    code = """
+import asyncio, ray
+from types import SimpleNamespace
+from fp8_nemo.launch import engine_checks as engine
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def __init__(self, *workers):
+        self.workers = workers
+
+    async def fp8_nemo_ask(self, question):
+        await asyncio.sleep(0)
+        return [question(worker) for worker in self.workers]
+
+ours = SimpleNamespace(rank=0, fp8_nemo_report=lambda: {"bytes": 7}, fp8_nemo_problems=["k: never"])
+actors = [Actor.remote(ours), Actor.remote()]
+generation = SimpleNamespace(worker_group=SimpleNamespace(workers=actors))
+answers += [engine.refit_reports(generation), engine.refit_problems(generation)]
+answers += [engine.check_receivers(generation)]
+"""
+    answers, _ = answers_with_ray(code)
+    assert answers == [[{"bytes": 7}], ["k: never"], None]
+
+
 def test_an_engine_that_is_dead_or_does_not_answer_holds_no_reason_back(answers_with_ray):
     code = """
 import os, ray, time

@@ -1,6 +1,8 @@
 """Our vLLM worker gives NeMo RL's own results, tensor for tensor, from vLLM's own containers."""
 
+import asyncio
 import importlib.util
+import inspect
 import os
 import random
 from types import SimpleNamespace
@@ -124,10 +126,70 @@ def test_nemo_rl_makes_our_worker_for_its_own_alone(classes):
     from fp8_nemo.nemo.policy import OUR_WORKERS
 
     stock = vllm_generation.resolve_generation_worker_cls
-    theirs, ours = list(OUR_WORKERS.items())[1]
-    assert f"{classes[1].__module__}.Fp8GenerationWorker" == ours
+    both = list(OUR_WORKERS.items())[1:]
+    module = classes[1].__module__
+    assert [ours for _, ours in both] == [
+        f"{module}.Fp8GenerationWorker", f"{module}.Fp8AsyncGenerationWorker",
+    ]  # fmt: skip
     with our_generation_worker():
         resolve = vllm_generation.resolve_generation_worker_cls
-        assert resolve(theirs, {}) == ours
+        assert [resolve(theirs, {}) for theirs, _ in both] == [ours for _, ours in both]
         assert resolve("another.Worker", {}) == "another.Worker"
     assert vllm_generation.resolve_generation_worker_cls is stock
+
+
+class Core:
+    """vLLM's client of an engine in another process, as far as its messages, and that process."""
+
+    def __init__(self, *workers):
+        self.workers = workers
+
+    async def collective_rpc_async(self, method, timeout, args, kwargs):
+        from vllm.v1.engine import UtilityOutput
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult, run_method
+
+        sent = MsgpackEncoder().encode(("collective_rpc", (method, timeout, args, kwargs)))
+        _, (question, _, args, kwargs) = MsgpackDecoder().decode(sent)
+        answers = [run_method(each, question, args, kwargs or {}) for each in self.workers]
+        said = MsgpackEncoder().encode(UtilityOutput(1, result=UtilityResult(answers)))
+        return MsgpackDecoder(UtilityOutput).decode(said).result.result
+
+
+def asynchronous(*workers):
+    """Our asynchronous worker with a real `AsyncLLM` around `Core`; without workers, no engine."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from fp8_nemo.nemo.generation_worker import Fp8AsyncGenerationWorkerImpl
+
+    actor, actor_llm = object.__new__(Fp8AsyncGenerationWorkerImpl), object.__new__(AsyncLLM)
+    actor_llm.engine_core = Core(*workers)
+    actor.llm = actor_llm if workers else None
+    return actor
+
+
+def test_questions_and_proofs_cross_vllms_own_messages_to_an_asynchronous_engine(
+    classes, monkeypatch
+):
+    from fp8_nemo.launch import engine_checks
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # as NeMo RL's worker does
+    proof = {"bytes": 7, "sent": b"\x00\xff" * 9, "verified_weights": 84, "changed": 0}
+    ours = SimpleNamespace(fp8_nemo_report=lambda: proof, fp8_nemo_problems=("k: never arrived",))
+
+    def ask(question, *workers):
+        return asyncio.run(asynchronous(*workers).fp8_nemo_ask(question))
+
+    assert ask(engine_checks._report, ours, SimpleNamespace()) == [proof, {}]
+    assert ask(engine_checks._problems, ours) == [["k: never arrived"]]
+    assert ask(engine_checks._report) == []
+
+
+def test_our_asynchronous_worker_is_nemo_rls_but_for_the_question(classes):
+    from fp8_nemo.nemo.generation_worker import (
+        Fp8AsyncGenerationWorker,
+        Fp8AsyncGenerationWorkerImpl,
+    )
+
+    own = {name for name in vars(Fp8AsyncGenerationWorkerImpl) if not name.startswith("__")}
+    assert own == {"fp8_nemo_ask"} and hasattr(Fp8AsyncGenerationWorker, "remote")
+    assert inspect.iscoroutinefunction(Fp8AsyncGenerationWorkerImpl.fp8_nemo_ask)

@@ -64,3 +64,30 @@ def test_what_is_known_of_a_step_when_its_checkpoint_is_saved_is_its_row_so_far(
 def test_nemo_rls_own_log_hears_everything_and_keeps_its_other_methods():
     logged, rows, logger = overheard()
     assert len(logged) == 9 and len(rows) == 3 and logger.log_plot == "plot"
+
+
+def test_an_asynchronous_step_has_its_age_its_wait_and_the_refit_that_ends_it():
+    """As `async_grpo_train` logs: the refit after the update, validation's times before it."""
+    rows, seen = [], [{OPENED: True}, {"mismatch/kl": 0.25}]
+    inner = SimpleNamespace(log_metrics=lambda *arguments, **options: None)
+    logger = OverheardLogger(inner, lambda: seen.pop(0), rows.append)
+    logger.log_metrics({"accuracy": 0.5}, 0, prefix="validation")
+    logger.log_metrics({"total_validation_time": 9.0}, 0, prefix="timing/validation")
+    logger.log_metrics({"total_validation_time": 1.0}, 1, prefix="timing/validation")
+    logger.log_metrics({"accuracy": 0.75}, 1, prefix="validation")
+    metrics = {"reward": 0.5, "avg_trajectory_age": 1.0, "trajectory_duration_s/max": 2.5}
+    logger.log_metrics(metrics, 1, prefix="train")
+    logger.log_metrics({"efficiency/overall": 0.5}, 1, prefix="")
+    times = {
+        "exposed_generation": 1.5, "policy_and_reference_logprobs": 1.0, "policy_training": 3.0,
+        "weight_sync": 0.25, "checkpointing": 0.5, "idle/validation": 1.25, "total_step_time": 8.5,
+    }  # fmt: skip
+    logger.log_metrics(times, 1, prefix="timing/train", step_finished=True)
+    assert rows == [
+        {"step": 0, "val/accuracy": 0.5},
+        {
+            "step": 1, "mismatch/kl": 0.25, "val/accuracy": 0.75, "reward/mean": 0.5,
+            "rollout/age": 1.0, "time/rollout": 2.5, "time/wait": 1.5, "time/logprob": 1.0,
+            "time/train": 3.0, "time/refit": 0.25, "time/step": 7.0,
+        },
+    ]  # fmt: skip

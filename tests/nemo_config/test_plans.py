@@ -387,7 +387,35 @@ FORBIDDEN = [
 ]
 AT, KWARGS = "nemo.policy.megatron_cfg", "nemo.policy.generation.vllm_kwargs"
 UNPACKED = "+nemo.policy.sequence_packing.enabled=false"
+ASYNCHRONOUS = ("grpo.max_sample_age=1", "cluster.rollout_gpus=4", "correction=tis")
 REJECTED_LATER = [
+    (
+        [*ASYNCHRONOUS[1:], "grpo.max_sample_age=2"],
+        "grpo.max_sample_age=2: must be 1: without updates in flight, older samples make nothing",
+    ),
+    ([*ASYNCHRONOUS, "cluster.rollout_gpus=0"], "grpo.max_sample_age=1: needs GPUs that sample"),
+    (
+        [*ASYNCHRONOUS, "precision=fp8-kv-attn"],
+        "precision.rollout_kv=fp8: must be bf16 with grpo.max_sample_age=1: NeMo RL's asynchronous "
+        "engine has no FP8 KV",
+    ),
+    (
+        [*ASYNCHRONOUS, "correction=none"],
+        "correction=none: leaves samples uncorrected that are 1 step old",
+    ),
+    *(
+        ([*ASYNCHRONOUS, word], f"{word}: NeMo RL has it in synchronous steps alone")
+        for word in (
+            "algorithm.overlong_buffer=0.125",
+            "algorithm.stop_properly_penalty_coef=0.5",
+            "algorithm.reward_target_min=-1.0",
+            "algorithm.use_dynamic_sampling=true",
+        )
+    ),
+    (
+        [*ASYNCHRONOUS, "model.parallel.rollout_expert=2"],
+        "model.parallel.rollout_expert=2: must be 1 or rollout_tensor=1 with grpo.max_sample_age=1",
+    ),
     (["grpo.warmup_steps=1000"], "grpo.warmup_steps=1000: must be below the schedule's"),
     (
         ["model.parallel.tensor=4", "+nemo.policy.logprob_batch_size=2"],
@@ -564,6 +592,10 @@ DEFECTIVE = [
         ["precision=bf16", "precision.align=cheap"],
         "precision.align=cheap: was tried with vLLM 0.25.1 alone",
     ),
+    (
+        ["precision=fp8-linear", "cluster.rollout_gpus=4", "grpo.max_sample_age=1"],
+        "grpo.max_sample_age=1: this NeMo RL's asynchronous loop ends with an error after one pass",
+    ),
 ]
 
 
@@ -734,7 +766,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 51
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 61
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]
@@ -750,7 +782,11 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
         ),
         (
             "+nemo.grpo.async_grpo.enabled=true",
-            "nemo.grpo.async_grpo.enabled=true: must be false: not supported yet",
+            "nemo.grpo.async_grpo.enabled=true: is written by grpo.max_sample_age; set that",
+        ),
+        (
+            "+nemo.grpo.async_grpo.in_flight_weight_updates=true",
+            "nemo.grpo.async_grpo.in_flight_weight_updates=true: must be false: not supported yet",
         ),
         (
             "+nemo.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather=true",

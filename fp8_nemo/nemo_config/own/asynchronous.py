@@ -1,0 +1,71 @@
+"""Repeat what NeMo RL forbids beside asynchronous steps, `grpo.max_sample_age`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp8_nemo.nemo_config.seams import SEAMS
+from fp8_nemo.nemo_config.versions import Limit
+from fp8_nemo.recipe.settled import Settled
+
+SYNCHRONOUS = "grpo.max_sample_age=null"
+
+
+def asynchronous_limits(settled: Settled) -> Iterator[Limit]:
+    """Yield the limits of asynchronous steps, all kept by a synchronous run."""
+    recipe, at = settled.recipe, settled.layout
+    age, here = recipe.grpo.max_sample_age, recipe.grpo.is_asynchronous
+    yield Limit(
+        "grpo.max_sample_age",
+        age,
+        here and age != 1,
+        "must be 1: without updates in flight, older samples make nothing faster",
+        SEAMS["async-age"].path,
+        f"set 1, or {SYNCHRONOUS}",
+    )
+    yield Limit(
+        "grpo.max_sample_age",
+        age,
+        here and settled.shares_gpus,
+        "needs GPUs that sample while others train",
+        SEAMS["async-apart"].path,
+        f"set cluster.rollout_gpus=N, or {SYNCHRONOUS}",
+    )
+    yield Limit(
+        "precision.rollout_kv",
+        recipe.precision.rollout_kv,
+        here and recipe.precision.cache.is_quantized,
+        f"must be bf16 with grpo.max_sample_age={age}: NeMo RL's asynchronous engine has no FP8 KV",
+        SEAMS["async-cache"].path,
+        f"choose precision=fp8-linear or fp8-e2e, or {SYNCHRONOUS}",
+    )
+    yield Limit(
+        "correction",
+        recipe.correction.name,
+        here and not recipe.correction.is_on,
+        f"leaves samples uncorrected that are {age} step old",
+        SEAMS["async-correction"].path,
+        f"choose correction=tis, or {SYNCHRONOUS}",
+    )
+    algorithm = recipe.algorithm
+    shaped = (
+        *("overlong_buffer", "stop_properly_penalty_coef", "reward_target_min"),
+        "use_dynamic_sampling",
+    )
+    for name in shaped:
+        yield Limit(
+            f"algorithm.{name}",
+            given := getattr(algorithm, name),
+            here and given not in (None, False),
+            "NeMo RL has it in synchronous steps alone",
+            SEAMS["async-algorithms"].path,
+            f"set it to null, or {SYNCHRONOUS}",
+        )
+    yield Limit(
+        "model.parallel.rollout_expert",
+        at.rollout_expert,
+        here and at.rollout_expert not in (1, at.rollout_tensor),
+        f"must be 1 or rollout_tensor={at.rollout_tensor} with grpo.max_sample_age={age}",
+        SEAMS["async-experts"].path,
+        f"lower it, or {SYNCHRONOUS}",
+    )
