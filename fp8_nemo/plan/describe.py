@@ -203,7 +203,8 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
     precision = recipe.precision
     fp8_on_wire = plan.backend == "local" or recipe.glue.sends_fp8
     sent = _size(counts.refit_bytes if fp8_on_wire else counts.refit_bytes_bf16)
-    how = f", {_size(counts.refit_bytes_bf16)} in BF16" if fp8_on_wire else ", in BF16"
+    half = precision.plain.name.upper()
+    how = f", {_size(counts.refit_bytes_bf16)} in {half}" if fp8_on_wire else f", in {half}"
     rows = {
         "backend": f"{plan.backend}, cluster {recipe.cluster.name}",
         "rollout": f"linear {precision.rollout_linear}, attention and KV {precision.rollout_kv}"

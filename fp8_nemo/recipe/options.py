@@ -244,6 +244,14 @@ class Precision:
         return FORMATS["bf16"] if self.train.is_quantized else self.train
 
     @property
+    def keeps_masters(self) -> bool:
+        """Return whether the optimizer keeps whole FP32 masters (`backend=nemo`).
+
+        Beside BF16 weights it needs only the 16 bits that these lack.
+        """
+        return self.train.is_quantized or self.plain.scales_loss
+
+    @property
     def bf16_layers(self) -> int:
         """Return the layers at either end that stay in BF16."""
         return self.first_layers_bf16 + self.last_layers_bf16

@@ -22,7 +22,7 @@ from fp8_nemo.runs.run_dir import freeze, layout_of
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PASSES = ("forward", "backward")
 LLAMA = ("model=llama31-8b", "correction=tis")
-LOCAL_ALONE = ("fp16", "nvfp4-w4a16")
+LOCAL_ALONE = ("nvfp4-w4a16",)
 """Precisions that backend=nemo refuses."""
 
 

@@ -237,15 +237,24 @@ def test_heads_of_64_are_told_that_training_in_fp8_mixes_their_blocks(model, pre
     assert any(note.startswith("precision.train_linear: heads of 64") for note in notes) is noted
 
 
-def test_fp16_sends_what_bf16_does_and_is_refused_inside_nemo_rl():
+def test_fp16_sends_what_bf16_does():
     [bf16, fp16] = compose(["-m", "precision=bf16,fp16", "model=llama31-8b"])
     sent = [count(each.model.shape, each.precision) for each in (bf16, fp16)]
     assert sent[0] == sent[1] and sent[1].refit_bytes == sent[1].refit_bytes_bf16
-    with pytest.raises(PlanError) as error:
-        plan_recipe(fp16)
-    [line] = str(error.value).splitlines()
-    assert line.startswith("precision.rollout_linear=fp16: NeMo RL's first overflow")
-    assert line.endswith("run it with backend=local, or choose another precision")
+    assert "in FP16; glue" in dict(describe(plan_recipe(fp16), MAIN))["refit"]
+
+
+def test_fp16_trains_with_fp32_gradients_and_masters():
+    words = ("model=llama31-8b", "model.layout=null", "model.memory.optimizer=keep")
+    bf16, fp16 = (memory_per_gpu(plan(*words, f"precision={each}").settled).phases
+                  for each in ("bf16", "fp16"))  # fmt: skip
+    trained = bf16["train"]["weights"] / 2
+    spread = bf16["train"]["optimizer"] / 10
+    assert fp16["train"]["gradients"] == 4 * trained == 2 * bf16["train"]["gradients"]
+    assert fp16["train"]["optimizer"] == 12 * spread
+    assert fp16["train"]["gradients of masters"] == 0 if "gradients of masters" in fp16["train"] else 1
+    kept = fp16["rollout"]
+    assert (kept["masters"], kept["moments"], kept["their gradients"]) == (4 * spread, 8 * spread, 0)
 
 
 def test_an_aligned_engine_is_hashed_shown_and_has_no_effect_on_the_local_backend():
