@@ -153,7 +153,7 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
 def _against_bf16(plan: Plan, host: Host) -> str:
     """Compare a step with BF16's, in the layout that BF16 would get on the same GPUs."""
     precision = plan.recipe.precision
-    if not (precision.rollout.is_quantized or precision.train.is_quantized):
+    if not (precision.rollout.is_quantized or precision.keeps_masters):
         return "the baseline, BF16"
     plain = _in_precision(BASELINE, plan, host)
     return f"{_times(plan.settled, plain):.2f} times as fast as BF16" if plain else "BF16: refused"

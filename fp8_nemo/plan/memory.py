@@ -202,7 +202,8 @@ def _shared(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, 
     and logits of one micro-batch, and of what an update does, in FP8 the gradients in FP32 (seam
     gradients-of-masters). FP16 has whole masters too, and its gradients are FP32 from the start.
     Logprob: weights, and the logits of one micro-batch. Refit: the trainer's and the engine's
-    weights. Rollout: the engine's weights and KV cache. Of the trainer only what NeMo RL moves waits in host memory: weights and moments. In FP8 the masters,
+    weights. Rollout: the engine's weights and KV cache. Of the trainer only what NeMo RL moves
+    waits in host memory: weights and moments. In FP8 the masters,
     their last gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5
     (docs/research/speed.md); and the moments, if the optimizer is kept. PyTorch's
     allocator kept 30 GiB more of 8B on two H200s (device-8b-2-h200.json), because Megatron's cached

@@ -244,19 +244,6 @@ def test_fp16_sends_what_bf16_does():
     assert "in FP16; glue" in dict(describe(plan_recipe(fp16), MAIN))["refit"]
 
 
-def test_fp16_trains_with_fp32_gradients_and_masters():
-    words = ("model=llama31-8b", "model.layout=null", "model.memory.optimizer=keep")
-    bf16, fp16 = (memory_per_gpu(plan(*words, f"precision={each}").settled).phases
-                  for each in ("bf16", "fp16"))  # fmt: skip
-    trained = bf16["train"]["weights"] / 2
-    spread = bf16["train"]["optimizer"] / 10
-    assert fp16["train"]["gradients"] == 4 * trained == 2 * bf16["train"]["gradients"]
-    assert fp16["train"]["optimizer"] == 12 * spread
-    assert fp16["train"]["gradients of masters"] == 0 if "gradients of masters" in fp16["train"] else 1
-    kept = fp16["rollout"]
-    assert (kept["masters"], kept["moments"], kept["their gradients"]) == (4 * spread, 8 * spread, 0)
-
-
 def test_an_aligned_engine_is_hashed_shown_and_has_no_effect_on_the_local_backend():
     words = ("model=llama31-8b", "precision=fp8-e2e")
     stock, aligned = plan(*words), plan(*words, "precision.align=cheap")
