@@ -23,7 +23,10 @@ pytestmark = pytest.mark.skipif(
     not os.environ.get("NEMO_RL_ROOT") or importlib.util.find_spec("megatron") is None,
     reason="NEMO_RL_ROOT: no checkout of NeMo RL, or not its packages",
 )
-LINE = ("model=qwen3-30b-a3b", "precision=fp16", "model.layout=null")
+LINE = (
+    *("model=qwen3-30b-a3b", "precision=fp16", "model.layout=null"),
+    "grpo.learning_rate=0.01",
+)
 SCALE = 65536.0
 
 
