@@ -80,14 +80,16 @@ def set_up(worker, words):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import MegatronModule, TransformerConfig
 
-    keys = plan(*words).nemo.overrides
+    made = plan(*words).nemo
+    assert made
+    keys = made.overrides
     at = f"{OPTIMIZER}."
     given = {key.removeprefix(at): value for key, value in keys.items() if key.startswith(at)}
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     module = MegatronModule(config)
     for name in ("dense", "experts"):
         weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.float16))
-        weight.allreduce = name == "dense"  # Megatron's mark of an expert's weight
+        setattr(weight, "allreduce", name == "dense")  # noqa: B010  false: an expert's weight
         setattr(module, name, weight)
     ddp = DistributedDataParallelConfig(
         check_for_nan_in_grad=True,  # as NeMo RL has it

@@ -36,6 +36,7 @@ def test_trainer_optimizer_and_engine_are_told_and_bf16_plans_are_as_before(vers
     assert wanted.items() <= overrides(*FP16, given, host=there).items()
     plain = overrides(*LLAMA, "precision=bf16", host=there)
     assert not {"policy.precision", f"{at}.fp16", f"{at}.hysteresis", REDUCED} & plain.keys()
+    assert there.bases
     base = there.bases["examples/configs/grpo_math_8B_megatron.yaml"]
     assert base[f"{MEGATRON}.pipeline_dtype"] == "${policy.precision}"  # follows by itself
 
