@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from fp8_nemo.glue.wire import fused_module, is_fp8_weight, named_shapes
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options import FORMATS, Recipe
 
 AFTER_AN_ERROR = 30.0
 """Seconds that an engine has to say what failed, as many as NeMo RL gives its workers to end."""
@@ -183,15 +183,22 @@ def stop_if_it_cannot_sleep_or_wake(generation: type) -> None:
 
 
 def check_engine(dtypes: dict[str, str], recipe: Recipe) -> None:
-    """Compare the engine's FP8 weights with the plan's.
+    """Compare the engine's FP8 weights, and the type of the others, with the plan's.
 
     Args:
         dtypes: as `engine_dtypes` returns them.
         recipe: of the run.
 
     Raises:
-        EngineError: a weight is FP8 in only one of them; it names the weight.
+        EngineError: a weight is FP8 in only one of them, or FP16 beside BF16; it names the weight.
     """
+    plain = f"torch.{recipe.precision.plain.dtype}"
+    halves = {f"torch.{each.dtype}" for each in FORMATS.values() if each.bytes == 2}
+    if other := [name for name, dtype in dtypes.items() if dtype in halves - {plain}]:
+        raise EngineError(
+            f"{min(other)}: {dtypes[min(other)]} in the engine, {plain} by the plan, as are "
+            f"{len(other) - 1} more"
+        )
     found = {engine_weight(name) for name, dtype in dtypes.items() if "float8" in dtype}
     planned = planned_weights(recipe)
     for side, extra in (("the plan", planned - found), ("the engine", found - planned)):

@@ -28,16 +28,13 @@ from fp8_nemo.local.modules.lora import Adapters
 from fp8_nemo.local.modules.precision import set_train_precision
 from fp8_nemo.local.modules.routing import Routers
 from fp8_nemo.recipe.options import Lora, Precision
+from fp8_nemo.recipe.settled import GROWTH_INTERVAL
 
 MAX_GRAD_NORM = 1.0
 WARMUP_START = 0.1
 """Share of the rate with which a warm-up begins; `overrides.py` writes the same to NeMo RL."""
 WEIGHT_DECAY = 0.01
 TOKENS_PER_MICRO_BATCH = 2**14
-
-
-GROWTH_INTERVAL = 400
-"""Of the loss scale: that of the Precision-RL patch (arXiv 2510.26788)."""
 
 
 def load_model(

@@ -114,6 +114,9 @@ class WatchedPolicy(Policy):
             results.get("all_mb_metrics", {}), has_ratio=not loss_fn.disable_ppo_ratio
         )
         self.kv_scales.trained()
+        if self.settings.precision.plain.scales_loss:
+            scale, skipped = self.run_all_workers_single_data("fp8_nemo_take_loss_scale")[0]
+            self.row |= {"train/loss_scale": scale, "train/skipped_updates": skipped}
         self.row["train/grad_norm"] = float(torch.as_tensor(results["grad_norm"]).max())
         return results
 

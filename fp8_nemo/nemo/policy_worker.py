@@ -29,6 +29,40 @@ from fp8_nemo.nemo.optimizer_state import HostState
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 
+class LossScale:
+    """FP16's loss scale in Megatron: an update that overflows is skipped, and halves the scale.
+
+    Megatron returns no norm of such an update, which NeMo RL cannot take (seam fp16-skipped-step).
+    Experts have an optimizer and a scaler of their own, but the loss is multiplied by the first
+    one's scale (seam fp16-scaler-each). So what overflows in one has overflowed in all.
+
+    Args:
+        optimizer: Megatron's `ChainedOptimizer`, whose `step` becomes ours.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.scalers = [each.grad_scaler for each in optimizer.chained_optimizers]
+        self.skipped = 0
+        self.megatron_step, optimizer.step = optimizer.step, self.step
+
+    def step(self) -> tuple[bool, float, int]:
+        """Run Megatron's `step`; a skipped update has a norm of 0.0, and no zeros to count."""
+        before = self.scalers[0].state_dict()
+        landed, norm, zeros = self.megatron_step()
+        if landed:
+            return landed, norm, zeros
+        for scaler in self.scalers:  # each has counted its own overflow alone
+            scaler.load_state_dict(before)
+            scaler.update(found_inf=True)
+        self.skipped += 1
+        return landed, 0.0, 0
+
+    def take(self) -> tuple[float, int]:
+        """Return the scale, and the updates that were skipped since the last call."""
+        skipped, self.skipped = self.skipped, 0
+        return self.scalers[0].scale.item(), skipped
+
+
 class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     """What a worker does differently; `Fp8PolicyWorker` is the Ray actor of it."""
 
@@ -41,6 +75,14 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     fp8_nemo_routes: RouteCount | None = None
     fp8_nemo_is_reference = False
     fp8_nemo_host_state: HostState | None = None
+    fp8_nemo_loss_scale: LossScale | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Set up NeMo RL's worker; in FP16 leave overflows to the loss scale."""
+        super().__init__(*arguments, **options)
+        if _settings().precision.plain.scales_loss:
+            self.model.ddp_config.check_for_nan_in_grad = False  # seam fp16-overflow
+            self.fp8_nemo_loss_scale = LossScale(self.optimizer)
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """Return the handshake: names, shapes and types of the stream, before KV scales exist.
@@ -177,6 +219,11 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             rank = parallel_state.get_context_parallel_rank()
             size = parallel_state.get_context_parallel_world_size()
             yield watched(self.model, self.fp8_nemo_observer, lengths_B, cp_rank=rank, cp_size=size)
+
+    def fp8_nemo_take_loss_scale(self) -> tuple[float, int]:
+        """Return the loss scale, and the updates that were skipped since the last call."""
+        assert self.fp8_nemo_loss_scale, "asked in FP16 alone"
+        return self.fp8_nemo_loss_scale.take()
 
     def fp8_nemo_take_routes(self) -> list[int]:
         """Routes exchanged, and routes compared, on all ranks since the last call."""

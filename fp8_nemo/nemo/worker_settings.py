@@ -68,8 +68,10 @@ class WorkerSettings:
 
     @property
     def needs_plugin(self) -> bool:
-        """Whether vLLM's workers must be ours: they receive, keep observed scales, or align."""
-        return self.glue.has_receiver or self.observes or self.precision.is_aligned
+        """Whether workers must be ours: they receive, observe, align, or skip FP16's overflows."""
+        precision = self.precision
+        ours = precision.is_aligned or precision.plain.scales_loss
+        return self.glue.has_receiver or self.observes or ours
 
     @property
     def wire_precision(self) -> Precision:

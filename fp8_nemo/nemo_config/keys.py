@@ -35,6 +35,13 @@ ADDED = {
     "policy.sequence_packing.fuse_loss": "bool",
     f"{MEGATRON}.clear_memory_caches_before_refit": "bool",
     f"{MEGATRON}.defer_fp32_logits": "bool",
+    **dict.fromkeys(
+        (
+            f"{MEGATRON}.optimizer.{name}"
+            for name in ("initial_loss_scale", "loss_scale_window", "hysteresis")
+        ),
+        "float",
+    ),
     f"{MEGATRON}.scheduler.override_opt_param_scheduler": "bool",
     f"{VLLM}.enable_prefix_caching": "bool | None",
     f"{VLLM}.quantization_ignored_layer_kws": "list",
@@ -76,6 +83,11 @@ OURS = {
     f"{VLLM}.pow2_weight_scaling_factors": "precision.scales",
     f"{VLLM}.pow2_activation_scaling_factors": "precision.scales",
     f"{MEGATRON}.fp8_cfg.enabled": "precision.train_linear",
+    **dict.fromkeys(
+        ("policy.precision", f"{MEGATRON}.optimizer.bf16", f"{MEGATRON}.optimizer.fp16"),
+        "precision.train_linear",
+    ),
+    f"{MEGATRON}.optimizer.initial_loss_scale": "precision.loss_scale",
     f"{MEGATRON}.optimizer.lr": "grpo.learning_rate",
     f"{MEGATRON}.tensor_model_parallel_size": "model.parallel.tensor",
     f"{MEGATRON}.pipeline_model_parallel_size": "model.parallel.pipeline",

@@ -18,6 +18,7 @@ from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, configure
 from fp8_nemo.nemo_config.own.alignment import alignment_limits
 from fp8_nemo.nemo_config.own.asynchronous import asynchronous_limits
 from fp8_nemo.nemo_config.own.environments import environment_limits
+from fp8_nemo.nemo_config.own.fp16 import fp16_limits
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
 from fp8_nemo.nemo_config.vllm_arguments import argument_limits
@@ -26,8 +27,6 @@ from fp8_nemo.recipe.options import Precision, Recipe
 from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
 
 WHY_NOT = {
-    "fp16": "NeMo RL's first overflow in FP16 ends its run, and a remedy was not run on a GPU yet "
-    f"({SEAMS['fp16-overflow'].path})",
     "nvfp4": "vLLM's workers need a refit into Marlin's layout of four bits, which was neither "
     "written nor run on a GPU (docs/precision.md)",
 }
@@ -73,6 +72,7 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from _of_logprobs(written)
     yield from _of_training(recipe, written)
     yield from _of_fp8_training(recipe, written)
+    yield from fp16_limits(recipe, written)
     yield from alignment_limits(recipe, written)
     yield from environment_limits(recipe.data, written)
     yield from argument_limits(settled, host.vllm)

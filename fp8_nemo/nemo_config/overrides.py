@@ -35,6 +35,7 @@ from fp8_nemo.nemo_config.keys import (
 )
 from fp8_nemo.nemo_config.own.alignment import alignment_keys
 from fp8_nemo.nemo_config.own.environments import reward_keys, reward_paths
+from fp8_nemo.nemo_config.own.fp16 import fp16_keys
 from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_path
@@ -58,9 +59,9 @@ GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_FILE = "data.default.prompt_file"
 VALIDATION_BATCH = "grpo.val_batch_size"
 WANDB_NAME = "logger.wandb.name"
-VLLM_PRECISION = {"bf16": "bfloat16", "fp8": "fp8"}
+VLLM_PRECISION = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}
 """`vllm_cfg.precision` by the format of the engine's linear weights."""
-VLLM_CACHE = {"bf16": "auto", "fp8": "fp8"}
+VLLM_CACHE = {"bf16": "auto", "fp16": "auto", "fp8": "fp8"}
 """`vllm_cfg.kv_cache_dtype` by the format of the cache."""
 
 
@@ -146,6 +147,7 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
         **_replay(recipe),
         **_lora(recipe.lora),
         **alignment_keys(recipe.precision),
+        **fp16_keys(recipe.precision),
         VALIDATION_BATCH: settled.validation_problems,  # one batch of all
     }
     lacking = [key for key in ONLY_IF_KNOWN if not host.has(base, key)]
@@ -355,7 +357,7 @@ def _train(settled: Settled) -> dict[str, Any]:
         f"{MEGATRON}.fp8_cfg.enabled": fp8,
         f"{MEGATRON}.fp8_cfg.fp8": "e4m3",
         f"{MEGATRON}.fp8_cfg.fp8_recipe": "blockwise",
-        f"{MEGATRON}.optimizer.use_precision_aware_optimizer": not fp8,
+        f"{MEGATRON}.optimizer.use_precision_aware_optimizer": not precision.keeps_masters,
         f"{MEGATRON}.optimizer.lr": settled.learning_rate,
         f"{MEGATRON}.optimizer.min_lr": settled.learning_rate,
         f"{MEGATRON}.scheduler.lr_warmup_init": settled.learning_rate / 10,

@@ -265,7 +265,7 @@ SEAMS = {
     ),
     "fp16-overflow": Seam(
         MAIN, "nemo_rl/models/megatron/setup.py", (1423,), "check_for_nan_in_grad=True",
-        "the first overflow of an FP16 gradient ends a run, where a loss scale would skip the step",
+        "the first overflow of an FP16 gradient would end a run before its scaler skips the step",
     ),
     "fp16-skipped-step": Seam(
         MAIN, f"{POLICY}/workers/megatron_policy_worker.py", (1070,), "torch.tensor([grad_norm])",
@@ -275,6 +275,17 @@ SEAMS = {
         MEGATRON, "megatron/core/optimizer/distrib_optimizer.py", (2780,),
         "shard_main_param.decoupled_grad = shard_model_grad",
         "the precision-aware optimizer takes the scale off gradients in FP16, which loses them",
+    ),
+    "fp16-scaler-each": Seam(
+        MEGATRON, "megatron/core/optimizer/optimizer.py", (1522,),
+        "return self.chained_optimizers[0].get_loss_scale()",
+        "the loss takes the first optimizer's scale; experts have an optimizer and scaler of their "
+        "own",
+    ),
+    "fp16-other-losses": Seam(
+        MAIN, f"{POLICY}/workers/megatron_policy_worker.py", (891,),
+        "self._set_moe_grad_scale_func(",
+        "an auxiliary loss is given another scale than the loss",
     ),
     "graphs-of-recompute": Seam(
         MEGATRON, "megatron/core/transformer/transformer_config.py", (2590,),

@@ -158,7 +158,7 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
 def _against_bf16(plan: Plan, host: Host) -> str:
     """Compare a step with BF16's, in the layout that BF16 would get on the same GPUs."""
     precision = plan.recipe.precision
-    if not (precision.rollout.is_quantized or precision.train.is_quantized):
+    if not (precision.rollout.is_quantized or precision.keeps_masters):
         return "the baseline, BF16"
     plain = _in_precision(BASELINE, plan, host)
     return f"{_times(plan.settled, plain):.2f} times as fast as BF16" if plain else "BF16: refused"
@@ -208,7 +208,8 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
     precision = recipe.precision
     fp8_on_wire = plan.backend == "local" or recipe.glue.sends_fp8
     sent = _size(counts.refit_bytes if fp8_on_wire else counts.refit_bytes_bf16)
-    how = f", {_size(counts.refit_bytes_bf16)} in BF16" if fp8_on_wire else ", in BF16"
+    half = precision.plain.name.upper()
+    how = f", {_size(counts.refit_bytes_bf16)} in {half}" if fp8_on_wire else f", in {half}"
     rows = {
         "backend": f"{plan.backend}, cluster {recipe.cluster.name}",
         "rollout": f"linear {precision.rollout_linear}, attention and KV {precision.rollout_kv}"

@@ -199,10 +199,11 @@ def _shared(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, 
     Training: BF16 weights and gradients, the distributed optimizer's FP32 master and two moments
     (with the precision-aware optimizer the master is BF16 and 16 bits of remainder), FP8 copies of
     the linear weights in both directions; and the larger of what a backward pass needs, activations
-    and logits of one micro-batch, and of what an update does, without that optimizer the gradients
-    in FP32 (seam gradients-of-masters). Logprob: weights, and the logits of one micro-batch. Refit:
-    the trainer's and the engine's weights. Rollout: the engine's weights and KV cache. Of the
-    trainer only what NeMo RL moves waits in host memory: weights and moments. In FP8 the masters,
+    and logits of one micro-batch, and of what an update does, in FP8 the gradients in FP32 (seam
+    gradients-of-masters). FP16 has whole masters too, and its gradients are FP32 from the start.
+    Logprob: weights, and the logits of one micro-batch. Refit: the trainer's and the engine's
+    weights. Rollout: the engine's weights and KV cache. Of the trainer only what NeMo RL moves
+    waits in host memory: weights and moments. In FP8 the masters,
     their last gradients and the FP8 copies stay, 36.4 GiB of 8B on two GPUs, where a run had 36.5
     (docs/research/speed.md); and the moments, if the optimizer is kept. PyTorch's
     allocator kept 30 GiB more of 8B on two H200s (device-8b-2-h200.json), because Megatron's cached
@@ -215,7 +216,8 @@ def _shared(settled: Settled, sampler: dict[str, float]) -> dict[str, dict[str, 
     """
     layout, own = settled.layout, _held(settled)
     kept, logits = _kept(settled, own), _logits(settled, layout.logprob_batch, 2)
-    holes = min(HOLES_GIB * GIB, 4 * own.trained) if any(kept.values()) else 0.0
+    moved = (2 + _gradient_bytes(settled)) * own.trained
+    holes = min(HOLES_GIB * GIB, moved) if any(kept.values()) else 0.0
     kept |= {"holes": holes, "allowance": ALLOWANCE_GIB * GIB}
     logprob = {"weights": 2 * own.held, "logits": logits, **kept}
     engine, merging = sampler["engine"], _merging(settled)
@@ -254,11 +256,12 @@ def _merging(settled: Settled) -> float:
 
 def _trainer(settled: Settled, own: Held) -> dict[str, float]:
     """Return the parts in bytes of a trainer that has everything on its GPU, between passes."""
-    fp8 = settled.recipe.precision.train.is_quantized
+    precision = settled.recipe.precision
+    fp8 = precision.train.is_quantized
     return {
         "weights": 2 * own.held,
-        "gradients": 2 * own.trained,
-        "optimizer": (12 if fp8 else 10) * own.spread,
+        "gradients": _gradient_bytes(settled) * own.trained,
+        "optimizer": (12 if precision.keeps_masters else 10) * own.spread,
         "FP8 copies": 2 * own.held * own.quantized if fp8 else 0.0,
         "allowance": ALLOWANCE_GIB * GIB,
     }
@@ -278,9 +281,10 @@ def _training(settled: Settled, own: Held) -> dict[str, float]:
 
 def _kept(settled: Settled, own: Held) -> dict[str, float]:
     """Return the parts in bytes of the trainer's state that stay while the engine works."""
-    fp8 = settled.recipe.precision.train.is_quantized
+    precision = settled.recipe.precision
+    fp8 = precision.train.is_quantized
     return {
-        "masters": 4 * own.spread if fp8 else 0.0,
+        "masters": 4 * own.spread if precision.keeps_masters else 0.0,
         "their gradients": 4 * own.spread if fp8 else 0.0,
         "FP8 copies": 2 * own.held * own.quantized if fp8 else 0.0,
         "moments": _moments(settled) * own.spread if settled.layout.keeps_optimizer else 0.0,
@@ -366,7 +370,12 @@ def _shares(settled: Settled, dense: float, expert: float) -> tuple[float, float
 
 def _moments(settled: Settled) -> int:
     """Return the bytes per parameter that NeMo RL moves; precision-aware Adam includes a master."""
-    return 8 if settled.recipe.precision.train.is_quantized else 10
+    return 8 if settled.recipe.precision.keeps_masters else 10
+
+
+def _gradient_bytes(settled: Settled) -> int:
+    """Return the bytes of a gradient in Megatron's buffers, which FP16 would lose small ones in."""
+    return 4 if settled.recipe.precision.plain.scales_loss else 2
 
 
 def _parameters(shape: Shape) -> tuple[int, int, int]:

@@ -202,7 +202,7 @@ class Precision:
     """Of an FP8 cache: one each for a layer's Q, K and V, or for each of its K/V heads."""
     train_linear: str = one_of("bf16", "fp16", "fp8")
     """Weights and activations of the trainer's linears; FP16 is that of all else, on both sides."""
-    loss_scale: float | None = number(None, above=0)
+    loss_scale: float | None = number(None, above=0, most=1e10)
     """Factor on the loss that a run in FP16 begins with, taken out of its gradients again."""
     scales: str = one_of("fp32", "pow2")
     """Block scales: any FP32 number, or powers of two."""
@@ -242,6 +242,14 @@ class Precision:
     def plain(self) -> Format:
         """Return the format of everything that is not quantized: embeddings, norms, activations."""
         return FORMATS["bf16"] if self.train.is_quantized else self.train
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Return whether the optimizer keeps whole FP32 masters (`backend=nemo`).
+
+        Beside BF16 weights it needs only the 16 bits that these lack.
+        """
+        return self.train.is_quantized or self.plain.scales_loss
 
     @property
     def bf16_layers(self) -> int:

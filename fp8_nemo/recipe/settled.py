@@ -31,6 +31,9 @@ AIME_ROWS = 960
 """`dapo-math-17k` validates on AIME 2024, 30 problems 32 times over: 256 rows are no whole pass."""
 KEPT_CHECKPOINTS = 2
 """The last one, and one to fall back to if it is damaged."""
+GROWTH_INTERVAL = 400
+"""Updates without an overflow that double FP16's loss scale, as in the Precision-RL patch (arXiv
+2510.26788)."""
 
 
 class Base(NamedTuple):

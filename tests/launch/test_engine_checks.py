@@ -172,6 +172,16 @@ def test_a_weight_that_is_fp8_on_one_side_alone_stops_the_run_by_name(name, dtyp
     assert str(caught.value).startswith(f"{engine_weight(name)}: FP8 by {side} alone")
 
 
+def test_an_fp16_run_in_a_bf16_engine_stops_and_in_an_fp16_engine_goes_on():
+    [recipe] = compose(["model=small-qwen3-moe", "precision=fp16"])
+    names = [name for name, dtype in engine_of(6).items() if "float8" not in dtype]
+    dtypes = dict.fromkeys(names, "torch.float16")
+    check_engine(dtypes, recipe)
+    one = min(names)
+    with pytest.raises(EngineError, match=f"{one}: torch.bfloat16 in the engine, torch.float16 by"):
+        check_engine(dtypes | {one: "torch.bfloat16"}, recipe)
+
+
 def test_a_bf16_run_in_an_fp8_engine_stops():
     [recipe] = compose(["model=small-qwen3-moe", "precision=bf16"])
     with pytest.raises(EngineError, match="FP8 by the engine alone, as are 23 more"):

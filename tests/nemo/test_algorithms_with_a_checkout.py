@@ -286,7 +286,9 @@ def policy(monkeypatch):
     monkeypatch.setattr(
         Policy,
         "run_all_workers_single_data",
-        lambda self, name: [{"fp8_nemo_take_routes": [3, 60]}[name]],
+        lambda self, name: [
+            {"fp8_nemo_take_routes": [3, 60], "fp8_nemo_take_loss_scale": (32768.0, 2)}[name]
+        ],
     )
     correction = Correction("mis", level="token", mask="token", low=0.5, high=2.0, veto=1e-9)
     settings = WorkerSettings(
@@ -322,6 +324,20 @@ def test_a_step_of_the_policy_hands_routes_through_and_writes_every_metric(polic
     assert row["train/entropy"] == pytest.approx(in_worker["approx_entropy"])
     assert row["correction/masked_advantage"] != 0 and row["correction/masked_fraction"] > 0
     assert row["rollout/tokens"] == int(data["token_mask"][:, 1:].sum()), "a filtered answer too"
+
+
+@pytest.mark.parametrize(("held", "said"), [("bf16", (None, None)), ("fp16", (32768.0, 2))])
+def test_a_step_in_fp16_tells_of_its_loss_scale_and_skipped_updates(policy, held, said):
+    from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+
+    made, _ = policy
+    precision = Precision(rollout_linear=held, rollout_kv=held, train_linear=held)
+    made.settings = replace(made.settings, precision=precision, replays=False)
+    data, _ = random_batch(5, 1.0)
+    data["input_lengths"] = data["token_mask"].sum(1).long() + 2
+    made.train(data, ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0)))
+    row = made.take_row()
+    assert (row.get("train/loss_scale"), row.get("train/skipped_updates")) == said
 
 
 def test_the_watched_loss_is_the_loss_and_travels_to_a_worker():

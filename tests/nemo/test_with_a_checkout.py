@@ -90,6 +90,29 @@ def test_nemo_rls_parser_accepts_lora_and_makes_the_adapters_that_the_plan_count
 
 
 @imports
+@pytest.mark.parametrize("model", ["small-llama", "llama31-8b", "qwen3-30b-a3b"])
+def test_nemo_rls_parser_gives_fp16_to_trainer_optimizer_and_engine(
+    model, host, tmp_path, nemo_path
+):
+    from megatron.core.optimizer import OptimizerConfig
+    from nemo_rl.algorithms.grpo import MasterConfig
+
+    [recipe] = compose([*NEMO, f"model={model}", "precision=fp16"])
+    plan = plan_recipe(recipe, host)
+    content = checkout.config_of(
+        Path(host.root), plan.nemo.base_config, written(plan, host, tmp_path)
+    )
+    policy = MasterConfig(**content).policy
+    megatron, engine = policy["megatron_cfg"], policy["generation"]["vllm_cfg"]
+    told = policy["precision"], megatron["pipeline_dtype"], engine["precision"]
+    assert {*told} == {"float16"} and engine["kv_cache_dtype"] == "auto"
+    optimizer = OptimizerConfig(**megatron["optimizer"])
+    assert (optimizer.fp16, optimizer.bf16) == (True, False)
+    assert (optimizer.initial_loss_scale, optimizer.loss_scale_window) == (65536, 400)
+    assert not optimizer.use_precision_aware_optimizer
+
+
+@imports
 @pytest.mark.parametrize(
     ("words", "resources"),
     [

@@ -19,6 +19,7 @@ from fp8_nemo.nemo_config.host import BASE_KEYS, KNOWN_BASES, MAIN, Host
 from fp8_nemo.nemo_config.keys import ADDED, command_line, may_be_added
 from fp8_nemo.nemo_config.limits import host_limits
 from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.nemo_config.own.fp16 import AWARE, OTHER_LOSSES, REDUCED
 from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, V0_7_0_DEFECTS
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import describe, differences, stock_command
@@ -351,7 +352,33 @@ FORBIDDEN = [
         ["model=llama31-8b", ALIGNED, f"+nemo.{MEGATRON}.bias_activation_fusion=false"],
         f"nemo.{MEGATRON}.bias_activation_fusion=false: must be true with precision.align=cheap",
     ),
-    (["model=llama31-8b", "precision=fp16", ALIGNED], "precision.rollout_linear=fp16: NeMo RL's"),
+    (
+        ["model=llama31-8b", "precision=fp16", ALIGNED],
+        "precision.align=cheap: rounds to BF16: its kernels were not written for precision=fp16",
+    ),
+    (
+        ["model=llama31-8b", "precision=fp16", "precision.loss_scale=0.5"],
+        "precision.loss_scale=0.5: must be at least 1, where Megatron's scale ends",
+    ),
+    (
+        ["model=llama31-8b", "precision=fp16", f"+nemo.{AWARE}=true"],
+        f"nemo.{AWARE}=true: must be false with precision=fp16: else the scale is taken off in",
+    ),
+    (
+        ["model=llama31-8b", "precision=fp16", f"+nemo.{REDUCED}=false"],
+        f"nemo.{REDUCED}=false: must be true with precision=fp16: else the scale is taken off in",
+    ),
+    *(
+        (
+            ["model=qwen3-30b-a3b", "precision=fp16", f"+nemo.{key}={value}"],
+            f"nemo.{key}={value}: must be {none} with precision=fp16: NeMo RL takes the loss scale",
+        )
+        for (key, none), value in zip(
+            {**OTHER_LOSSES, f"{MEGATRON}.model_overrides.moe_z_loss_coeff": "null"}.items(),
+            ("aux_loss", 0.001, 1),
+            strict=True,
+        )
+    ),
     (
         ["model=llama31-8b", "precision=nvfp4-w4a16", ALIGNED],
         "precision.rollout_linear=nvfp4: vLLM's workers need",
@@ -766,7 +793,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 61
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 68
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]

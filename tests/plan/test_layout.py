@@ -22,7 +22,7 @@ from fp8_nemo.runs.run_dir import freeze, layout_of
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PASSES = ("forward", "backward")
 LLAMA = ("model=llama31-8b", "correction=tis")
-LOCAL_ALONE = ("fp16", "nvfp4-w4a16")
+LOCAL_ALONE = ("nvfp4-w4a16",)
 """Precisions that backend=nemo refuses."""
 
 
@@ -112,7 +112,7 @@ def test_the_plan_says_what_every_precision_that_fits_gains():
         row = dict(decision(plan(f"precision={name}", "grpo.max_new_tokens=8192"), MAIN))["step"]
         assert row.endswith(f"; {gain} times as fast as BF16")
     [(_, said)] = precisions(plan("precision=bf16", "cluster.gpu=b200"), MAIN)
-    assert said.endswith("layout: fp8-linear 1.00x")  # the others are refused there
+    assert said.endswith("layout: fp8-linear 1.00x, fp16 1.00x")  # the others are refused there
     assert not precisions(plan_recipe(compose([])[0]), MAIN)
 
 

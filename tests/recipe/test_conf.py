@@ -35,7 +35,7 @@ MODELS = [
 ]  # tests/recipe/test_own_model.py
 CORRECTIONS = ("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mis")  # not everybody's presets
 CELLS = list(product(options("precision"), CORRECTIONS))
-LOCAL = ("fp16", "nvfp4-w4a16")
+LOCAL = ("nvfp4-w4a16",)
 """Precisions that the local backend alone has."""
 
 
