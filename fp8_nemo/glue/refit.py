@@ -131,6 +131,7 @@ def encode(
             [stacks[name] for name in chosen],
             pow2=precision.scales == "pow2",
             nonfinite_N=nonfinite_N,
+            together=[weights.fused_with(name) for name in chosen],
         )
         found = dict(zip(chosen, quantized, strict=True))
     dtype = plain_dtype(precision)
@@ -155,18 +156,26 @@ def encode(
 
 
 def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Group consecutive weights; a group is complete at `GROUP_BYTES`."""
+    """Group consecutive weights; a group is complete at `GROUP_BYTES`.
+
+    It does not end between weights that vLLM fuses, if they come one after another.
+    """
     group: list[tuple[str, Tensor]] = []
     size = 0
     for name, weight in named_weights:
         group.append((name, weight))
         size += weight.nbytes
         del weight
-        if size >= GROUP_BYTES:
+        if size >= GROUP_BYTES and _is_whole(group):
             yield group  # which its taker empties
             group, size = [], 0
     if group:
         yield group
+
+
+def _is_whole(group: Sequence[tuple[str, Tensor]]) -> bool:
+    [*_, (last, _)] = group
+    return {name for name, _ in group}.issuperset(weights.fused_with(last))
 
 
 def pieces_of(name: str, weight: Tensor) -> Sequence[Tensor]:
