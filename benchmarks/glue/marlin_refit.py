@@ -244,14 +244,13 @@ def flipped(wire: Wire, name: str) -> Wire:
 class Bench:
     """One engine, its receiver, and the reference beside it."""
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, device: torch.device) -> None:
         from vllm import LLM
 
-        self.recipe, self.folder, self.number = recipe, folder, 0
-        self.device = torch.device("cuda")
+        self.recipe, self.folder, self.device, self.number = recipe, folder, device, 0
         shape = recipe.model.shape
-        self.reference: Any = random_model.build(shape).float().eval()
-        self.reference.to(self.device)
+        self.reference = random_model.build(shape)
+        self.reference.float().to(device).eval()
         self.reference.config.architectures = [type(self.reference).__name__]
         self.reference.config.save_pretrained(folder)
         asked = quantization(recipe.precision, shape.layers)
@@ -286,12 +285,12 @@ class Bench:
         self.llm.sleep(level=1)
         self.llm.wake_up(tags=["weights"])
         self.worker.stream = change(wire)
-        torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         try:
             self.worker.update_weights_via_ipc_zmq()
         finally:
-            torch.cuda.synchronize()
+            wait()
             seconds = time.perf_counter() - start
             self.llm.wake_up(tags=["kv_cache"])
         return weights, wire, seconds
@@ -372,7 +371,7 @@ def main() -> int:
     [recipe] = compose([f"model={options.model}", "precision=nvfp4-w4a16"])
     torch.backends.cuda.matmul.allow_tf32 = False
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(recipe, Path(folder))
+        bench = Bench(recipe, Path(folder), torch.device("cuda"))
         content: dict[str, Any] = {
             "model": dataclasses.asdict(recipe.model.shape), "prompts": [PROMPTS, PROMPT, ANSWER],
             "engine_start_seconds": bench.started, "methods": kernels_of(bench.model),
