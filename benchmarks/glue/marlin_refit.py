@@ -219,7 +219,7 @@ def eager_scores(folder: Path) -> None:
     (folder / "scores.json").write_text(json.dumps(found))
 
 
-def memory_of(model: torch.nn.Module) -> dict[str, int]:
+def memory_of(model: Any) -> dict[str, int]:
     """Return the address of every parameter, and of every workspace of Marlin's."""
     spaces = {n: m.workspace for n, m in model.named_modules() if hasattr(m, "workspace")}
     tensors = {n: p.data for n, p in model.named_parameters()}
@@ -227,9 +227,9 @@ def memory_of(model: torch.nn.Module) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
-def kernels_of(model: torch.nn.Module) -> dict[str, int]:
+def kernels_of(model: Any) -> dict[str, int]:
     """Count the linears by the method and kernel that vLLM chose."""
-    methods = [m.quant_method for m in model.modules() if hasattr(m, "quant_method")]
+    methods: list[Any] = [m.quant_method for m in model.modules() if hasattr(m, "quant_method")]
     names = (type(x).__name__ + "/" + type(getattr(x, "kernel", x)).__name__ for x in methods)
     return dict(Counter(names))
 
@@ -249,8 +249,8 @@ class Bench:
 
         self.recipe, self.folder, self.device, self.number = recipe, folder, device, 0
         shape = recipe.model.shape
-        self.reference = random_model.build(shape)
-        self.reference.float().to(device).eval()
+        self.reference: Any = random_model.build(shape).float().eval()
+        torch.nn.Module.to(self.reference, device)
         self.reference.config.architectures = [type(self.reference).__name__]
         self.reference.config.save_pretrained(folder)
         asked = quantization(recipe.precision, shape.layers)

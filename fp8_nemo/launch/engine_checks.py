@@ -176,7 +176,7 @@ def stop_if_it_cannot_sleep_or_wake(generation: type) -> None:
 
 
 def check_engine(dtypes: dict[str, str], recipe: Recipe) -> None:
-    """Compare the engine's FP8 weights with the plan's.
+    """Compare the weights that the engine holds in FP8, or in four bits, with the plan's.
 
     Args:
         dtypes: as `engine_dtypes` returns them.
@@ -185,7 +185,8 @@ def check_engine(dtypes: dict[str, str], recipe: Recipe) -> None:
     Raises:
         EngineError: a weight is FP8 in only one of them; it names the weight.
     """
-    found = {engine_weight(name) for name, dtype in dtypes.items() if "float8" in dtype}
+    held = [name for name, dtype in dtypes.items() if "float8" in dtype]
+    found = {engine_weight(name.removesuffix("_scale")) for name in held}  # of four bits: scales
     planned = planned_weights(recipe)
     for side, extra in (("the plan", planned - found), ("the engine", found - planned)):
         if extra:

@@ -17,6 +17,7 @@ from fp8_nemo.nemo_config.keys import MEGATRON
 from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, configure
 from fp8_nemo.nemo_config.own.alignment import alignment_limits
 from fp8_nemo.nemo_config.own.environments import environment_limits
+from fp8_nemo.nemo_config.own.four_bits import four_bit_limits
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
 from fp8_nemo.nemo_config.vllm_arguments import argument_limits
@@ -27,8 +28,6 @@ from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
 WHY_NOT = {
     "fp16": "NeMo RL's first overflow in FP16 ends its run, and a remedy was not run on a GPU yet "
     f"({SEAMS['fp16-overflow'].path})",
-    "nvfp4": "vLLM's workers need a refit into Marlin's layout of four bits, which was neither "
-    "written nor run on a GPU (docs/precision.md)",
 }
 """Why NeMo RL lacks a format that the local backend has."""
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
@@ -72,6 +71,7 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from _of_training(recipe, written)
     yield from _of_fp8_training(recipe, written)
     yield from alignment_limits(recipe, written)
+    yield from four_bit_limits(settled)
     yield from environment_limits(recipe.data, written)
     yield from argument_limits(settled, host.vllm)
 
@@ -395,6 +395,8 @@ def _divides(parallel: Layout, key: str, whole: int, what: str, mirrors: str) ->
 def _uneven_shard(settled: Settled) -> str | None:
     """Return the first FP8 weight that vLLM cannot cut on block borders; None if there is none."""
     recipe, parallel, shape = settled.recipe, settled.layout, settled.recipe.model.shape
+    if not recipe.precision.rollout.block:
+        return None
     # The first layer in FP8, and one expert, stand for all.
     few = replace(
         shape, layers=1 + recipe.precision.first_layers_bf16, experts=min(1, shape.experts)

@@ -211,6 +211,24 @@ SEAMS = {
         'kv_cache_scheme.get("strategy") == "attn_head"',
         "only a checkpoint's kv_cache_scheme makes scales of heads",
     ),
+    "finishes-weights": Seam(
+        MAIN, f"{ENGINE}/vllm_backend.py", (622,), "process_weights_after_loading(",
+        "each refit ends with vLLM's finishing of every weight",
+    ),
+    "cache-with-fp8": Seam(
+        MAIN, f"{ENGINE}/quantization/fp8.py", (205,), "and not use_fp8_weights",
+        "an FP8 cache is set up with FP8 linears",
+    ),
+    "repacks-anew": Seam(
+        VLLM, "vllm/model_executor/layers/quantization/utils/marlin_utils_fp4.py", (243,),
+        "layer.workspace = marlin_make_workspace_new(device)",
+        "each repacking makes another workspace, and CUDA graphs read the first",
+    ),
+    "one-scale": Seam(
+        VLLM, "vllm/model_executor/layers/quantization/modelopt.py", (1376,),
+        "layer.weight_scale_2.max()",
+        "a fused weight of four bits has one scale of the whole",
+    ),
     "builds-another-class": Seam(
         VLLM, "vllm/model_executor/custom_op.py", (122,), "op_registry_oot[op_name]",
         "an operation is built of the class that was registered in its place",

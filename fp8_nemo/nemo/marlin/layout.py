@@ -23,8 +23,6 @@ from fp8_nemo.glue.wire import (
 from fp8_nemo.recipe.options import FORMATS, Precision, Shape
 
 NVFP4 = FORMATS["nvfp4"]
-TILES = (64, 128), (128, 64)
-"""Multiples that N and K must be for Marlin: either pair (marlin_utils.py, marlin_padded_nk)."""
 
 
 class Module(NamedTuple):
@@ -122,13 +120,6 @@ def repacked(module: Module, plain: str) -> dict[str, WireSpec]:
         "weight_scale": WireSpec("float8_e4m3fn", (K // NVFP4.group, N)),
         "weight_global_scale": WireSpec("float32", (1,)),
     } | _bias(module, plain)
-
-
-def needs_padding(shape: tuple[int, int]) -> bool:
-    """Return whether Marlin would pad a module of `(N, K)`, of which a refit knows nothing."""
-    return not any(
-        all(side % tile == 0 for side, tile in zip(shape, tiles, strict=True)) for tiles in TILES
-    )
 
 
 def staged_bytes(shape: Shape, precision: Precision) -> int:
