@@ -177,7 +177,7 @@ class Ledger:
         # The device digests the engine meanwhile.
         moved = [*_moved(opened, now)] if opened and now else []
         held = opened.held if opened else self.expected
-        named = {*held, *self.expected}
+        named = {*held, *(opened.staged if opened else ())}
         scaled = {weights.weight_of(name) for name in named if weights.weight_of(name) != name}
         verified = sum(name in scaled for name in self.received)
         found = self._read(numbers, now)
