@@ -215,10 +215,6 @@ SEAMS = {
         MAIN, f"{ENGINE}/vllm_backend.py", (622,), "process_weights_after_loading(",
         "each refit ends with vLLM's finishing of every weight",
     ),
-    "cache-with-fp8": Seam(
-        MAIN, f"{ENGINE}/quantization/fp8.py", (205,), "and not use_fp8_weights",
-        "an FP8 cache is set up with FP8 linears",
-    ),
     "repacks-anew": Seam(
         VLLM, "vllm/model_executor/layers/quantization/utils/marlin_utils_fp4.py", (243,),
         "layer.workspace = marlin_make_workspace_new(device)",

@@ -40,7 +40,7 @@ REFUSED = {
     "nvfp4-w4a16": lambda recipe: (
         "is for dense models" if recipe.model.shape.experts
         else "must correct" if recipe.correction.name == "none"
-        else "must be 1 with four bits" if recipe.model.parallel.rollout_tensor != 1
+        else "must be 1 with four bits" if recipe.model.parallel.rollout_tensor not in (None, 1)
         else None
     ),
 }  # fmt: skip

@@ -46,9 +46,11 @@ def test_batches_hold_all_that_is_sent_and_nothing_once_the_next_one_is_asked(
 ):
     monkeypatch.setattr(marlin_refit, "BUFFER", size)
     wire = wire_of(marlin_refit.weights_of(model, 1, CPU))
-    left, seen, batches = [], [], 0
+    left, kept, seen, batches = [], [], [], 0
     for batch in marlin_refit.through_a_buffer(wire, CPU):
-        assert all((x.view(torch.uint8) == 0xFF).all() for x in left)
+        used = [x.view(torch.uint8).flatten() for x in left]
+        assert not any(torch.equal(x, old) for x, old in zip(used, kept, strict=True))
+        kept = [x.view(torch.uint8).flatten().clone() for _, x in batch]
         seen += [(name, x.clone()) for name, x in batch]
         left, batches = [x for _, x in batch], batches + 1
     assert (batches > 1) == (size < 2**26)

@@ -45,22 +45,6 @@ def four_bit_limits(settled: Settled) -> Iterator[Limit]:
             "set model.parallel.rollout_tensor=1",
         ),
         (
-            "precision.rollout_kv",
-            precision.rollout_kv,
-            precision.cache.is_quantized,
-            "must be bf16 with four bits: NeMo RL takes an FP8 cache with FP8 linears alone",
-            SEAMS["cache-with-fp8"].path,
-            "set precision.rollout_kv=bf16, or choose precision=fp8-kv-attn",
-        ),
-        (
-            "precision.train_linear",
-            precision.train_linear,
-            precision.train.is_quantized,
-            "must be bf16 with four bits in the engine: together they were not tried",
-            "docs/precision.md",
-            "set precision.train_linear=bf16",
-        ),
-        (
             "correction",
             correction.name,
             not corrects,
