@@ -589,7 +589,7 @@ DEFECTIVE = [
         "precision.align=cheap: was tried with vLLM 0.25.1 alone",
     ),
     (
-        ["precision=nvfp4-w4a16", "correction=tis"],
+        ["precision=nvfp4-w4a16", "correction=tis", "glue=ours"],
         "precision.rollout_linear=nvfp4: was tried with vLLM 0.25.1 alone",
     ),
 ]

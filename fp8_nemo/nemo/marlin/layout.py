@@ -8,7 +8,6 @@ Shapes: N out features of the fused module, K in features.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -120,12 +119,6 @@ def repacked(module: Module, plain: str) -> dict[str, WireSpec]:
         "weight_scale": WireSpec("float8_e4m3fn", (K // NVFP4.group, N)),
         "weight_global_scale": WireSpec("float32", (1,)),
     } | _bias(module, plain)
-
-
-def staged_bytes(shape: Shape, precision: Precision) -> int:
-    """Return the bytes of the largest module while it is repacked: staged, turned and repacked."""
-    sizes = (math.prod(each.shape) for each in modules(shape, precision))
-    return int(4 * NVFP4.bytes_per_weight * max(sizes, default=0))
 
 
 def by_parameter(specs: Mapping[str, WireSpec], module: Module) -> dict[str, WireSpec]:
