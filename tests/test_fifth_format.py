@@ -30,7 +30,7 @@ BEFORE = {
     ),
     "glue/quantize.py": (
         "QUANTIZERS = {",
-        """def quantize_int8_list(weights, *, pow2, nonfinite_N):
+        """def quantize_int8_list(weights, *, pow2, nonfinite_N, together):
     found = []
     for weight, nonfinite in zip(weights, nonfinite_N, strict=True):
         groups = weight.bfloat16().float().unflatten(-1, (-1, 64))

@@ -9,7 +9,7 @@ looked up one by one only after something failed.
 # torch._foreach_* is documented and public, its underscore notwithstanding.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -50,14 +50,21 @@ class Destination:
     Args:
         engine: the engine's tensors by wire name, whole or in part.
         held: what a refit fills of them, whole.
+        staged: wire names that arrive in a staging buffer, and which the engine holds repacked
+            under other names, or in another form.
 
     Raises:
         RefitError: the engine's tensors are not those that a refit of this precision fills.
     """
 
-    def __init__(self, engine: Mapping[str, Tensor | Part], held: Mapping[str, WireSpec]) -> None:
+    def __init__(
+        self,
+        engine: Mapping[str, Tensor | Part],
+        held: Mapping[str, WireSpec],
+        staged: Collection[str] = (),
+    ) -> None:
         self.parts = {name: x if isinstance(x, Part) else Part(x) for name, x in engine.items()}
-        self.held = held
+        self.held, self.staged = held, staged
         self.here = {name: spec_of(part.tensor) for name, part in self.parts.items()}
         """Type and shape of the part of each tensor that this engine holds."""
         self._compare()
@@ -104,7 +111,7 @@ class Destination:
     def poison(self, names: Iterable[str]) -> None:
         """Write NaN, which no trainer sends, into block scales and both ends of the rest.
 
-        Packed four-bit bytes have no NaN: their scales stand for them.
+        Packed four-bit numbers have no NaN: their scales stand for them.
         """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}  # of one dtype, all go in a few launches
         for _, views in self._of(names).values():
@@ -209,6 +216,8 @@ def _watched(name: str, tensor: Tensor) -> tuple[str, list[Tensor]]:
         return "fp8", _ends(tensor.view(torch.uint8))
     if weight_of(name) != name:
         return "scale", [tensor.flatten() if tensor.is_contiguous() else tensor]
+    if not tensor.is_floating_point():
+        return "plain", _ends(tensor.view(torch.uint8))
     return "kv_scale" if name.endswith(KV_SUFFIXES) else "plain", _ends(tensor)
 
 

@@ -112,8 +112,9 @@ class Ledger:
             self.otherwise = expected.keys()
         else:
             here, held = destination.here, destination.held
-            self.otherwise = {name for name in here if expected.get(name) != here[name]}
-            made_here = [name for name in self.otherwise if expected.get(name) != held[name]]
+            others = {name for name in here if expected.get(name) != here[name]}
+            made_here = [name for name in others if expected.get(name) != held[name]]
+            self.otherwise = others | {*destination.staged}
             self.poisoned = made_here if self.is_digested else here.keys()
             self.before = destination.sample.read() if number != 1 else []
             destination.poison(self.poisoned)
@@ -138,17 +139,19 @@ class Ledger:
         """Digest the arrived tensors that the engine holds in part or in another form.
 
         Args:
-            tensors: those for which `receive` was true; called before their memory is reused.
+            tensors: those for which `receive` was true; called before their memory is reused. A
+                receiver with a staging buffer calls it with what lies there, before it repacks.
         """
         some = self._otherwise(tensors)
         self.arrived_digests.book([name for name, _ in some], [placed(x, x.shape) for _, x in some])
         if held := self.destination and self.destination.held:
-            self.loading([(name, x) for name, x in some if held[name] == self.expected[name]])
+            self.loading([(name, x) for name, x in some if held.get(name) == self.expected[name]])
 
     def loading(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Digest this engine's part of each tensor that it is about to load.
 
-        `arrived` calls it. A receiver that quantizes what arrived calls it with the result.
+        `arrived` calls it. A receiver that quantizes or repacks what arrived calls it with the
+        result.
         """
         if to := self.destination:
             some = self._otherwise(tensors)
@@ -174,7 +177,8 @@ class Ledger:
         # The device digests the engine meanwhile.
         moved = [*_moved(opened, now)] if opened and now else []
         held = opened.held if opened else self.expected
-        scaled = {weights.weight_of(name) for name in held if weights.weight_of(name) != name}
+        named = {*held, *(opened.staged if opened else ())}
+        scaled = {weights.weight_of(name) for name in named if weights.weight_of(name) != name}
         verified = sum(name in scaled for name in self.received)
         found = self._read(numbers, now)
         if problems := self._wire_problems(found):

@@ -30,7 +30,7 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -107,6 +107,7 @@ def quantize_list(
     *,
     pow2: bool = False,
     nonfinite_N: Tensor,
+    together: Sequence[Hashable] = (),
 ) -> list[Fp8Weight]:
     """Quantize N weights or slabs as `quantize_blocks` does, on a CUDA device in one launch.
 
@@ -114,6 +115,7 @@ def quantize_list(
         weights: all on one device; each as `quantize_blocks` takes it.
         pow2: scales that are powers of two.
         nonfinite_N: boolean slots, one a weight.
+        together: of formats with a scale of the whole weight alone, which FP8 is not.
     """
     if weights and weights[0].is_cuda:
         from fp8_nemo.glue import kernels
@@ -126,7 +128,9 @@ def quantize_list(
     ]
 
 
-def quantize_nvfp4(weight_OI: Tensor, nonfinite: Tensor) -> Nvfp4Weight:
+def quantize_nvfp4(
+    weight_OI: Tensor, nonfinite: Tensor, amax_11: Tensor | None = None
+) -> Nvfp4Weight:
     """Quantize a weight `[O, I]`, or a stack of them `[N, O, I]`, to four bits, as ModelOpt does.
 
     `scale_2 = amax / 2688` for the whole weight; of each 16 in a row `scale = E4M3(amax_16 / (6
@@ -137,11 +141,13 @@ def quantize_nvfp4(weight_OI: Tensor, nonfinite: Tensor) -> Nvfp4Weight:
     Args:
         weight_OI: BF16 or FP32; FP32 is rounded to BF16 first. I is a multiple of 16.
         nonfinite: boolean slot, set if the weight is not finite, and else left as it is.
+        amax_11: FP32 `[..., 1, 1]`, of all weights that share a `scale_2`; by default its own.
     """
     group_OGN = _bf16(weight_OI).float().unflatten(-1, (-1, GROUP))
     amax_OG = group_OGN.abs().amax(-1)
-    amax_11 = amax_OG.amax((-2, -1), keepdim=True)
-    nonfinite.logical_or_(~torch.isfinite(amax_11).all())
+    own_11 = amax_OG.amax((-2, -1), keepdim=True)
+    nonfinite.logical_or_(~torch.isfinite(own_11).all())
+    amax_11 = own_11 if amax_11 is None else amax_11
     whole_11 = amax_11 / torch.full_like(amax_11, E2M1_MAX * FP8_MAX)
     whole_11 = torch.where(amax_11 == 0, 1.0, whole_11)
     scale_OG = amax_OG / (E2M1_MAX * whole_11)
@@ -153,11 +159,28 @@ def quantize_nvfp4(weight_OI: Tensor, nonfinite: Tensor) -> Nvfp4Weight:
 
 
 def quantize_nvfp4_list(
-    weights: Sequence[Tensor], *, pow2: bool = False, nonfinite_N: Tensor
+    weights: Sequence[Tensor],
+    *,
+    pow2: bool = False,
+    nonfinite_N: Tensor,
+    together: Sequence[Hashable] = (),
 ) -> list[Nvfp4Weight]:
-    """Quantize N weights or stacks as `quantize_nvfp4` does; `pow2` is of FP8's scales alone."""
-    pairs = zip(weights, nonfinite_N, strict=True)
-    return [quantize_nvfp4(weight, slot) for weight, slot in pairs]
+    """Quantize N weights or stacks as `quantize_nvfp4` does.
+
+    Args:
+        weights: all on one device; each as `quantize_nvfp4` takes it.
+        pow2: of FP8's scales alone.
+        nonfinite_N: boolean slots, one a weight.
+        together: a name a weight; those of one name share the largest `scale_2` of theirs, as
+            ModelOpt's export of Megatron's fused weights has it. By default none do.
+    """
+    names = together or range(len(weights))
+    amax: dict[Hashable, Tensor] = {}
+    for name, weight in zip(names, weights, strict=True):
+        own_11 = _bf16(weight).abs().amax((-2, -1), keepdim=True).float()
+        amax[name] = torch.maximum(amax.get(name, own_11), own_11)
+    each = zip(weights, nonfinite_N, names, strict=True)
+    return [quantize_nvfp4(weight, slot, amax[name]) for weight, slot, name in each]
 
 
 def e2m1_values(packed_OI: Tensor, scale_OG: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def refit_stream(
     names: list[str] = []
     verdicts: list[Encoded] = []
     device: torch.device | None = None
-    for group in in_groups(named_weights):
+    for group in in_groups(named_weights, keep_fused=precision.rollout.group > 0):
         if device is None:
             device = group[0][1].device
             yield SENTINEL, torch.zeros(SENTINEL_BYTES, dtype=torch.uint8, device=device)
@@ -131,6 +131,7 @@ def encode(
             [stacks[name] for name in chosen],
             pow2=precision.scales == "pow2",
             nonfinite_N=nonfinite_N,
+            together=[weights.fused_with(name) for name in chosen],
         )
         found = dict(zip(chosen, quantized, strict=True))
     dtype = plain_dtype(precision)
@@ -154,19 +155,32 @@ def encode(
     return Encoded(tensors, [*chosen, *filled], nonfinite_N, digests_T)
 
 
-def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Group consecutive weights; a group is complete at `GROUP_BYTES`."""
+def in_groups(
+    named_weights: Iterable[tuple[str, Tensor]], *, keep_fused: bool = False
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Group consecutive weights; a group is complete at `GROUP_BYTES`.
+
+    Args:
+        named_weights: in their order.
+        keep_fused: not before all weights are there that vLLM fuses with the last one, whose scale
+            they share. An export of Megatron's fused weights has them one after another.
+    """
     group: list[tuple[str, Tensor]] = []
     size = 0
     for name, weight in named_weights:
         group.append((name, weight))
         size += weight.nbytes
         del weight
-        if size >= GROUP_BYTES:
+        if size >= GROUP_BYTES and (not keep_fused or _is_whole(group)):
             yield group  # which its taker empties
             group, size = [], 0
     if group:
         yield group
+
+
+def _is_whole(group: Sequence[tuple[str, Tensor]]) -> bool:
+    [*_, (last, _)] = group
+    return {name for name, _ in group}.issuperset(weights.fused_with(last))
 
 
 def pieces_of(name: str, weight: Tensor) -> Sequence[Tensor]:

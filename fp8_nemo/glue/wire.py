@@ -127,6 +127,19 @@ def fused_module(projection: str) -> tuple[str, tuple[str, ...]]:
     return _FUSED.get(projection, (projection, (projection,)))
 
 
+def fused_with(name: str) -> tuple[str, ...]:
+    """Return the weights that vLLM fuses with one, itself among them, in order; of a dense layer.
+
+    They share a format's scale of the whole weight, as vLLM's kernel has one for a module. The
+    experts' are not shared: vLLM's layout of them is not written.
+    """
+    module, _, kind = name.rpartition(".")
+    stem, _, projection = module.rpartition(".")
+    if ".experts" in stem:
+        return (name,)
+    return tuple(f"{stem}.{each}.{kind}" for each in fused_module(projection)[1])
+
+
 def expert_slab(projection: str) -> tuple[str, tuple[str, ...]]:
     """Return vLLM's slab that holds an expert's projection, and all projections in it."""
     return _EXPERTS[projection]

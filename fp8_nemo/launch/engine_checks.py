@@ -183,7 +183,7 @@ def stop_if_it_cannot_sleep_or_wake(generation: type) -> None:
 
 
 def check_engine(dtypes: dict[str, str], recipe: Recipe) -> None:
-    """Compare the engine's FP8 weights, and the type of the others, with the plan's.
+    """Compare what the engine holds in FP8 or four bits, and the type of the rest, with the plan.
 
     Args:
         dtypes: as `engine_dtypes` returns them.
@@ -199,7 +199,8 @@ def check_engine(dtypes: dict[str, str], recipe: Recipe) -> None:
             f"{min(other)}: {dtypes[min(other)]} in the engine, {plain} by the plan, as are "
             f"{len(other) - 1} more"
         )
-    found = {engine_weight(name) for name, dtype in dtypes.items() if "float8" in dtype}
+    held = [name for name, dtype in dtypes.items() if "float8" in dtype]
+    found = {engine_weight(name.removesuffix("_scale")) for name in held}  # of four bits: scales
     planned = planned_weights(recipe)
     for side, extra in (("the plan", planned - found), ("the engine", found - planned)):
         if extra:

@@ -12,6 +12,7 @@ Shapes: O out features, I in features, E experts; scales are of blocks of 128.
 # vLLM stands on the path of a run, not of a type check.
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from fp8_nemo.glue.wire import (
     scale_name,
     wire_specs,
 )
+from fp8_nemo.nemo.marlin.layout import arriving, by_parameter, modules, repacked
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.recipe.options import Precision, Shape
 
@@ -286,6 +288,14 @@ class EngineMemory:
         """This worker's place; one read on the host for each layer with experts."""
         return rank_of(self.model)
 
+    @cached_property
+    def repacked(self) -> tuple[dict[str, WireSpec], set[str]]:
+        """What vLLM repacked for a kernel, by parameter, and the wire names that fill it."""
+        plain = self.precision.plain.dtype
+        found = modules(self.shape, self.precision)
+        specs = [by_parameter(repacked(each, plain), each) for each in found]
+        return dict(ChainMap(*specs)), {name for each in found for name in arriving(each)}
+
     def sent(self, precision: Precision) -> dict[str, WireSpec]:
         """Return what the wire brings in a precision; cached: 37,000 tensors take 0.2 s."""
         if precision not in self.specs:
@@ -309,10 +319,16 @@ class EngineMemory:
     def lying(self, rank: Rank) -> Destination:
         """Return the destination of a worker of a given rank, without reading its memory."""
         parameters = self.look_again().parameters()
-        found = engine_parts(parameters, self.shape, self.precision, rank)
-        found |= {name: Part(scale.view(1)) for name, scale in self._kv_scales()}
         specs = self.sent(self.precision)
-        return Destination(found, {name: x for name, x in specs.items() if rank.holds(name)})
+        held = {name: x for name, x in specs.items() if rank.holds(name)}
+        repacked, staged = self.repacked
+        packed = {n: p for n, p in parameters.items() if n in repacked}
+        parts = {n: Part(p if p.ndim else p.view(1)) for n, p in packed.items()}
+        others = {n: p for n, p in parameters.items() if n not in packed}
+        parts |= engine_parts(others, self.shape, self.precision, rank)
+        parts |= {name: Part(scale.view(1)) for name, scale in self._kv_scales()}
+        held = {name: x for name, x in held.items() if name not in staged} | repacked
+        return Destination(parts, held, staged)
 
     def check_asleep(self) -> None:
         """Check that every tensor is found in an engine that sleeps, its memory given back.

@@ -1,4 +1,4 @@
-"""NeMo RL's vLLM workers: the synchronous one with whole tensors, the other open to questions.
+"""NeMo RL's vLLM workers: one starts in four bits and hands over whole tensors, one awaits.
 
 NeMo RL writes them into a tensor one by one, 10 us each by the host: for 128 answers of 2,000
 tokens 2.7 s after the last token (seam logprobs-one-by-one). In the synchronous worker vLLM keeps
@@ -20,9 +20,21 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 from torch import Tensor
 
+from fp8_nemo.nemo.marlin.layout import holds_four_bits, quantization
+from fp8_nemo.nemo.worker_settings import WorkerSettings
+
 
 class Fp8GenerationWorkerImpl(VllmGenerationWorkerImpl):
     """What a worker does differently; `Fp8GenerationWorker` is the Ray actor of it."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        """Start NeMo RL's engine, in four bits where the run's linears are in them."""
+        settings = WorkerSettings.from_environment()
+        if settings and holds_four_bits(settings.precision):
+            asked = quantization(settings.precision, settings.shape.layers)
+            asked["hf_overrides"] |= llm_kwargs["hf_overrides"]
+            llm_kwargs |= asked
+        super()._create_engine(llm_kwargs)
 
     def _build_sampling_params(self, **options: Any) -> Any:
         """Make NeMo RL's, and let vLLM keep logprobs flat."""

@@ -31,6 +31,7 @@ from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.engine_memory import EngineMemory, attentions
+from fp8_nemo.nemo.marlin.staging import Staging, keep_repacked
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 Extension: Any = object  # NeMo RL's, which is known when `receiver` is called
@@ -110,6 +111,7 @@ class Receiver(Extension):
             landed = update()
         else:
             if self.fp8_nemo_engine is None:
+                keep_repacked(model, settings.shape, settings.precision)
                 self.fp8_nemo_engine = EngineMemory(model, settings)
             self.fp8_nemo_refits += 1
             self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, settings, self.fp8_nemo_refits)
@@ -155,6 +157,7 @@ class Refit:
         self.engine, self.settings = engine, settings
         self.failed: Exception | None = None
         self.ledger: Ledger | None = None
+        self.staging = Staging(engine.model, settings.shape, settings.precision)
         try:
             engine.look_again()
             _clear_kv_scales(engine.attentions)
@@ -172,6 +175,10 @@ class Refit:
         try:
             ours = [pair for pair in tensors if self._is_ours(*pair)]
             if not self.failed:
+                staged = [pair for pair in ours if pair[0] in self.staging.places]
+                if staged:
+                    self._stage(staged)
+                    ours = [pair for pair in ours if pair[0] not in self.staging.places]
                 if self.ledger is not None:
                     self.ledger.arrived(ours)
                 self._load(ours, load_as_stock)
@@ -195,6 +202,8 @@ class Refit:
             landed = update()
         except Exception as error:  # of NeMo RL's own checks, or of what finishes the weights
             landed, self.failed = False, self.failed or error
+        with suppress(RuntimeError):  # of a device that failed, which is said below
+            self.staging.close()
         if isinstance(self.failed, RefitError):
             raise self.failed
         if self.failed or not landed:
@@ -217,6 +226,13 @@ class Refit:
         if self.ledger is not None:
             return self.ledger.receive(name, tensor)
         return name not in (SENTINEL, MANIFEST)
+
+    def _stage(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """Prove what lies staged of each whole module, and what is made of it for the engine."""
+        for whole in self.staging.take(tensors):
+            if self.ledger is not None:
+                self.ledger.arrived(whole.arrived)
+                self.ledger.loading([(n, x if x.ndim else x.view(1)) for n, x in whole.repacked])
 
     def _load(
         self, tensors: list[tuple[str, Tensor]], load_as_stock: Callable[[list], None]

@@ -18,6 +18,7 @@ from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, configure
 from fp8_nemo.nemo_config.own.alignment import alignment_limits
 from fp8_nemo.nemo_config.own.asynchronous import asynchronous_limits
 from fp8_nemo.nemo_config.own.environments import environment_limits
+from fp8_nemo.nemo_config.own.four_bits import four_bit_limits
 from fp8_nemo.nemo_config.own.fp16 import fp16_limits
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
@@ -26,11 +27,6 @@ from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import Precision, Recipe
 from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
 
-WHY_NOT = {
-    "nvfp4": "vLLM's workers need a refit into Marlin's layout of four bits, which was neither "
-    "written nor run on a GPU (docs/precision.md)",
-}
-"""Why NeMo RL lacks a format that the local backend has."""
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
 MULTIPLE = "policy.make_sequence_length_divisible_by"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
@@ -48,7 +44,7 @@ def format_mistakes(precision: Precision) -> Iterator[Mistake]:
     for key in ("rollout_linear", "train_linear"):
         if (held := getattr(precision, key)) not in VLLM_PRECISION:
             remedy = "run it with backend=local, or choose another precision"
-            why = WHY_NOT.get(held, "NeMo RL's engine and trainer have no such format")
+            why = "NeMo RL's engine and trainer have no such format"
             yield Mistake(f"precision.{key}", held, why, remedy)
             return  # the other key says the same
 
@@ -74,6 +70,7 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from _of_fp8_training(recipe, written)
     yield from fp16_limits(recipe, written)
     yield from alignment_limits(recipe, written)
+    yield from four_bit_limits(settled)
     yield from environment_limits(recipe.data, written)
     yield from argument_limits(settled, host.vllm)
 
@@ -397,6 +394,8 @@ def _divides(parallel: Layout, key: str, whole: int, what: str, mirrors: str) ->
 def _uneven_shard(settled: Settled) -> str | None:
     """Return the first FP8 weight that vLLM cannot cut on block borders; None if there is none."""
     recipe, parallel, shape = settled.recipe, settled.layout, settled.recipe.model.shape
+    if not recipe.precision.rollout.block:
+        return None
     # The first layer in FP8, and one expert, stand for all.
     few = replace(
         shape, layers=1 + recipe.precision.first_layers_bf16, experts=min(1, shape.experts)

@@ -59,8 +59,9 @@ GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_FILE = "data.default.prompt_file"
 VALIDATION_BATCH = "grpo.val_batch_size"
 WANDB_NAME = "logger.wandb.name"
-VLLM_PRECISION = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8"}
-"""`vllm_cfg.precision` by the format of the engine's linear weights."""
+VLLM_PRECISION = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8", "nvfp4": "bfloat16"}
+"""`vllm_cfg.precision` by the format of the engine's linear weights. To four bits our generation
+worker adds what NeMo RL has no key for (`nemo/marlin/layout.py`, quantization)."""
 VLLM_CACHE = {"bf16": "auto", "fp16": "auto", "fp8": "fp8"}
 """`vllm_cfg.kv_cache_dtype` by the format of the cache."""
 
@@ -161,7 +162,7 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # as measured; it would be compiled at the first step
     }
-    if recipe.precision.rollout.is_quantized:
+    if recipe.precision.rollout_linear == "fp8":
         # Else vLLM takes FlashInfer below 32 rows and DeepGEMM above, which quantize differently;
         # what was measured here is DeepGEMM alone.
         found["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
@@ -243,7 +244,7 @@ def _loss(settled: Settled) -> dict[str, Any]:
         # NeMo RL insists on it under FP8 (seam needs-correction) and in its asynchronous loop;
         # without a native correction the driver takes it out of the loss again.
         "loss_fn.use_importance_sampling_correction": native is not None
-        or recipe.precision.rollout.is_quantized
+        or recipe.precision.rollout_linear == "fp8"
         or recipe.grpo.is_asynchronous,
         f"{at}_type": found["type"],
         f"{at}_ratio": found["ratio"],
@@ -310,7 +311,7 @@ def _lora(lora: Lora) -> dict[str, Any]:
 
 def _rollout(settled: Settled) -> dict[str, Any]:
     recipe, precision, layout = settled.recipe, settled.recipe.precision, settled.layout
-    fp8 = precision.rollout.is_quantized
+    fp8 = precision.rollout_linear == "fp8"
     found: dict[str, Any] = {
         f"{VLLM}.precision": VLLM_PRECISION[precision.rollout_linear],
         f"{VLLM}.kv_cache_dtype": VLLM_CACHE[precision.rollout_kv],

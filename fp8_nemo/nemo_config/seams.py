@@ -240,6 +240,20 @@ SEAMS = {
         'kv_cache_scheme.get("strategy") == "attn_head"',
         "only a checkpoint's kv_cache_scheme makes scales of heads",
     ),
+    "finishes-weights": Seam(
+        MAIN, f"{ENGINE}/vllm_backend.py", (622,), "process_weights_after_loading(",
+        "each refit ends with vLLM's finishing of every weight",
+    ),
+    "repacks-anew": Seam(
+        VLLM, "vllm/model_executor/layers/quantization/utils/marlin_utils_fp4.py", (243,),
+        "layer.workspace = marlin_make_workspace_new(device)",
+        "each repacking makes another workspace, and CUDA graphs read the first",
+    ),
+    "one-scale": Seam(
+        VLLM, "vllm/model_executor/layers/quantization/modelopt.py", (1376,),
+        "layer.weight_scale_2.max()",
+        "a fused weight of four bits has one scale of the whole",
+    ),
     "builds-another-class": Seam(
         VLLM, "vllm/model_executor/custom_op.py", (122,), "op_registry_oot[op_name]",
         "an operation is built of the class that was registered in its place",

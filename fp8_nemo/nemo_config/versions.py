@@ -271,12 +271,12 @@ def _without_hf_overrides(settled: Settled, has: bool) -> Limit:
     )
 
 
-ALIGNED_VLLM = "0.25.1"
+TRIED_VLLM = "0.25.1"
 
 
 def _pins_another_vllm(source: Source) -> bool:
-    """Find a vLLM in which the operations of `nemo/aligned` were never built."""
-    return source.vllm != ALIGNED_VLLM
+    """Find a vLLM in which `nemo/aligned` and `nemo/marlin` were never tried."""
+    return source.vllm != TRIED_VLLM
 
 
 def _without_alignment(settled: Settled, has: bool) -> Limit:
@@ -285,7 +285,7 @@ def _without_alignment(settled: Settled, has: bool) -> Limit:
         "precision.align",
         precision.align,
         has and precision.is_aligned,
-        f"was tried with vLLM {ALIGNED_VLLM} alone, and this NeMo RL pins another",
+        f"was tried with vLLM {TRIED_VLLM} alone, and this NeMo RL pins another",
         "v0.7.0: pyproject.toml, vllm==0.20.0",
         f"{LATER}set precision.align=none",
     )
@@ -307,6 +307,18 @@ def _without_asynchronous(settled: Settled, has: bool) -> Limit:
     )
 
 
+def _without_four_bits(settled: Settled, has: bool) -> Limit:
+    precision = settled.recipe.precision
+    return Limit(
+        "precision.rollout_linear",
+        precision.rollout_linear,
+        has and precision.rollout.group > 0,
+        f"was tried with vLLM {TRIED_VLLM} alone, and this NeMo RL pins another",
+        "v0.7.0: pyproject.toml, vllm==0.20.0",
+        f"{LATER}choose precision=fp8-linear",
+    )
+
+
 OPTIMIZER_ALWAYS_MOVED, POW2_BROKEN = "optimizer-always-moved", "pow2-broken"
 DEFECTS = (
     Defect("kv-scales-dropped", _drops_kv_scales, _without_fp8_kv),
@@ -316,6 +328,7 @@ DEFECTS = (
     Defect("hf-overrides-lost", _loses_hf_overrides, _without_hf_overrides),
     Defect("alignment-untried", _pins_another_vllm, _without_alignment),
     Defect("asynchronous-one-pass", _ends_with_its_data, _without_asynchronous),
+    Defect("four-bits-untried", _pins_another_vllm, _without_four_bits),
 )
 """In the order in which users see them."""
 V0_7_0_DEFECTS = frozenset(each.name for each in DEFECTS)

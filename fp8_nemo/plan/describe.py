@@ -148,6 +148,7 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
         each.recipe.precision.name: _times(each, plain)
         for each in others
         if each.recipe.precision != plain.recipe.precision and _fits(each)
+        if not each.recipe.precision.rollout.group  # four bits: nothing of them was timed
     }
     fastest = sorted(gains, key=lambda name: -gains[name])
     texts = ", ".join(f"{name} {gains[name]:.2f}x" for name in fastest)

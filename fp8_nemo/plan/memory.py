@@ -393,7 +393,7 @@ def _engine_weights(settled: Settled) -> float:
     held += expert / max(layout.rollout_tensor, layout.rollout_expert)
     share = quantized / (dense + expert) if precision.rollout.is_quantized else 0.0
     plain = precision.plain.bytes
-    return held * (plain - share * (plain - precision.rollout.bytes))
+    return held * (plain - share * (plain - precision.rollout.bytes_per_weight))
 
 
 def _logits(settled: Settled, sequences: int, kept: int) -> float:

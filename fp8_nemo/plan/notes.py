@@ -61,6 +61,12 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
             yield "model.memory.optimizer: no effect, it stays where engines have their own GPUs"
     yield from _algorithm_notes(settled)
     yield from _lora_notes(settled)
+    if recipe.precision.rollout_linear == "nvfp4":
+        yield (
+            "precision.rollout_linear: refits of four bits inside NeMo RL were tested on a CPU, "
+            "and no run on a GPU is recorded; decode's estimate takes products at BF16's rate, "
+            "and Marlin's may be slower from about 64 sequences on (docs/precision.md)"
+        )
     yield from _slow_experts(recipe)
     yield from _mixed_blocks(recipe)
     yield from _without_effect(recipe)

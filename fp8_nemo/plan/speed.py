@@ -74,7 +74,7 @@ class Fitted(NamedTuple):
 
     def of_step(self, precision: Precision, batch: int) -> float:
         """Seconds of one decode step of so many sequences."""
-        quantize = self.quantize if precision.rollout.is_quantized else 0.0
+        quantize = self.quantize if precision.rollout.block else 0.0
         return self.decode + self.sequence * batch + quantize
 
 
@@ -152,7 +152,8 @@ def decode_work(shape: Shape, precision: Precision, batch: int, context: float) 
         is_expert = part == "experts"
         read += elements * each * (1 - (1 - even) ** batch if is_expert else 1)
         operations = 2 * elements * batch * (even if is_expert else 1) if matrix else 0
-        flops, fp8_flops = flops + operations, fp8_flops + operations * fp8
+        flops += operations
+        fp8_flops += operations * (fp8 and precision.rollout.block > 0)  # else products are BF16's
     heads = shape.layers * shape.heads * shape.head_dim
     cached = batch * context
     return DecodeWork(
@@ -219,7 +220,8 @@ def fitted_for(model: Model) -> Fitted:
 def is_fitted(settled: Settled) -> bool:
     """Return whether an engine like this was measured."""
     model = settled.recipe.model
-    return (model.name, model.shape.layers) in FITTED and settled.layout.rollout_tensor == 1
+    is_alone = settled.layout.rollout_tensor == 1 and not settled.recipe.precision.rollout.group
+    return is_alone and (model.name, model.shape.layers) in FITTED
 
 
 def refit_seconds(shape: Shape, precision: Precision, gpu: str, fixed: float) -> float:

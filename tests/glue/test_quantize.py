@@ -341,6 +341,23 @@ def test_a_stack_gets_the_four_bits_that_each_of_its_weights_gets_alone():
     assert not dequantize_nvfp4(zeros).any() and zeros.scale_2 == 1 and not slots.any()
 
 
+def test_weights_of_one_name_share_the_scale_that_they_would_have_as_one_weight():
+    draw = torch.Generator().manual_seed(8)
+    q, k, other = (torch.randn(rows, 64, generator=draw) * rows for rows in (32, 16, 48))
+    slots = torch.zeros(3, dtype=torch.bool)
+    found = quantize_nvfp4_list([q, other, k], nonfinite_N=slots, together=["qk", "other", "qk"])
+    whole = quantize_nvfp4(torch.cat([q, k]), torch.tensor(False))
+    alone = quantize_nvfp4(other, torch.tensor(False))
+    assert found[0].scale_2 == found[2].scale_2 == whole.scale_2 != found[1].scale_2
+    for n in (0, 1):
+        parts = torch.cat([found[0][n].float(), found[2][n].float()])
+        assert torch.equal(parts, whole[n].float())
+        assert torch.equal(found[1][n].float(), alone[n].float())
+    bad = [torch.full((16, 16), math.nan), torch.ones(16, 16)]
+    quantize_nvfp4_list(bad, nonfinite_N=(slots := torch.zeros(2).bool()), together=["a", "a"])
+    assert slots.tolist() == [True, False], "the one that is not finite is named, not its sibling"
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_four_bits_of_what_is_not_finite_are_marked(bad):
     weight = torch.ones(16, 32)

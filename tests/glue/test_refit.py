@@ -366,6 +366,24 @@ def test_four_bits_land_byte_by_byte_with_both_their_scales(shapes, verify):
     assert proof.bytes == sum(map(len, map(raw, wanted.values())))
 
 
+FUSED = {
+    **{f"model.layers.0.self_attn.{each}_proj.weight": (64, 192) for each in "qkv"},
+    **{f"model.layers.0.mlp.{each}_proj.weight": (64, 192) for each in ("gate", "up")},
+    "model.layers.0.mlp.down_proj.weight": (192, 64),
+}
+
+
+@pytest.mark.parametrize("size", [1, 64 * 192 * 4 * 2, 2**28])
+def test_what_vllm_fuses_shares_one_scale_whatever_size_a_group_has(monkeypatch, size):
+    monkeypatch.setattr(refit, "GROUP_BYTES", size)
+    named = {name: weight * (1 + n) for n, (name, weight) in enumerate(made(FUSED).items())}
+    scales = [x.item() for n, x in stream_of(named, FOUR) if n.endswith("_scale_2")]
+    (q, k, v), (gate, up), (down,) = scales[:3], scales[3:5], scales[5:]
+    assert q == k == v and gate == up and len({q, gate, down}) == 3
+    largest = named["model.layers.0.self_attn.v_proj.weight"].bfloat16().abs().max()
+    assert v == (largest.float() / torch.tensor(2688.0)).item()
+
+
 @pytest.mark.parametrize("end", ["", "_scale", "_scale_2"])
 @pytest.mark.parametrize("verify", ["names", "bytes"])
 def test_four_bits_or_a_scale_of_theirs_that_do_not_arrive_or_load_are_named(end, verify):

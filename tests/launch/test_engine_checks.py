@@ -182,6 +182,30 @@ def test_an_fp16_run_in_a_bf16_engine_stops_and_in_an_fp16_engine_goes_on():
         check_engine(dtypes | {one: "torch.bfloat16"}, recipe)
 
 
+def four_bits_of(layers, packed=("self_attn.qkv_proj", "self_attn.o_proj", "mlp.down_proj")):
+    """Dtypes of a Llama in four bits, as vLLM 0.25.1 repacks it for Marlin."""
+    bf16 = "torch.bfloat16"
+    dtypes = {"model.embed_tokens.weight": bf16, "lm_head.weight": bf16}
+    for layer in range(layers):
+        for module in (*packed, "mlp.gate_up_proj"):
+            at = f"model.layers.{layer}.{module}"
+            dtypes |= {
+                f"{at}.weight": "torch.int32",
+                f"{at}.weight_scale": "torch.float8_e4m3fn",
+                f"{at}.weight_global_scale": "torch.float32",
+            }
+    return dtypes
+
+
+def test_an_engine_in_four_bits_is_known_by_its_scales():
+    [recipe] = compose(["model=small-llama", "precision=nvfp4-w4a16"])
+    check_engine(four_bits_of(12), recipe)
+    plain = {"model.layers.3.mlp.gate_up_proj.weight": "torch.bfloat16"}
+    fewer = {n: d for n, d in four_bits_of(12).items() if not n.startswith("model.layers.3.mlp.g")}
+    with pytest.raises(EngineError, match=r"layers.3.mlp.gate_up_proj: FP8 by the plan alone"):
+        check_engine(fewer | plain, recipe)
+
+
 def test_a_bf16_run_in_an_fp8_engine_stops():
     [recipe] = compose(["model=small-qwen3-moe", "precision=bf16"])
     with pytest.raises(EngineError, match="FP8 by the engine alone, as are 23 more"):

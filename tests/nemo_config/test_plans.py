@@ -380,8 +380,32 @@ FORBIDDEN = [
         )
     ),
     (
+        ["model=qwen3-30b-a3b", "precision=nvfp4-w4a16"],
+        "precision.rollout_linear=nvfp4: is for dense models",
+    ),
+    (
+        ["model=llama31-8b", "precision=nvfp4-w4a16", *GIVEN, "model.parallel.rollout_tensor=2"],
+        "model.parallel.rollout_tensor=2: must be 1 with four bits",
+    ),
+    (
+        ["model=llama31-8b", "precision=nvfp4-w4a16", "correction=none"],
+        "correction=none: must correct: four bits round more coarsely",
+    ),
+    (
+        ["model=llama31-8b", "precision=nvfp4-w4a16", "glue=stock"],
+        "glue=stock: must quantize and send four bits itself",
+    ),
+    (
+        ["model=llama31-8b", "precision=nvfp4-w4a16", "cluster.gpu=b200"],
+        "cluster.gpu=b200: was not tried with four bits",
+    ),
+    (
+        ["model=llama31-8b", "precision=nvfp4-w4a16", "model.shape.ffn=14352"],
+        "model.shape=model.layers.0.mlp.gate_proj.weight: is of a linear that Marlin would pad",
+    ),
+    (
         ["model=llama31-8b", "precision=nvfp4-w4a16", ALIGNED],
-        "precision.rollout_linear=nvfp4: vLLM's workers need",
+        "precision.align=cheap: was not tried with linears in four bits",
     ),
     (
         ["model=llama31-8b", "precision=fp8-kv-attn", "precision.kv_scales=head"],
@@ -623,6 +647,10 @@ DEFECTIVE = [
         ["precision=fp8-linear", "cluster.rollout_gpus=4", "grpo.max_sample_age=1"],
         "grpo.max_sample_age=1: this NeMo RL's asynchronous loop ends with an error after one pass",
     ),
+    (
+        ["precision=nvfp4-w4a16", "correction=tis", "glue=ours"],
+        "precision.rollout_linear=nvfp4: was tried with vLLM 0.25.1 alone",
+    ),
 ]
 
 
@@ -793,7 +821,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 68
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 76
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]

@@ -15,8 +15,9 @@ import yaml
 from benchmarks.speed import fit_estimate
 from benchmarks.speed.capacity import decode_floor, engine_kv_bytes, kv_capacity
 from benchmarks.speed.fit_estimate import Measured, compared, fitted, worst
+from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.memory import count
+from fp8_nemo.plan.memory import count, memory_per_gpu
 from fp8_nemo.plan.speed import (
     FITTED,
     GPU_SPEED,
@@ -25,6 +26,7 @@ from fp8_nemo.plan.speed import (
     decode_of_engine,
     decode_seconds,
     decode_work,
+    is_fitted,
     refit_seconds,
 )
 from fp8_nemo.recipe.options import Precision, Shape
@@ -109,6 +111,21 @@ def test_a_decode_step_reads_every_weight_once_but_a_row_of_the_embedding_per_to
     assert fp8.kv_bytes == bf16.kv_bytes / 2
     assert fp8.fp8_flops == 2 * 64 * LLAMA_LINEARS
     assert fp8.fp8_flops + fp8.bf16_flops == bf16.bf16_flops
+
+
+def test_four_bits_read_their_scales_too_and_multiply_as_bf16_does():
+    shape, four = shape_of("llama31-8b"), Precision(rollout_linear="nvfp4")
+    plain, found = (decode_work(shape, each, 64, 1000) for each in (Precision(), four))
+    linears = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
+    assert plain.weight_bytes - found.weight_bytes == linears * (2 - 0.5 - 1 / 16)
+    assert (found.fp8_flops, found.bf16_flops) == (0, plain.bf16_flops)
+    [ours, bf16] = (
+        compose_plans([f"precision={each}", "model=llama31-8b", "backend=nemo"], lambda _: MAIN)[0]
+        for each in ("nvfp4-w4a16", "bf16")
+    )
+    engines = [memory_per_gpu(each.settled).phases["rollout"]["engine"] for each in (bf16, ours)]
+    assert engines[0] - engines[1] == pytest.approx(linears * 1.4375)
+    assert not is_fitted(ours.settled) and is_fitted(bf16.settled)
 
 
 def test_a_tied_embedding_is_read_whole_as_the_head():

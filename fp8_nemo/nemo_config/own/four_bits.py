@@ -1,0 +1,92 @@
+"""Say where NeMo RL's engine can hold its linears in four bits (`precision=nvfp4-w4a16`).
+
+vLLM 0.25.1 repacks such a linear for its Marlin kernel; `fp8_nemo/nemo/marlin` refills what was
+repacked, which was tested on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp8_nemo.glue.wire import fused_with, is_fp8_weight, named_shapes
+from fp8_nemo.nemo_config.seams import SEAMS
+from fp8_nemo.nemo_config.versions import Limit
+from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.settled import Settled
+
+TILES = (64, 128), (128, 64)
+"""Multiples that Marlin wants of a linear's out- and in-features, one pair or the other."""
+ROUNDS = "four bits round more coarsely than FP8"
+
+
+def four_bit_limits(settled: Settled) -> Iterator[Limit]:
+    """Yield the limits of models, engines and options: of what was not written, or cannot be."""
+    recipe, at = settled.recipe, settled.layout
+    precision, shape, correction = recipe.precision, recipe.model.shape, recipe.correction
+    four = precision.rollout_linear == "nvfp4"
+    corrects = (correction.level, correction.mask, correction.veto) != ("none", "none", None)
+    padded = _padded(shape, precision) if four else None
+    for key, value, broken, why, mirrors, remedy in (
+        (
+            "precision.rollout_linear",
+            precision.rollout_linear,
+            shape.experts > 0,
+            "is for dense models: a refit into Marlin's slabs of experts is not written",
+            "vllm, prepare_nvfp4_moe_layer_for_marlin",
+            "choose precision=fp8-linear",
+        ),
+        (
+            "model.parallel.rollout_tensor",
+            at.rollout_tensor,
+            at.rollout_tensor > 1,
+            "must be 1 with four bits: a refit into a rank's part of Marlin's layout is not "
+            "written",
+            "fp8_nemo/nemo/marlin/staging.py",
+            "set model.parallel.rollout_tensor=1",
+        ),
+        (
+            "correction",
+            correction.name,
+            not corrects,
+            f"must correct: {ROUNDS}, and NeMo RL asks for a correction under FP8 alone",
+            SEAMS["needs-correction"].path,
+            "choose correction=tis",
+        ),
+        (
+            "glue",
+            recipe.glue.name,
+            not recipe.glue.sends_fp8,
+            "must quantize and send four bits itself: Q, K and V share a scale, which a receiver "
+            "that gets them apart cannot make",
+            "fp8_nemo/glue/refit.py, in_groups",
+            "set glue.quantize=fused glue.transfer=fp8",
+        ),
+        (
+            "cluster.gpu",
+            recipe.cluster.gpu,
+            recipe.cluster.gpu == "b200",
+            "was not tried with four bits, and vLLM would take Hopper's way there too",
+            "vllm, ModelOptNvFp4W4A16LinearMethod",
+            "choose cluster.gpu=h100 or h200",
+        ),
+        (
+            "model.shape",
+            padded,
+            padded is not None,
+            f"is of a linear that Marlin would pad: it wants multiples of {TILES[0]} or {TILES[1]}",
+            "vllm, marlin_padded_nk",
+            "choose precision=fp8-linear or bf16",
+        ),
+    ):
+        yield Limit(key, value, four and broken, why, mirrors, remedy)
+
+
+def _padded(shape: Shape, precision: Precision) -> str | None:
+    """Return the first weight whose fused linear Marlin would pad; None if there is none."""
+    named = named_shapes(shape)
+    for name, size in named.items():
+        if is_fp8_weight(name, size, precision, shape.layers):
+            sides = sum(named[each][0] for each in fused_with(name)), size[1]
+            if not any(sides[0] % out == 0 and sides[1] % into == 0 for out, into in TILES):
+                return name
+    return None
