@@ -396,6 +396,13 @@ FORBIDDEN = [
         "glue=stock: must quantize and send four bits itself",
     ),
     (
+        [
+            *("model=llama31-8b", "precision=nvfp4-w4a16", "glue=ours"),
+            *("cluster.rollout_gpus=4", "grpo.max_sample_age=1"),
+        ],
+        "grpo.max_sample_age=1: must be null with four bits",
+    ),
+    (
         ["model=llama31-8b", "precision=nvfp4-w4a16", "cluster.gpu=b200"],
         "cluster.gpu=b200: was not tried with four bits",
     ),
@@ -821,7 +828,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 76
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 77
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]

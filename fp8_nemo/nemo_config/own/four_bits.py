@@ -62,6 +62,14 @@ def four_bit_limits(settled: Settled) -> Iterator[Limit]:
             "set glue.quantize=fused glue.transfer=fp8",
         ),
         (
+            "grpo.max_sample_age",
+            recipe.grpo.max_sample_age,
+            recipe.grpo.is_asynchronous,
+            "must be null with four bits: only the synchronous worker starts an engine in them",
+            "fp8_nemo/nemo/generation_worker.py, _create_engine",
+            "set grpo.max_sample_age=null",
+        ),
+        (
             "cluster.gpu",
             recipe.cluster.gpu,
             recipe.cluster.gpu == "b200",
