@@ -20,14 +20,14 @@ shift 3
 
 mkdir -p "$layers"
 mount -t tmpfs tmpfs "$layers"
-mkdir "$layers"/{written,work,root}
-mount -t overlay -o "lowerdir=$image,upperdir=$layers/written,workdir=$layers/work" overlay "$layers/root"
+mkdir "$layers"/{written,work,merged}
+mount -t overlay -o "lowerdir=$image,upperdir=$layers/written,workdir=$layers/work" overlay "$layers/merged"
 for mounted in /proc /sys /dev /tmp /etc/resolv.conf /etc/hosts "${mounts[@]}"; do
-    from=${mounted%%:*} to=$layers/root/${mounted#*:}
+    from=${mounted%%:*} to=$layers/merged/${mounted#*:}
     if [[ -d $from ]]; then mkdir -p "$to"; elif ! [[ -e $to ]]; then mkdir -p "${to%/*}" && touch "$to"; fi
     mount --rbind "$from" "$to"
 done
 enter=$(command -v unshare)
-while IFS= read -r variable; do export "${variable?}"; done <"$layers/root/etc/environment"
+while IFS= read -r variable; do export "${variable?}"; done <"$layers/merged/etc/environment"
 export HOME=/root
-exec "$enter" --root="$layers/root" --wd="$folder" "$@"
+exec "$enter" --root="$layers/merged" --wd="$folder" "$@"

@@ -11,25 +11,34 @@ from collections.abc import Iterator
 from fp8_nemo.glue.wire import fused_with, is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import Limit
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options import Precision, Recipe, Shape
 from fp8_nemo.recipe.settled import Settled
 
 TILES = (64, 128), (128, 64)
 """Multiples that Marlin wants of a linear's out- and in-features, one pair or the other."""
+Row = tuple[str, object, bool, str, str, str]
+"""Key, value, broken, why, mirrors and remedy of a limit."""
 ROUNDS = "four bits round more coarsely than FP8"
 
 
 def four_bit_limits(settled: Settled) -> Iterator[Limit]:
     """Yield the limits of models, engines and options: of what was not written, or cannot be."""
+    recipe = settled.recipe
+    four = recipe.precision.rollout_linear == "nvfp4"
+    for row in (*_of_model(settled, four), *_of_options(recipe)):
+        key, value, broken, why, mirrors, remedy = row
+        yield Limit(key, value, four and broken, why, mirrors, remedy)
+
+
+def _of_model(settled: Settled, four: bool) -> tuple[Row, ...]:
+    """Return what was not written for a model, or for its engine."""
     recipe, at = settled.recipe, settled.layout
-    precision, shape, correction = recipe.precision, recipe.model.shape, recipe.correction
-    four = precision.rollout_linear == "nvfp4"
-    corrects = (correction.level, correction.mask, correction.veto) != ("none", "none", None)
-    padded = _padded(shape, precision) if four else None
-    for key, value, broken, why, mirrors, remedy in (
+    shape = recipe.model.shape
+    padded = _padded(shape, recipe.precision) if four else None
+    return (
         (
             "precision.rollout_linear",
-            precision.rollout_linear,
+            recipe.precision.rollout_linear,
             shape.experts > 0,
             "is for dense models: a refit into Marlin's slabs of experts is not written",
             "vllm, prepare_nvfp4_moe_layer_for_marlin",
@@ -45,9 +54,23 @@ def four_bit_limits(settled: Settled) -> Iterator[Limit]:
             "set model.parallel.rollout_tensor=1",
         ),
         (
+            "model.shape",
+            padded,
+            padded is not None,
+            f"is of a linear that Marlin would pad: it wants multiples of {TILES[0]} or {TILES[1]}",
+            "vllm, marlin_padded_nk",
+            "choose precision=fp8-linear or bf16",
+        ),
+    )
+
+
+def _of_options(recipe: Recipe) -> tuple[Row, ...]:
+    """Return the options that four bits cannot go with."""
+    return (
+        (
             "correction",
-            correction.name,
-            not corrects,
+            recipe.correction.name,
+            not recipe.correction.is_on,
             f"must correct: {ROUNDS}, and NeMo RL asks for a correction under FP8 alone",
             SEAMS["needs-correction"].path,
             "choose correction=tis",
@@ -77,16 +100,7 @@ def four_bit_limits(settled: Settled) -> Iterator[Limit]:
             "vllm, ModelOptNvFp4W4A16LinearMethod",
             "choose cluster.gpu=h100 or h200",
         ),
-        (
-            "model.shape",
-            padded,
-            padded is not None,
-            f"is of a linear that Marlin would pad: it wants multiples of {TILES[0]} or {TILES[1]}",
-            "vllm, marlin_padded_nk",
-            "choose precision=fp8-linear or bf16",
-        ),
-    ):
-        yield Limit(key, value, four and broken, why, mirrors, remedy)
+    )
 
 
 def _padded(shape: Shape, precision: Precision) -> str | None:
