@@ -143,12 +143,12 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     plain = _in_precision(BASELINE, plan, host)
     if plain is None:
         return []
-    others = filter(None, (_in_precision(name, plan, host) for name in option_names("precision")))
+    timed = [each for each in option_names("precision") if not _shipped(each).rollout.group]
+    others = filter(None, (_in_precision(name, plan, host) for name in timed))  # not four bits
     gains = {
         each.recipe.precision.name: _times(each, plain)
         for each in others
         if each.recipe.precision != plain.recipe.precision and _fits(each)
-        if not each.recipe.precision.rollout.group  # four bits: nothing of them was timed
     }
     fastest = sorted(gains, key=lambda name: -gains[name])
     texts = ", ".join(f"{name} {gains[name]:.2f}x" for name in fastest)
