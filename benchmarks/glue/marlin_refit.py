@@ -50,6 +50,7 @@ from fp8_nemo.nemo.receiver import receiver
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.plain import to_json
 
 PROMPTS, PROMPT, ANSWER = 8, 24, 40
 BUFFER = 2**26
@@ -216,7 +217,7 @@ def eager_scores(folder: Path) -> None:
         [at[token].logprob for at, token in list(zip(o.prompt_logprobs, s, strict=True))[PROMPT:]]
         for o, s in zip(outputs, sequences, strict=True)
     ]
-    (folder / "scores.json").write_text(json.dumps(found))
+    (folder / "scores.json").write_text(to_json(found))
 
 
 def memory_of(model: Any) -> dict[str, int]:
@@ -338,8 +339,8 @@ class Bench:
                   self.folder / "model.safetensors")  # fmt: skip
         config = json.loads((self.folder / "config.json").read_text())
         asked = quantization(self.recipe.precision, self.recipe.model.shape.layers)
-        (self.folder / "config.json").write_text(json.dumps(config | asked["hf_overrides"]))
-        (self.folder / "sequences.json").write_text(json.dumps(self.sequences))
+        (self.folder / "config.json").write_text(to_json(config | asked["hf_overrides"]))
+        (self.folder / "sequences.json").write_text(to_json(self.sequences))
         command = [sys.executable, "-m", "benchmarks.glue.marlin_refit", "--eager", self.folder]
         subprocess.run([*command, "--out", os.devnull], check=True, timeout=180)
         scores = torch.tensor(json.loads((self.folder / "scores.json").read_text()))
