@@ -13,6 +13,7 @@ from pathlib import Path
 
 ENVIRONMENT = {"NVTE_FLASH_ATTN": "1", "NVTE_FUSED_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
 """What Megatron sets for `attention_backend=flash` (language_module.py:133)."""
+LOOKS = "transformer_engine.pytorch.attention.dot_product_attention.backends"
 INTERFACE = """
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None,
@@ -36,7 +37,13 @@ flash_attn_func = flash_attn_with_kvcache = _flash_attn_forward = _flash_attn_ba
 
 
 def lend(folder: Path) -> None:
-    """Make `flash_attn_3` of a folder importable, before TransformerEngine is imported."""
+    """Make `flash_attn_3` of a folder importable.
+
+    Raises:
+        RuntimeError: TransformerEngine looked already; Megatron's first import makes it look.
+    """
+    if LOOKS in sys.modules:
+        raise RuntimeError(f"{LOOKS} is imported: lend before it, or it refuses FlashAttention 3")
     package, about = folder / "flash_attn_3", folder / "flash_attn_3-3.0.0.dist-info"
     for each in (package, about):
         each.mkdir(exist_ok=True)

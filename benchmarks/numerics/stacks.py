@@ -193,6 +193,8 @@ def _watch_vllm(module: Any, T: int, seen: dict[str, Tensor]) -> None:
 
 def megatron_side(options: argparse.Namespace) -> dict[str, Tensor]:
     """Score the tokens of `FOLDER/tokens.safetensors` as a logprob pass does: packed, in eval."""
+    if options.attention == "flash":
+        flash_for_te.lend(options.folder)
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -200,8 +202,6 @@ def megatron_side(options: argparse.Namespace) -> dict[str, Tensor]:
     from benchmarks.numerics.dialects import logprobs_shard
     from benchmarks.numerics.table_forward import load
 
-    if options.attention == "flash":
-        flash_for_te.lend(options.folder)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29581"}
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("nccl", rank=0, world_size=1)

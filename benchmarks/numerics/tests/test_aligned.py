@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.numerics import dialects, flash_for_te, mismatch_budget, stacks
 from benchmarks.numerics.dialects import no_quantize
@@ -70,6 +71,30 @@ print(version("flash-attn-3"))
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.strip() == "3.0.0", run.stderr
+
+
+def test_lent_too_late_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, flash_for_te.LOOKS, sys)
+    with pytest.raises(RuntimeError, match="lend before it"):
+        flash_for_te.lend(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_megatron_side_lends_before_megatron_is_imported(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="needs Megatron-LM on PYTHONPATH")
+    code = f"""
+from argparse import Namespace
+from pathlib import Path
+from benchmarks.numerics import flash_for_te, stacks
+try:
+    stacks.megatron_side(Namespace(attention="flash", folder=Path({str(tmp_path)!r})))
+finally:
+    import transformer_engine.pytorch.attention.dot_product_attention.utils as utils
+    print("found", utils.FlashAttentionUtils.v3_is_installed)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert "found True" in run.stdout, run.stderr  # it ends where it takes its GPU
 
 
 def test_a_trainer_that_attends_by_flash_says_so_to_its_process() -> None:
