@@ -52,7 +52,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
         share = f"cluster.rollout_gpus: {settled.rollout_gpus} of {settled.gpus} GPUs sample"
         yield share + (
             " the next step's answers while the others train, and end them before they take the "
-            "new weights (grpo.max_sample_age); tested on a CPU, not yet run on a GPU"
+            "new weights (grpo.max_sample_age); run with a tiny model on two GPUs, not beyond"
             if recipe.grpo.is_asynchronous
             else ", then the others train: NeMo RL's synchronous step takes one phase after the "
             "other"
@@ -63,9 +63,8 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
     yield from _lora_notes(settled)
     if recipe.precision.rollout_linear == "nvfp4":
         yield (
-            "precision.rollout_linear: refits of four bits inside NeMo RL were tested on a CPU, "
-            "and no run on a GPU is recorded; decode's estimate takes products at BF16's rate, "
-            "and Marlin's may be slower from about 64 sequences on (docs/precision.md)"
+            "precision.rollout_linear: decode's estimate takes products of four bits at BF16's "
+            "rate, and Marlin's may be slower from about 64 sequences on (docs/precision.md)"
         )
     yield from _slow_experts(recipe)
     yield from _mixed_blocks(recipe)

@@ -1,7 +1,7 @@
 """Say where NeMo RL's engine can hold its linears in four bits (`precision=nvfp4-w4a16`).
 
 vLLM 0.25.1 repacks such a linear for its Marlin kernel; `fp8_nemo/nemo/marlin` refills what was
-repacked, which was tested on a CPU.
+repacked.
 """
 
 from __future__ import annotations
