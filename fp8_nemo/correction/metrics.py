@@ -48,7 +48,7 @@ METRICS = {
     ),
     "replay/missing_fraction": Metric(SHARE, "routes that the engine did not report"),
     "refit/bytes": Metric("bytes", "sent by the last refit"),
-    "refit/verified_weights": Metric("weights", "FP8 weights proven to have arrived; 0 unverified"),
+    "refit/verified_weights": Metric("weights", "quantized weights proven; 0 if none is quantized, or without a proof"),
     "refit/changed_bytes": Metric(
         SHARE,
         "of the engine's linears, scales too: bytes that the last refit changed, but the first; "
