@@ -17,7 +17,8 @@ from typing import NamedTuple
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.limits import host_limits
 from fp8_nemo.nemo_config.versions import OPTIMIZER_ALWAYS_MOVED
-from fp8_nemo.plan.memory import GIB, GPU_GIB, HEADROOM, count, memory_per_gpu
+from fp8_nemo.plan.memory import GIB, GPU_GIB, HEADROOM, memory_per_gpu
+from fp8_nemo.plan.model import count
 from fp8_nemo.plan.step_time import StepSeconds, step_seconds
 from fp8_nemo.recipe.settled import (
     KEEPS_OPTIMIZER,
