@@ -44,7 +44,7 @@ def test_sequences_are_cut_evenly_and_a_full_one_fills_its_micro_batch(context, 
         (["+nemo.policy.sequence_packing.enabled=false"], "nemo.policy.sequence_packing.enabled="),
         (["+nemo.policy.megatron_cfg.defer_fp32_logits=false",
           "+nemo.policy.logprob_chunk_size=1024"], "nemo.policy.logprob_chunk_size=1024: needs"),
-        (["model.parallel.context=3"], "model.parallel.context=3: cuts sequences in 6 parts, and"),
+        (["model.parallel.context=3"], "cluster.nodes x cluster.gpus_per_node=8: must be a multip"),
         (["model.memory.kv_cache_gib=1"], "model.memory.kv_cache_gib=1.0: holds 16,384 tokens"),
     ],
 )  # fmt: skip
