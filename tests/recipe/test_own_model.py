@@ -46,6 +46,7 @@ def made(tmp_path_factory):
             chat = make_chat()
             folders[family] = tmp_path_factory.mktemp("models") / f"my-{family}"
             save_model(new_model(SHAPES[family], chat, seed=0), chat, folders[family])
+            change(folders[family], max_position_embeddings=8192)  # for NeMo RL's 4,096
         return folders[family]
 
     return make
