@@ -16,7 +16,8 @@ from fp8_nemo.correction.health import GROWTH, SIGNALS
 from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import precisions
-from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, count, memory_per_gpu
+from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, memory_per_gpu
+from fp8_nemo.plan.model import count
 from fp8_nemo.plan.step_time import Lengths, step_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Precision

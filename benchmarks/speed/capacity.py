@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8_nemo.plan.memory import GIB, GPU_GIB, count
+from fp8_nemo.plan.memory import GIB, GPU_GIB
+from fp8_nemo.plan.model import count
 from fp8_nemo.plan.speed import GPU_SPEED, decode_work
 from fp8_nemo.recipe.options import Precision, Shape
 

@@ -27,7 +27,8 @@ import numpy as np
 
 from benchmarks import record
 from benchmarks.speed.capacity import engine_kv_bytes, kv_capacity
-from fp8_nemo.plan.memory import GIB, GPU_GIB, count
+from fp8_nemo.plan.memory import GIB, GPU_GIB
+from fp8_nemo.plan.model import count
 from fp8_nemo.plan.speed import Fitted, decode_seconds, refit_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Precision, Shape

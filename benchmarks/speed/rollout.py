@@ -45,7 +45,7 @@ from benchmarks.speed import rollout_engine
 from benchmarks.speed.capacity import decode_floor, kv_capacity
 from benchmarks.speed.rollout_engine import Engine, Point, TooFewSteps
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.memory import count
+from fp8_nemo.plan.model import count
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options import Precision, Shape
 from fp8_nemo.recipe.plain import to_json

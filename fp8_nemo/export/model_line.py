@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8_nemo.nemo_config.keys import hydra_value
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.memory import count
+from fp8_nemo.plan.model import count
 from fp8_nemo.recipe.checks import Mistake, verb_line
 from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.recipe.options import Recipe

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from fp8_nemo.launch.environments import image_problems, settings_of, worker_problems
 from fp8_nemo.launch.room import room, short_of
@@ -17,13 +15,12 @@ from fp8_nemo.nemo.worker_settings import PLUGIN, PLUGINS, own_folder
 from fp8_nemo.nemo_config.checkout import REMEDY, read_host
 from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, root_of
 from fp8_nemo.nemo_config.limits import host_mistakes
+from fp8_nemo.plan.model import position_mistakes
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.model_dir import model_mistakes, model_path, shape_mistakes
+from fp8_nemo.recipe.model_dir import known_config, model_mistakes, shape_mistakes
 from fp8_nemo.recipe.options import Cluster
-from fp8_nemo.recipe.own.model import rope_type
 from fp8_nemo.recipe.own.reward import reward_problems
-from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.provenance import gpus
 
@@ -32,8 +29,6 @@ NEEDED_PYTHON = (3, 12)
 NEEDED_PACKAGES = ("ray", "torch", "transformers", "megatron", "vllm", "pydantic")
 BRIDGE = "3rdparty/Megatron-Bridge-workspace/Megatron-Bridge"
 """A submodule of NeMo RL, which has Megatron-LM as a submodule of its own."""
-UNSTRETCHED = ("default", "llama3")
-"""Rotary embeddings with which vLLM refuses more than `max_position_embeddings`."""
 HUB_FILES = {
     "model": (
         ("config.json",),
@@ -177,20 +172,11 @@ def model_problems(plan: Plan) -> Iterator[str]:
     """Check that the model can be read, has the planned shape, and enough positions."""
     recipe, model = plan.recipe, plan.recipe.model
     if model.hub_id:
-        found, config = list(hub_mistakes(model.hub_id)), cached_config(model.hub_id)
-        if any(key.startswith("policy.hf_config_overrides") for key in leaves(recipe.nemo)):
-            config = {}  # the run's model differs from it
+        found, config = list(hub_mistakes(model.hub_id)), known_config(recipe)
         found += shape_mistakes(config, model.hub_id, model) if config else ()
     else:
         found = list(model_mistakes(recipe, pads=False))
-        config = {} if found else json.loads((model_path(model) / "config.json").read_text())
-    yield from map(str, found)
-    longest = plan.settled.sequence_tokens
-    most = config.get("max_position_embeddings", longest)
-    # The local backend has no such limit, and nodes are checked for its plans too.
-    if plan.nemo and longest > most and rope_type(config) in UNSTRETCHED:
-        text = f"makes sequences of {longest} tokens, the model has {most} positions"
-        yield str(Mistake("grpo.max_new_tokens", recipe.grpo.max_new_tokens, text, "lower it"))
+    yield from map(str, [*found, *position_mistakes(plan.settled)])
 
 
 def hub_mistakes(name: str, kind: str = "model") -> Iterator[Mistake]:
@@ -230,16 +216,6 @@ def hub_mistakes(name: str, kind: str = "model") -> Iterator[Mistake]:
             text = f"the hub cannot be asked ({type(error).__name__})"
             first = "fill the cache first"
     yield Mistake(key, name, text, f"{first}, {remedy}")
-
-
-def cached_config(name: str) -> dict[str, Any]:
-    """Return a hub model's `config.json` from the hub's cache here; empty if it has none."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ModuleNotFoundError:
-        return {}
-    found = try_to_load_from_cache(name, "config.json")
-    return json.loads(Path(found).read_text()) if isinstance(found, str) else {}
 
 
 def missing_in_cache(name: str, kind: str) -> str:

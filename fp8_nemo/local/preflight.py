@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from fp8_nemo.plan.model import position_mistakes
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import damage, model_mistakes, model_path, positions
 from fp8_nemo.recipe.own.reward import reward_problems
 from fp8_nemo.recipe.problems import (
@@ -33,26 +33,23 @@ def problems_with(plan: Plan) -> list[str]:
     lines += [*found, *_checkpoint_mistakes(run_path(plan))]
     try:
         problems = load_problems(plan.recipe.data, plan.recipe.seed)
-        lines += () if found or lines else _length_mistakes(plan)
+        lines += map(str, position_mistakes(plan.settled))
+        lines += () if found or lines else _long_prompts(plan)
     except DataError as error:
         return [*lines, str(error)]
     lines += reward_problems(plan.recipe.data, problems.train[0])
     return lines
 
 
-def _length_mistakes(plan: Plan) -> Iterator[str]:
-    """Yield what has no place in the model's positions: the answers, or prompts with theirs."""
+def _long_prompts(plan: Plan) -> Iterator[str]:
+    """Yield each file whose prompts have, with their answers, no place in the model's positions."""
     folder, data = model_path(plan.recipe.model), plan.recipe.data
     most, answer = positions(folder), plan.settled.response_tokens
     if most is None:
         return
-    if answer >= most:
-        text = f"{folder} has {most:,} positions, for a prompt and its answer"
-        yield str(Mistake("grpo.max_new_tokens", answer, text, "lower it"))
-        return
     for file in (TRAIN_FILE, VALIDATION_FILE) if not data.is_made else ():
         path = Path(data.path or "") / file
-        if lines := _long_prompts(path, folder, most - answer):
+        if lines := _longer_than(path, folder, most - answer):
             more = f", and {len(lines) - 1} lines more" if len(lines) > 1 else ""
             number, tokens = lines[0]
             yield (
@@ -61,7 +58,7 @@ def _length_mistakes(plan: Plan) -> Iterator[str]:
             )
 
 
-def _long_prompts(path: Path, model: Path, room: int) -> list[tuple[int, int]]:
+def _longer_than(path: Path, model: Path, room: int) -> list[tuple[int, int]]:
     """Return line and tokens of each problem of a file that has more tokens than there is room.
 
     A text has at most as many tokens as bytes, so only long ones are given to the tokenizer. The

@@ -7,11 +7,10 @@ trip, so that it is one line before a GPU is asked for. What only some versions 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fp8_nemo.glue.wire import is_cut_along_in, is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import MEGATRON
 from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, configure
@@ -20,23 +19,70 @@ from fp8_nemo.nemo_config.own.asynchronous import asynchronous_limits
 from fp8_nemo.nemo_config.own.environments import environment_limits
 from fp8_nemo.nemo_config.own.four_bits import four_bit_limits
 from fp8_nemo.nemo_config.own.fp16 import fp16_limits
+from fp8_nemo.nemo_config.own.layouts import layout_limits
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
 from fp8_nemo.nemo_config.vllm_arguments import argument_limits
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import Precision, Recipe
-from fp8_nemo.recipe.settled import MICRO_BATCH, Layout, Settled
+from fp8_nemo.recipe.settled import MICRO_BATCH, Settled
 
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"
 MULTIPLE = "policy.make_sequence_length_divisible_by"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
+PARALLEL = "model.parallel."
 
 
 def host_mistakes(settled: Settled, host: Host) -> Iterator[Mistake]:
-    """Yield every limit of the host that a settled recipe breaks."""
-    for key, value, broken, allowed, mirrors, remedy in host_limits(settled, host):
-        if broken:
-            yield Mistake(key, value, f"{allowed} ({mirrors})", remedy)
+    """Yield every limit of the host that a settled recipe breaks.
+
+    A size of `model.parallel` is told once, with the sizes that can stand in its place. What only
+    follows from it is not told: the rest is looked at with the nearest of these.
+    """
+    told = set[str]()
+    while wrong := next((each for each in _broken(settled, host, told) if _is_size(each)), None):
+        told.add(wrong.key)
+        sizes = _sizes_instead(settled, host, wrong)
+        yield _mistake(wrong._replace(remedy=wrong.remedy or _one_of(sizes)))
+        if sizes:
+            away = {abs(size - wrong.value): size for size in sizes}
+            settled = _with_size(settled, wrong.key, away[min(away)])
+    yield from map(_mistake, _broken(settled, host, told))
+
+
+def _broken(settled: Settled, host: Host, told: Collection[str] = ()) -> Iterator[Limit]:
+    limits = host_limits(settled, host)
+    return (each for each in limits if each.broken and each.key not in told)
+
+
+def _is_size(limit: Limit) -> bool:
+    return limit.key.startswith(PARALLEL)
+
+
+def _mistake(limit: Limit) -> Mistake:
+    return Mistake(limit.key, limit.value, f"{limit.allowed} ({limit.mirrors})", limit.remedy)
+
+
+def _sizes_instead(settled: Settled, host: Host, wrong: Limit) -> list[int]:
+    """Return the sizes that break no limit of this key, and fewest others; [] if none can be."""
+    sizes = [n for n in range(1, settled.gpus + 1) if settled.gpus % n == 0]
+    keys = {
+        size: [each.key for each in _broken(_with_size(settled, wrong.key, size), host)]
+        for size in sizes
+    }
+    breaks = {size: len(broken) for size, broken in keys.items() if wrong.key not in broken}
+    return [size for size, count in breaks.items() if count == min(breaks.values())]
+
+
+def _with_size(settled: Settled, key: str, size: int) -> Settled:
+    layout = settled.layout._replace(**{key.removeprefix(PARALLEL): size})
+    return replace(settled, layout=layout)
+
+
+def _one_of(sizes: Sequence[int]) -> str:
+    """Return `set 1, 2 or 4`; nothing for no size."""
+    text = ", ".join(map(str, sizes))
+    return f"set {' or '.join(text.rsplit(', ', 1))}" if sizes else ""
 
 
 def format_mistakes(precision: Precision) -> Iterator[Mistake]:
@@ -56,14 +102,13 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
         settled: a recipe that is valid by itself.
         host: the NeMo RL. A limit of a defect counts as kept if the host lacks the defect.
     """
-    yield from _of_gpus(settled)
-    yield from _of_shape(settled)
+    yield from layout_limits(settled)
     yield from _of_precision(settled.recipe)
     yield from asynchronous_limits(settled)
     yield from defect_limits(settled, host.defects)
     recipe, base = settled.recipe, settled.recipe.model.base_config or ""
     written = {**host.leaves(base), **configure(settled, host).keys}
-    yield from _of_batches(written)
+    yield from _of_batches(settled, written)
     yield from _of_sampled_batches(written)
     yield from _of_logprobs(written)
     yield from _of_training(recipe, written)
@@ -73,103 +118,6 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from four_bit_limits(settled)
     yield from environment_limits(recipe.data, written)
     yield from argument_limits(settled, host.vllm)
-
-
-def _of_gpus(settled: Settled) -> Iterator[Limit]:
-    """Yield the limits of how the GPUs are shared out."""
-    recipe, cluster = settled.recipe, settled.recipe.cluster
-    at, shape = settled.layout, recipe.model.shape
-    train, rollout = settled.train_gpus, settled.rollout_gpus
-    copy, stage = at.copy, train // at.pipeline  # in GPUs
-    apart = "" if settled.shares_gpus else "cluster.rollout_gpus"
-    yield Limit(
-        "cluster.rollout_gpus",
-        cluster.rollout_gpus,
-        cluster.nodes > 1 and cluster.rollout_gpus % cluster.gpus_per_node != 0,
-        f"must be whole nodes of {cluster.gpus_per_node} with cluster.nodes={cluster.nodes}",
-        SEAMS["whole-nodes"].path,
-        f"set {cluster.gpus_per_node} or a multiple, or cluster.nodes=1",
-    )
-    yield Limit(
-        "model.parallel.pipeline",
-        at.pipeline,
-        recipe.precision.cache.is_quantized and at.pipeline != 1,
-        "precision.rollout_kv=fp8 allows 1, layers are counted per stage upstream",
-        SEAMS["one-stage"].path,
-        "use model.parallel.tensor instead, or choose precision=fp8-linear",
-    )
-    yield Limit(
-        " - ".join(filter(None, ("cluster.nodes x cluster.gpus_per_node", apart))),
-        train,
-        train % copy != 0,
-        f"must be a multiple of tensor x pipeline x context = {copy}",
-        SEAMS["gpus-per-copy"].path,
-        "change cluster.nodes, cluster.gpus_per_node or model.parallel",
-    )
-    yield _divides(at, "rollout_tensor", rollout, apart or "the GPUs", SEAMS["engine-ranks"].path)
-    yield Limit(
-        "model.parallel.rollout_expert",
-        at.rollout_expert,
-        at.rollout_expert != 1
-        and (at.rollout_expert % at.rollout_tensor != 0 or rollout % at.rollout_expert != 0),
-        f"must be 1, or a multiple of rollout_tensor={at.rollout_tensor} that divides "
-        f"{apart or 'the GPUs'}, {rollout}",
-        SEAMS["expert-ranks"].path,
-    )
-    yield Limit(
-        "model.parallel.expert",
-        at.expert,
-        stage % at.expert != 0 or (shape.experts or 1) % at.expert != 0,
-        f"must divide the experts, {shape.experts or 'none here'}, and the GPUs of a pipeline "
-        f"stage, {stage}",
-        "megatron/core/parallel_state.py, initialize_model_parallel",
-    )
-
-
-def _of_shape(settled: Settled) -> Iterator[Limit]:
-    """Yield the limits of how the model and an update's sequences are cut."""
-    recipe, uneven = settled.recipe, _uneven_shard(settled)
-    at, shape, block = settled.layout, recipe.model.shape, recipe.precision.rollout.block
-    update, ranks = settled.sequences_per_update, settled.data_parallel
-    yield _divides(at, "pipeline", shape.layers, "the layers", "megatron/core/transformer")
-    yield _divides(at, "tensor", shape.kv_heads, "the K/V heads", "megatron/core/transformer")
-    yield _divides(at, "rollout_tensor", shape.heads, "the heads", "vllm, model config")
-    yield Limit(
-        "lora.rank",
-        recipe.lora.rank,
-        (recipe.lora.rank or 0) % at.tensor != 0,
-        f"must be a multiple of model.parallel.tensor={at.tensor}, which shares it out",
-        SEAMS["shares-the-rank"].path,
-    )
-    yield Limit(
-        "model.shape.hidden",
-        shape.hidden,
-        block > 0 and shape.hidden % block != 0,
-        f"must be a multiple of {block} with FP8 linears",
-        "vllm, per_token_group_quant_fp8",
-        "choose precision=bf16",
-    )
-    yield Limit(
-        "model.parallel.rollout_tensor",
-        at.rollout_tensor,
-        uneven is not None,
-        f"leaves {uneven} with a side that is no multiple of {block}",
-        "vllm, validate_fp8_block_shape",
-        "choose precision=bf16"
-        if at.rollout_tensor == 1
-        else "experts stay whole with model.parallel.rollout_expert=rollout_tensor; else lower it"
-        if shape.experts
-        else "lower it",
-    )
-    yield Limit(
-        "grpo.updates_per_step",
-        recipe.grpo.updates_per_step,
-        update % ranks != 0,
-        f"gives updates of {update} sequences, which {ranks} data-parallel ranks cannot share "
-        "evenly",
-        "nemo_rl/distributed/batched_data_dict.py, shard_by_batch_size",
-        "change grpo.updates_per_step, grpo.prompts_per_step or the GPUs",
-    )
 
 
 def _of_precision(recipe: Recipe) -> Iterator[Limit]:
@@ -212,7 +160,7 @@ def _of_precision(recipe: Recipe) -> Iterator[Limit]:
     )
 
 
-def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
+def _of_batches(settled: Settled, written: Mapping[str, Any]) -> Iterator[Limit]:
     """Yield the limits of how sequences become batches, from every key that NeMo RL gets."""
     tensor, stages = written[TENSOR], written[f"{MEGATRON}.pipeline_model_parallel_size"]
     context = written[f"{MEGATRON}.context_parallel_size"]
@@ -254,15 +202,25 @@ def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
     cut = (2 * context if context > 1 else 1) * (
         tensor if written[f"{MEGATRON}.sequence_parallel"] else 1
     )
-    each = int(_number(multiple)) or cut
+    given, each = MULTIPLE in settled.own, int(_number(multiple)) or cut
+    uneven, asked = longest % each != 0, "must "
+    if cut > 1:
+        asked += f"be a multiple of {cut}, which context and sequence parallelism ask for, and "
     yield Limit(
         f"nemo.{MULTIPLE}",
         multiple,
-        packed and (each % cut != 0 or longest % each != 0),
-        f"must be a multiple of {cut}, which context and sequence parallelism ask for, and divide "
-        f"the longest sequence, {longest}",
+        packed and given and (each % cut != 0 or uneven),
+        f"{asked}divide the longest sequence, {longest}",
         SEAMS["cut-evenly"].path,
         "leave it out",
+    )
+    name = "context" if context > 1 else "tensor"
+    yield Limit(
+        f"{PARALLEL}{name}",
+        getattr(settled.layout, name),
+        packed and not given and uneven,
+        f"cuts sequences in {each} parts, and the longest has {longest} tokens",
+        SEAMS["cut-evenly"].path,
     )
 
 
@@ -383,32 +341,3 @@ def _of_fp8_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Lim
 def _number(value: Any) -> float:
     """Return a user's own number; 0 for none, or for another type, which is refused elsewhere."""
     return value if type(value) in (int, float) else 0
-
-
-def _divides(parallel: Layout, key: str, whole: int, what: str, mirrors: str) -> Limit:
-    """Return the limit that `model.parallel.KEY` must divide a number of the recipe."""
-    size, allowed = getattr(parallel, key), f"must divide {what}, {whole}"
-    return Limit(f"model.parallel.{key}", size, whole % size != 0, allowed, mirrors)
-
-
-def _uneven_shard(settled: Settled) -> str | None:
-    """Return the first FP8 weight that vLLM cannot cut on block borders; None if there is none."""
-    recipe, parallel, shape = settled.recipe, settled.layout, settled.recipe.model.shape
-    if not recipe.precision.rollout.block:
-        return None
-    # The first layer in FP8, and one expert, stand for all.
-    few = replace(
-        shape, layers=1 + recipe.precision.first_layers_bf16, experts=min(1, shape.experts)
-    )
-    for name, sizes in named_shapes(few).items():
-        if not is_fp8_weight(name, sizes, recipe.precision, shape.layers):
-            continue
-        axis = int(is_cut_along_in(name.removesuffix(".weight").rpartition(".")[2]))
-        ranks = parallel.rollout_tensor
-        if ".experts." in name and parallel.rollout_expert > 1:
-            ranks = 1  # they stay whole
-        if name.endswith(("k_proj.weight", "v_proj.weight")):
-            ranks = min(ranks, shape.kv_heads)  # more ranks hold copies of a head
-        if sizes[axis] % (recipe.precision.rollout.block * ranks):
-            return name
-    return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from fp8_nemo.correction.quantiles import verdict_of
 from fp8_nemo.nemo_config.host import MAIN, Host, HostError
-from fp8_nemo.plan.checkpoint import checkpoint_mistakes
+from fp8_nemo.plan.model import checkpoint_mistakes, position_mistakes
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.recipe.compose import Cell, ComposeError, compose_cells, refuse_cells
 from fp8_nemo.recipe.options import Recipe
@@ -53,6 +53,7 @@ def _plan(
             plan = plan_recipe(recipe, host_of(recipe), first)
     except (PlanError, HostError) as error:
         return None, lines + str(error).splitlines()
+    lines += map(str, position_mistakes(plan.settled))
     return dataclasses.replace(plan, notes=(*plan.notes, *cell.notes, *measured.notes)), lines
 
 

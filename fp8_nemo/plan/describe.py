@@ -23,15 +23,14 @@ from fp8_nemo.plan.layout import Choice, choose
 from fp8_nemo.plan.memory import (
     GPU_GIB,
     HEADROOM,
-    Counts,
     MemoryByPhase,
     checkpoint_gib,
-    count,
     host_gib,
     kv_cache_tokens,
     memory_per_gpu,
     trained_parameters,
 )
+from fp8_nemo.plan.model import Counts, count
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths

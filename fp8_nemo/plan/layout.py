@@ -15,9 +15,10 @@ from itertools import product
 from typing import NamedTuple
 
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.limits import host_mistakes
+from fp8_nemo.nemo_config.limits import host_limits
 from fp8_nemo.nemo_config.versions import OPTIMIZER_ALWAYS_MOVED
-from fp8_nemo.plan.memory import GIB, GPU_GIB, HEADROOM, count, memory_per_gpu
+from fp8_nemo.plan.memory import GIB, GPU_GIB, HEADROOM, memory_per_gpu
+from fp8_nemo.plan.model import count
 from fp8_nemo.plan.step_time import StepSeconds, step_seconds
 from fp8_nemo.recipe.settled import (
     KEEPS_OPTIMIZER,
@@ -100,7 +101,7 @@ def _candidates(settled: Settled, host: Host) -> Iterator[Layout]:
     chunks = [given.logits_chunk] if LOGITS_CHUNK in own else [0, CHUNK]
     for each in product(*ranks):
         spread = given._replace(**dict(zip(RANKS, each, strict=True)))
-        if any(host_mistakes(replace(settled, layout=spread), host)):
+        if any(each.broken for each in host_limits(replace(settled, layout=spread), host)):
             continue
         for keep, again, chunk in product(keeps, recompute, chunks):
             each = spread._replace(keeps_optimizer=keep, recompute=again, logits_chunk=chunk)

@@ -1,23 +1,20 @@
-"""Count what a recipe's weights, cache and training state weigh, before a GPU is asked for.
+"""Add up what a recipe's weights, cache and training state weigh, before a GPU is asked for.
 
-`count` is exact, from the model's numbers. `memory_per_gpu` adds up what trainer and engine hold in
-each phase of a NeMo RL step on one GPU: exact for weights, gradients and optimizer, by formula for
-activations, and with a fixed allowance for what no formula knows. One run corrected the trainer's
-part: less the allowance it is within 0.1 GiB of what NeMo RL printed after training, before the
-refit and while the engine sampled (8B, FP8 on both sides, two H200s; docs/research/speed.md). The
-rest has not been compared with a measurement.
+`memory_per_gpu` has what trainer and engine hold in each phase of a NeMo RL step on one GPU: exact
+for weights, gradients and optimizer (`model.py` counts them), by formula for activations, and with
+a fixed allowance for what no formula knows. One run corrected the trainer's part: less the
+allowance it is within 0.1 GiB of what NeMo RL printed after training, before the refit and while
+the engine sampled (8B, FP8 on both sides, two H200s; docs/research/speed.md). The rest has not been
+compared with a measurement.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from fp8_nemo.glue.wire import is_fp8_weight, named_shapes, weight_of, wire_specs
-from fp8_nemo.recipe.options import DTYPE_BYTES, LORA_MODULES, Lora, Precision, Shape
+from fp8_nemo.plan.model import adapter_parameters, adapters, census, count
+from fp8_nemo.recipe.options import Precision, Shape
 from fp8_nemo.recipe.settled import Settled
 
 GIB = 2**30
@@ -44,110 +41,6 @@ PLAIN = {"moments": "Adam's moments", "holes": "fragmentation", "allowance": "re
 """Parts of a phase whose names a user would not know, as they are printed."""
 MERGED_BYTES = 12
 """Bytes of one weight while its adapter is added to it: three times in FP32 (peft_bridge.py)."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Count one model in one precision; bytes are of the whole model, not per GPU."""
-
-    parameters: int
-    fp8_weights: int
-    """Weights that the engine holds quantized, experts counted one by one."""
-    bf16_weights: int
-    refit_bytes: int
-    """What one refit sends, scales included."""
-    refit_bytes_bf16: int
-    """What the same refit sends in BF16."""
-    kv_bytes_per_token: int
-
-
-@lru_cache
-def count(shape: Shape, precision: Precision) -> Counts:
-    """Count parameters, weights and bytes from `model.shape` and the precision."""
-    shapes = named_shapes(shape)
-    specs = wire_specs(shapes, precision, shape.layers, precision.kv_groups(shape.kv_heads))
-    scaled = {weight_of(name) for name in specs if weight_of(name) != name}
-    parameters = sum(math.prod(each) for each in shapes.values())
-    return Counts(
-        parameters=parameters,
-        fp8_weights=len(scaled),
-        bf16_weights=len(shapes) - len(scaled),
-        refit_bytes=sum(DTYPE_BYTES[each.dtype] * math.prod(each.shape) for each in specs.values()),
-        refit_bytes_bf16=2 * parameters,
-        kv_bytes_per_token=_kv_bytes_per_token(shape, precision),
-    )
-
-
-def _kv_bytes_per_token(shape: Shape, precision: Precision) -> int:
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * DTYPE_BYTES[precision.cache.dtype]
-
-
-class Group(NamedTuple):
-    """Count weights of one kind: `Group("experts", quantized=True, matrix=True, 4.7e9)`."""
-
-    part: str
-    """`embedding`, `head`, `experts`, `layers` (the rest of a layer) or `norm`, the last one."""
-    quantized: bool
-    matrix: bool
-    """Whether a product is made with them; norms and biases are vectors."""
-    elements: int
-
-
-@lru_cache
-def census(shape: Shape, precision: Precision) -> tuple[Group, ...]:
-    """Count a model's weights by kind, each that the engine quantizes apart."""
-    found: Counter[tuple[str, bool, bool]] = Counter()
-    for name, size in named_shapes(shape).items():
-        quantized = is_fp8_weight(name, size, precision, shape.layers)
-        found[_part(name), quantized, len(size) > 1] += math.prod(size)
-    return tuple(Group(*kind, elements) for kind, elements in found.items())
-
-
-def _part(name: str) -> str:
-    if name.startswith("model.layers."):
-        return "experts" if ".experts." in name else "layers"
-    ends = {"model.embed_tokens.weight": "embedding", "lm_head.weight": "head"}
-    return ends.get(name, "norm")
-
-
-class Adapter(NamedTuple):
-    """Give the widths of one layer's adapter: `Adapter(6144, 4096, 2**24, in_experts=False)`."""
-
-    out: int
-    """Rows of `B`: those of all linears that share an `A`."""
-    into: int
-    """Columns of `A`."""
-    largest: int
-    """Elements of the largest linear among them."""
-    in_experts: bool
-    """One for all experts that a GPU trains (seam shares-an-adapter)."""
-
-
-def adapters(shape: Shape, lora: Lora) -> list[Adapter]:
-    """List the adapters that LoRA adds to one layer; none without LoRA."""
-    if not lora.is_on:
-        return []
-    layer = named_shapes(replace(shape, layers=1, experts=min(1, shape.experts)))
-    found = []
-    for module in lora.target_modules:
-        names = tuple(f".{each}.weight" for each in LORA_MODULES[module])
-        sizes = {name: size for name, size in layer.items() if name.endswith(names)}
-        in_experts = any(".experts." in name for name in sizes)
-        _, into = next(iter(sizes.values()))
-        rows = [out for out, _ in sizes.values()]
-        found.append(Adapter(sum(rows), into, max(rows) * into, in_experts))
-    return found
-
-
-def _adapter_parameters(shape: Shape, lora: Lora) -> tuple[int, int]:
-    """Count all adapters' parameters outside experts, and those of one GPU's experts."""
-    found = adapters(shape, lora)
-    each = shape.layers * (lora.rank or 0)
-    dense, expert = (
-        each * sum(one.out + one.into for one in found if one.in_experts == inside)
-        for inside in (False, True)
-    )
-    return dense, expert
 
 
 @dataclass(frozen=True)
@@ -319,7 +212,7 @@ def trained_parameters(settled: Settled) -> int:
     shape, lora = settled.recipe.model.shape, settled.recipe.lora
     dense, expert, _ = _parameters(shape)
     if lora.is_on:
-        dense, expert = _adapter_parameters(shape, lora)
+        dense, expert = adapter_parameters(shape, lora)
         expert *= settled.layout.expert
     return dense + expert
 
@@ -327,7 +220,7 @@ def trained_parameters(settled: Settled) -> int:
 def kv_cache_tokens(settled: Settled, memory: MemoryByPhase) -> int:
     """Count the tokens that one engine's KV cache holds, over its `rollout_tensor` GPUs."""
     shape = settled.recipe.model.shape
-    per_token = _kv_bytes_per_token(shape, settled.recipe.precision)
+    per_token = count(shape, settled.recipe.precision).kv_bytes_per_token
     shards = min(settled.layout.rollout_tensor, shape.kv_heads)
     return int(memory.phases["rollout"]["KV cache"] * shards / per_token)
 
@@ -352,7 +245,7 @@ def _held(settled: Settled) -> Held:
     held, spread = _shares(settled, dense, expert)
     trained = held
     if lora.is_on:
-        in_dense, in_expert = _adapter_parameters(shape, lora)
+        in_dense, in_expert = adapter_parameters(shape, lora)
         trained, spread = _shares(settled, in_dense, in_expert * settled.layout.expert)
         held += trained
     return Held(held, trained, spread, quantized / (dense + expert))

@@ -24,7 +24,8 @@ from fp8_nemo.nemo_config.limits import format_mistakes, host_mistakes
 from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, configure
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.layout import choose
-from fp8_nemo.plan.memory import MemoryByPhase, adapters, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.model import adapters
 from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Lora, Recipe, Replay

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fp8_nemo.plan.memory import census, count, kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.memory import kv_cache_tokens, memory_per_gpu
+from fp8_nemo.plan.model import census, count
 from fp8_nemo.recipe.options import Model, Precision, Shape
 from fp8_nemo.recipe.settled import Settled
 

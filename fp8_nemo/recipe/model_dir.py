@@ -14,7 +14,7 @@ from typing import Any
 from fp8_nemo.recipe.checks import Mistake, as_typed, verb_line
 from fp8_nemo.recipe.options import TASKS, Data, Model, Recipe
 from fp8_nemo.recipe.own.model import NUMBERS, shape_of
-from fp8_nemo.recipe.plain import read_json
+from fp8_nemo.recipe.plain import leaves, read_json
 
 SHIPPED = Path(__file__).parent / "models"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -132,6 +132,31 @@ def positions(folder: Path) -> int | None:
     """Return the positions of a model in a folder, `max_position_embeddings`; None if unsaid."""
     found = _read_object(folder / "config.json").get("max_position_embeddings")
     return found if type(found) is int else None
+
+
+def known_config(recipe: Recipe) -> dict[str, Any]:
+    """Return the `config.json` that a run reads, from its folder or the hub's cache; else empty.
+
+    Empty too where keys of NeMo RL's change it (`hf_config_overrides`).
+    """
+    if any(key.startswith("policy.hf_config_overrides") for key in leaves(recipe.nemo)):
+        return {}
+    if recipe.model.hub_id:
+        return cached_config(recipe.model.hub_id)
+    try:
+        return _read_object(model_path(recipe.model) / "config.json")
+    except ValueError:
+        return {}
+
+
+def cached_config(name: str) -> dict[str, Any]:
+    """Return a hub model's `config.json` from the hub's cache here; empty if it has none."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ModuleNotFoundError:
+        return {}
+    found = try_to_load_from_cache(name, "config.json")
+    return _read_object(Path(found)) if isinstance(found, str) else {}
 
 
 def shape_mistakes(config: dict[str, Any], where: object, model: Model) -> Iterator[Mistake]:

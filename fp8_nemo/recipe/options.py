@@ -111,8 +111,7 @@ class Memory:
     rollout_share: float = number(0.5, above=0, most=0.95)
     """Share of the GPU that the engine may take."""
     kv_cache_gib: float | None = number(None, above=0)
-    """Size of the KV cache per GPU. Without it the engine takes what it saw free when it started,
-    and may find it taken when it wakes up (NeMo RL #3412)."""
+    """KV cache per GPU; null: what the engine saw free at its start (NeMo RL #3412)."""
     micro_batch: int | None = number(None, least=1)
     """Sequences of full length that a training micro-batch has room for; null: the base's."""
     logprob_batch: int | None = number(None, least=1)
@@ -211,8 +210,7 @@ class Precision:
     last_layers_bf16: int = number(0, least=0)
     """Last layers of the engine that stay in BF16."""
     align: str = one_of("none", "cheap")
-    """`cheap`: the engine's RoPE, SiLU and FP8 quantizer round as the trainer's; its norm and
-    attention stay vLLM's."""
+    """`cheap`: the engine's RoPE, SiLU and FP8 quantizer round as the trainer's."""
 
     @property
     def is_aligned(self) -> bool:
@@ -500,8 +498,8 @@ class Lora:
     alpha: int | None = number(None, least=1)
     """The engine's weight is `W + alpha / rank * B A`."""
     target_modules: list[str] = field(default_factory=list)
-    """Linears with adapters, in Megatron's words: `linear_qkv`, `linear_proj` (attention's output),
-    `linear_fc1` (gate and up), `linear_fc2` (down)."""
+    """Linears with adapters: `linear_qkv`, `linear_proj` (output), `linear_fc1` (gate, up),
+    `linear_fc2` (down)."""
 
     @property
     def is_on(self) -> bool:
@@ -580,8 +578,7 @@ class Cluster:
     gpus_per_node: int = number(8, least=1)
     """GPUs that it takes on each."""
     rollout_gpus: int = number(0, least=0)
-    """GPUs of these that only sample, for others that only train; 0: each does both in turn. With
-    several nodes, whole nodes."""
+    """GPUs that only sample, of several nodes whole ones; 0: each trains and samples in turn."""
     gpu: str = one_of("h100", "h200", "b200")
     """Which GPU; its memory and architecture follow."""
     time: str = "04:00:00"

@@ -15,6 +15,7 @@ from fp8_nemo.launch import preflight
 from fp8_nemo.nemo_config import checkout
 from fp8_nemo.nemo_config.host import MAIN, Host
 from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED
 
@@ -46,9 +47,12 @@ def test_a_missing_model_folder_is_one_line(no_checkout, tmp_path):
     ]
 
 
-def test_a_sequence_longer_than_the_models_positions_is_one_line(no_checkout):
-    lines = problems("model=tiny-llama", "grpo.max_new_tokens=2000")
-    assert lines[1].startswith("grpo.max_new_tokens=2000: makes sequences of 3072 tokens, the mod")
+def test_a_node_finds_a_sequence_longer_than_the_models_positions(no_checkout):
+    [recipe] = compose([*NEMO, "model=tiny-llama", "grpo.max_new_tokens=2000"])
+    assert preflight.problems_with(plan_recipe(recipe))[1:] == [
+        "grpo.max_new_tokens=2000: makes sequences of 3072 tokens, the model has 2048 positions; "
+        "lower it"
+    ]
 
 
 def test_a_local_run_has_neither_nemo_rls_batches_nor_vllms_positions(tmp_path):
@@ -85,10 +89,11 @@ def ask_the_hub(hf_id, tmp_path, *line, **environment):
     """What preflight says of a model, in a process of its own: its library reads settings once."""
     words = [*NEMO, "model=tiny-llama", f"model.hf_id={hf_id}", *line]
     code = (
-        "from fp8_nemo.plan.cells import compose_plans;"
+        "from fp8_nemo.plan.plan import plan_recipe;"
+        "from fp8_nemo.recipe.compose import compose;"
         "from fp8_nemo.launch.preflight import problems_with;"
-        f"[plan] = compose_plans({words});"
-        "print(*problems_with(plan)[1:], sep='\\n')"  # the first one misses the checkout
+        f"[recipe] = compose({words});"
+        "print(*problems_with(plan_recipe(recipe))[1:], sep='\\n')"  # the first misses the checkout
     )
     settings = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "no_proxy": "*"} | environment
     done = subprocess.run(
@@ -158,6 +163,23 @@ def test_a_hubs_model_of_another_shape_or_of_fewer_positions_is_one_line_each(tm
     ]
     more = ["grpo.max_new_tokens=2000", "+nemo.policy.hf_config_overrides.num_hidden_layers=2"]
     assert ask_the_hub("org/model", tmp_path, *more, HF_HUB_OFFLINE="1") == ""
+
+
+def test_a_plan_says_what_its_run_would_of_positions_that_the_hubs_cache_names(tmp_path):
+    cached(tmp_path, "tokenizer_config.json", "model.safetensors", max_position_embeddings=2048)
+    words = [*NEMO, "model=tiny-llama", "model.hf_id=org/model", "grpo.max_new_tokens=2000"]
+    for verb in ("plan", "grpo"):
+        done = subprocess.run(
+            [sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *words],
+            capture_output=True, text=True, timeout=60, cwd=tmp_path,
+            env=os.environ | {"HF_HOME": str(tmp_path), "NEMO_RL_ROOT": ""},
+        )  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (
+            2,
+            "",
+            "grpo.max_new_tokens=2000: makes sequences of 3072 tokens, the model has 2048 "
+            "positions; lower it\n",
+        )
 
 
 def test_stretched_positions_are_not_held_against_a_sequence(tmp_path):

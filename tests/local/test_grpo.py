@@ -6,6 +6,8 @@ import math
 import os
 import resource
 import shutil
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,13 @@ from fp8_nemo.local.checkpoint import CheckpointError
 from fp8_nemo.local.grpo import GrpoLoop
 from fp8_nemo.local.loss import clipped_loss, group_advantages, k3
 from fp8_nemo.local.run import progress, run
-from fp8_nemo.plan.plan import Plan
+from fp8_nemo.plan.plan import Plan, plan_recipe
+from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED
-from fp8_nemo.recipe.options import GRPO
+from fp8_nemo.recipe.options import GRPO, Recipe
 from fp8_nemo.recipe.problems import Problem, read_jsonl, running_sum
 from fp8_nemo.runs import metrics, run_dir
+from tests.conftest import SMALL
 from tests.recipe.test_conf import CELLS
 
 MODELS = ["tiny-llama", "tiny-qwen3-moe"]
@@ -64,12 +68,23 @@ def without_times(rows: list[dict]) -> str:
     return json.dumps([{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows])
 
 
+@cache
+def composed(word: str) -> Recipe:
+    """A small recipe with one option. Composing every cell takes as long as a step of it."""
+    [recipe] = compose([*SMALL, word])
+    return recipe
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("precision", "correction"), CELLS, ids=["-".join(cell) for cell in CELLS])
-def test_every_cell_runs_two_steps(make_plan, model, precision, correction):
-    rows = rows_of(
-        make_plan(f"model={model}", f"precision={precision}", f"correction={correction}")
+def test_every_cell_runs_two_steps(tmp_path, model, precision, correction):
+    recipe = replace(
+        composed(f"model={model}"),
+        precision=composed(f"precision={precision}").precision,
+        correction=composed(f"correction={correction}").correction,
+        outputs=str(tmp_path),
     )
+    rows = rows_of(plan_recipe(recipe))
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert set(rows[1]) >= CORE_KEYS and "val/accuracy" in rows[2]
     assert all(math.isfinite(value) for row in rows for value in row.values())

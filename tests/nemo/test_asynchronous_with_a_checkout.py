@@ -1,5 +1,6 @@
 """Ring 2: NeMo RL's asynchronous loop takes what the driver gives; a failed refit ends it."""
 
+import asyncio
 import importlib.util
 import inspect
 import os
@@ -8,7 +9,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.launch import session
@@ -37,6 +40,23 @@ def grpo(monkeypatch):
     from nemo_rl.algorithms import grpo
 
     return grpo
+
+
+ROUTED = (*LINE[1:], "model=small-qwen3-moe", "precision=fp8-linear", "replay=r3")
+ALIGNED = (*LINE, "precision=fp8-linear", "precision.align=cheap")
+
+
+def config_for(grpo, line, tmp_path):
+    """NeMo RL's configuration of a run, whose vLLM was told of routes as `setup` does."""
+    from nemo_rl.models.megatron.router_replay import configure_vllm_for_router_replay
+
+    host = checkout.read_host(Path(ROOT or ""))
+    [recipe] = compose([*line, "correction=tis"])
+    plan = plan_recipe(recipe, host)
+    keys = plan.nemo.overrides | path_overrides(plan.recipe, tmp_path, Path(host.root))
+    config = grpo.MasterConfig(**checkout.config_of(Path(host.root), plan.nemo.base_config, keys))
+    configure_vllm_for_router_replay(config.policy)
+    return config
 
 
 def parts_of(**given):
@@ -151,3 +171,92 @@ def test_an_asynchronous_run_goes_as_far_as_asking_ray_for_a_gpu(grpo, tmp_path,
     assert done.returncode == 1 and any("ResourceInsufficientError" in line for line in said), said
     [run] = tmp_path.glob("tiny-llama/*/*")
     assert "Training dataset loaded" in (run / "log" / "attempt-1.log").read_text()
+
+
+class Engine:
+    """Answers with drawn tokens, and a route for each token but the last, as vLLM outputs them."""
+
+    def __init__(self, layers, experts):
+        self.draw, self.layers, self.experts = np.random.default_rng(1), layers, experts
+        self.routes = []
+
+    async def generate(self, prompt, sampling_params, request_id):
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        prompt_ids, answer = (
+            prompt["prompt_token_ids"],
+            self.draw.integers(3, 99, 2 + len(self.routes)),
+        )
+        size = (len(prompt_ids) + len(answer) - 1, self.layers, 2)
+        self.routes.append(self.draw.integers(0, self.experts, size))
+        made = CompletionOutput(
+            0, "", answer.tolist(), None, None, routed_experts=self.routes[-1], finish_reason="stop"
+        )
+        yield RequestOutput(request_id, None, prompt_ids, None, [made], finished=True)
+
+
+def answered(worker, prompt):
+    """One prompt's group of one answer, as NeMo RL's collector puts it into the replay buffer."""
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.experience.rollouts import generate_responses_async
+
+    ids, lengths = torch.tensor([prompt]), torch.tensor([len(prompt)])
+    log = [{"role": "user", "content": "", "token_ids": ids[0]}]
+    batch = BatchedDataDict({"message_log": [log], "loss_multiplier": torch.ones(1)})
+    data = BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+    tokenizer = SimpleNamespace(pad_token_id=0, batch_decode=lambda ids, **_: ["" for _ in ids])
+    found, *_ = asyncio.run(generate_responses_async(worker, data, batch, tokenizer, lengths))
+    return found
+
+
+def test_routes_of_the_asynchronous_engine_reach_the_trainer_through_the_replay_buffer(
+    grpo, tmp_path
+):
+    from nemo_rl.algorithms.async_utils.replay_buffer import ReplayBufferImpl
+    from nemo_rl.data.llm_message_utils import batched_message_log_to_flat_message
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from vllm import SamplingParams
+
+    from fp8_nemo.nemo.generation_worker import Fp8AsyncGenerationWorkerImpl
+
+    config = config_for(grpo, ROUTED, tmp_path)
+    assert not config.data_plane["enabled"], "with it the loop refuses the replay"
+    worker = object.__new__(Fp8AsyncGenerationWorkerImpl)
+    worker.cfg = {**config.policy["generation"], "_pad_token_id": 0, "stop_token_ids": [2]}
+    worker.llm, worker.SamplingParams = Engine(layers=3, experts=8), SamplingParams
+    worker.routed_experts_dtype = torch.int8
+    buffer = ReplayBufferImpl(max_size=2, drop_incomplete_targets_on_restore=False)
+    for prompt in ([5, 6, 7], [8, 9, 10, 11, 12]):
+        group = {"batch": answered(worker, prompt), "rollout_metrics": {}}
+        assert buffer.add(group, weight_version=0, target_weight_version=1) == "success"
+    groups = buffer.sample(2, current_weight_version=1, max_age_steps=1)["trajectories"]
+
+    batch = BatchedDataDict.from_batches([group["batch"] for group in groups])
+    grpo.add_grpo_token_loss_masks_and_generation_logprobs(batch["message_log"])
+    flat, lengths = batched_message_log_to_flat_message(
+        batch["message_log"], pad_value_dict={"token_ids": 0}
+    )
+    data = grpo._build_async_grpo_train_data(flat, lengths, batch, config.policy)
+    for row, given, length in zip(data["routed_experts"], worker.llm.routes, lengths, strict=True):
+        assert torch.equal(row[: length - 1], torch.from_numpy(given).to(torch.int8))
+
+
+def test_an_aligned_asynchronous_engine_is_asked_for_what_the_synchronous_one_is(
+    grpo, tmp_path, monkeypatch
+):
+    """Its worker makes vLLM's objects of the keys; our plugin comes by `test_aligned.py`'s way."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from fp8_nemo.nemo.generation_worker import Fp8AsyncGenerationWorkerImpl
+
+    config = config_for(grpo, ALIGNED, tmp_path)
+    asked = config.policy["generation"]["vllm_kwargs"]
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda made, **_: made)
+    worker = object.__new__(Fp8AsyncGenerationWorkerImpl)
+    worker.cfg = config.policy["generation"]
+    worker._create_engine({"model": "any", "skip_tokenizer_init": True, **asked})
+    made = worker.llm
+    assert made.compilation_config.pass_config.fuse_norm_quant is False
+    assert made.compilation_config.pass_config.fuse_act_quant is False
+    assert made.ir_op_priority.rms_norm == ["vllm_c", "native"]
+    assert made.ir_op_priority.fused_add_rms_norm == ["vllm_c", "native"]

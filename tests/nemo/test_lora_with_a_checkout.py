@@ -19,7 +19,7 @@ from fp8_nemo.glue.quantize import quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import named_shapes, wire_specs
 from fp8_nemo.nemo_config.keys import PEFT
-from fp8_nemo.plan.memory import adapters
+from fp8_nemo.plan.model import adapters
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import LORA_MODULES, Lora, Precision, Shape

@@ -2,7 +2,9 @@
 
     python vllm_builds_aligned.py FOLDER PORT
 
-vLLM believes in a Hopper GPU (`vllm_on_a_cpu.py`). Prints the classes that a layer has.
+vLLM believes in a Hopper GPU (`vllm_on_a_cpu.py`). Prints the classes that a layer has. The plugin
+comes as vLLM's worker starts: by the one wrapper that the synchronous and the asynchronous engine
+start (uniproc_executor.py, multiproc_executor.py, ray_executor.py).
 """
 
 # pyright: reportMissingImports=false
@@ -12,23 +14,16 @@ import sys
 
 import torch
 import vllm.platforms
+import vllm.plugins
 from vllm_on_a_cpu import Hopper
 
 from benchmarks.numerics import dialects
-from fp8_nemo.nemo.receiver import register
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.recipe.options import Precision, Recipe
 
 
-def built(folder):
-    """A layer's RoPE, SiLU and quantizer, and one as DeepGEMM makes it (deep_gemm.py:38-44)."""
-    from vllm.config import set_current_vllm_config
+def engine_config(folder):
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.layers import rotary_embedding
-    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = EngineArgs(
         model=folder, dtype="bfloat16", max_model_len=512, skip_tokenizer_init=True,
@@ -37,6 +32,18 @@ def built(folder):
             "weight_block_size": [128, 128]}},
     ).create_engine_config()  # fmt: skip
     config.parallel_config.disable_custom_all_reduce = True
+    return config
+
+
+def built(config):
+    """A layer's RoPE, SiLU and quantizer, and one as DeepGEMM makes it (deep_gemm.py:38-44)."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
     rotary_embedding._ROPE_DICT.clear()
     config.compilation_config.static_forward_context.clear()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
@@ -73,11 +80,24 @@ def names(layer_ops):
     return [type(each).__name__ for each in layer_ops]
 
 
-def told(align):
-    """Let vLLM's entry point find the settings of such a run."""
+class Deviceless:
+    def __init__(self, **arguments):
+        self.arguments = arguments
+
+
+class Worker(Deviceless):
+    """One of vLLM's, as far as its start."""
+
+
+def told(align, config):
+    """Let a worker of such a run start: vLLM's wrapper finds our entry point."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
     recipe = Recipe(precision=Precision(rollout_linear="fp8", align=align))
     os.environ |= WorkerSettings.of(recipe, loss_corrects=True).to_environment()
-    register()
+    vllm.plugins.plugins_loaded = False  # as in a process of its own
+    config.parallel_config.worker_cls = "__main__.Worker"
+    WorkerWrapperBase().init_worker([{"vllm_config": config, "shared_worker_lock": None}])
 
 
 def main():
@@ -90,12 +110,13 @@ def main():
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
         initialize_model_parallel(1, 1, backend="gloo")
-    before = names(built(folder))
-    told("none")
-    kept = names(built(folder))
-    told("cheap")
-    told("cheap")
-    ops = built(folder)
+    config = engine_config(folder)
+    before = names(built(config))
+    told("none", config)
+    kept = names(built(config))
+    told("cheap", config)
+    told("cheap", config)
+    ops = built(config)
     print(json.dumps({"before": before, "none": kept, "cheap": names(ops), "equal": equal(ops)}))
 
 

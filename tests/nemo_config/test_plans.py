@@ -261,8 +261,7 @@ FORBIDDEN = [
     ),
     (
         ["model=llama31-8b", "precision=bf16", "+nemo.policy.make_sequence_length_divisible_by=3"],
-        "nemo.policy.make_sequence_length_divisible_by=3: must be a multiple of 1, which context "
-        "and sequence parallelism ask for, and divide the longest sequence, 4096 "
+        "nemo.policy.make_sequence_length_divisible_by=3: must divide the longest sequence, 4096 "
         "(nemo_rl/models/megatron/data.py:1290); leave it out",
     ),
     (
@@ -293,6 +292,18 @@ FORBIDDEN = [
     (
         ["model=llama31-8b", "model.parallel.rollout_tensor=3"],
         "model.parallel.rollout_tensor=3: must divide the GPUs, 8",
+    ),
+    (
+        ["model=llama31-8b", "cluster.gpus_per_node=6", "model.parallel.rollout_tensor=3"],
+        "model.parallel.rollout_tensor=3: must divide the heads, 32 (vllm, model config); set 1 or",
+    ),
+    (
+        [
+            *("model=llama31-8b", "cluster.gpus_per_node=6", "precision=bf16"),
+            *("model.shape.heads=24", "model.shape.kv_heads=6", "model.parallel.tensor=3"),
+        ],
+        "model.parallel.tensor=3: cuts sequences in 3 parts, and the longest has 4096 tokens "
+        "(nemo_rl/models/megatron/data.py:1290); set 1",
     ),
     (
         ["model=qwen3-30b-a3b", *GIVEN, *TWO, "model.parallel.rollout_expert=3"],
@@ -572,6 +583,43 @@ def test_what_the_host_forbids_is_refused_at_compose_time(arguments, line):
     assert any(each.startswith(line) for each in caught.value.lines), caught.value.lines
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("tensor=3", "must divide the K/V heads, 8 (megatron/core/transformer)"),
+        ("tensor=16", "must divide the K/V heads, 8 (megatron/core/transformer)"),
+        ("pipeline=3", "must divide the layers, 32 (megatron/core/transformer)"),
+        (
+            "context=3",
+            "cuts sequences in 6 parts, and the longest has 4096 tokens "
+            "(nemo_rl/models/megatron/data.py:1290)",
+        ),
+        (
+            "rollout_tensor=3",
+            "must divide the GPUs, 8 (nemo_rl/models/generation/vllm/vllm_generation.py:121)",
+        ),
+    ],
+)
+def test_a_size_that_cannot_be_is_told_once_with_those_that_are_taken(wrong, why):
+    line = ["model=llama31-8b", "precision=fp8-linear"]
+    with pytest.raises(ComposeError) as caught:
+        compose_plans(once(*NEMO, *line, f"model.parallel.{wrong}"))
+    assert caught.value.lines == [f"model.parallel.{wrong}: {why}; set 1, 2, 4 or 8"]
+    for size in (1, 2, 4, 8):
+        key = wrong.partition("=")[0]
+        assert getattr(plan(*line, f"model.parallel.{key}={size}").settled.layout, key) == size
+
+
+def test_two_sizes_that_cannot_be_are_a_line_each():
+    words = ("precision=bf16", "model.parallel.tensor=3", "model.parallel.pipeline=3")
+    with pytest.raises(ComposeError) as caught:
+        compose_plans(once(*NEMO, "model=llama31-8b", *words))
+    assert sorted(line.partition(":")[0] for line in caught.value.lines) == [
+        "model.parallel.pipeline=3",
+        "model.parallel.tensor=3",
+    ]
+
+
 def test_a_matrix_that_is_narrower_than_a_block_as_a_whole_asks_for_bf16():
     """No smaller `rollout_tensor` would help."""
     with pytest.raises(ComposeError) as caught:
@@ -828,7 +876,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 77
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 78
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]

@@ -17,7 +17,8 @@ from benchmarks.speed.capacity import decode_floor, engine_kv_bytes, kv_capacity
 from benchmarks.speed.fit_estimate import Measured, compared, fitted, worst
 from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.memory import count, memory_per_gpu
+from fp8_nemo.plan.memory import memory_per_gpu
+from fp8_nemo.plan.model import count
 from fp8_nemo.plan.speed import (
     FITTED,
     GPU_SPEED,

@@ -11,7 +11,7 @@ from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import describe
-from fp8_nemo.plan.memory import count
+from fp8_nemo.plan.model import count
 from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
 

@@ -10,7 +10,8 @@ from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import decision, describe
 from fp8_nemo.plan.layout import choose
-from fp8_nemo.plan.memory import GIB, HEADROOM, count, host_gib, memory_per_gpu
+from fp8_nemo.plan.memory import GIB, HEADROOM, host_gib, memory_per_gpu
+from fp8_nemo.plan.model import count
 from fp8_nemo.plan.step_time import step_seconds
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.run_dir import freeze, layout_of

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from fp8_nemo.export.make_model import make_chat, make_config, new_model, save_model
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.memory import HEADROOM, count, memory_per_gpu
+from fp8_nemo.plan.memory import HEADROOM, memory_per_gpu
+from fp8_nemo.plan.model import count
 from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.recipe.model_dir import SHIPPED
 from fp8_nemo.recipe.options import Precision, Shape
@@ -45,6 +46,7 @@ def made(tmp_path_factory):
             chat = make_chat()
             folders[family] = tmp_path_factory.mktemp("models") / f"my-{family}"
             save_model(new_model(SHAPES[family], chat, seed=0), chat, folders[family])
+            change(folders[family], max_position_embeddings=8192)  # for NeMo RL's 4,096
         return folders[family]
 
     return make

@@ -6,6 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from typing import NamedTuple
 
+import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -23,6 +24,11 @@ SYNTAX = st.text("${}[](),:='\"\\~+*@ \n\t-.a1", max_size=10)
 NUMBERS = st.one_of(
     st.integers(-3, 200), st.integers(), st.floats(), st.sampled_from([0, 1, 2, 2**31, 10**30])
 )
+
+
+def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
+    """Give a test its `number` of examples: `few` in `make test`, `many` in `make test-long`."""
+    return pytest.mark.parametrize("number", [few, pytest.param(many, marks=pytest.mark.long)])
 
 
 def times(number: int) -> settings:
@@ -120,11 +126,14 @@ def call(main, words: list[str]) -> Told:
     return Told(code, out.getvalue(), error.getvalue())
 
 
-def is_told(told: Told) -> bool:
-    """Tell whether a refusal is what it must be: lines for people, and no traceback."""
-    lines = told.error.split("\n")
-    assert told.code == 2, told
-    assert lines.pop() == "" and lines and all(lines), told
-    assert all(each.isprintable() for line in lines for each in line), told
-    assert "Traceback" not in told.error, told
-    return True
+def wrong_in(told: Told) -> str:
+    """Say what is wrong with a refusal, which must be lines for people; nothing if it is right."""
+    *lines, last = told.error.split("\n")
+    found = {
+        "its exit code": told.code != 2,
+        "no end of a line": last != "",
+        "no line, or an empty one": not (lines and all(lines)),
+        "a character that no terminal shows": not "".join(lines).isprintable(),
+        "a traceback": "Traceback" in told.error,
+    }
+    return ", ".join(name for name, wrong in found.items() if wrong)

@@ -21,7 +21,7 @@ from fp8_nemo.report.page import comparison_table
 from fp8_nemo.report.runs import read_runs
 from fp8_nemo.runs.run_dir import freeze
 from tests.conftest import small_plan
-from tests.search.generated import FILES, OBJECTS, WORDS, call, is_told, times
+from tests.search.generated import FILES, OBJECTS, WORDS, call, few_or_many, times, wrong_in
 
 CONF = Path(__file__).parents[2] / "conf"
 OF_A_SITE = st.sampled_from(["cluster", "correction", "experiment", "sweep"])
@@ -39,26 +39,20 @@ def empty(tmp_path, monkeypatch):
     return folder
 
 
-def a_line_is_told(words: list[str], runs: bool) -> None:
-    told = call(grpo.main, [*words, WRONG]) if runs else call(plan.main, words)
-    asked = told.out.startswith(("usage: ", "fp8-nemo "))  # for help, or for the version
-    assert (told.code == 0 and (asked or not runs)) or is_told(told)
-    assert not list(Path.cwd().iterdir())
+@few_or_many(200, 2000)
+def test_lines_are_taken_or_told(number):
+    @times(number)
+    @given(WORDS, st.booleans())
+    @example(["--help"], True)
+    @example(["--version"], True)
+    def each(words, runs):
+        told = call(grpo.main, [*words, WRONG]) if runs else call(plan.main, words)
+        asked = told.out.startswith(("usage: ", "fp8-nemo "))  # for help, or for the version
+        if told.code or (runs and not asked):
+            assert wrong_in(told) == "", told
+        assert list(Path.cwd().iterdir()) == []
 
-
-@times(200)
-@given(WORDS, st.booleans())
-@example(["--help"], True)
-@example(["--version"], True)
-def test_two_hundred_lines(words, runs):
-    a_line_is_told(words, runs)
-
-
-@pytest.mark.long
-@times(2000)
-@given(WORDS, st.booleans())
-def test_two_thousand_lines(words, runs):
-    a_line_is_told(words, runs)
+    each()
 
 
 @pytest.fixture
@@ -77,26 +71,20 @@ def conf(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def an_option_is_told(conf: Path, group: str, content: bytes) -> None:
-    file = conf / group / "generated.yaml"
-    file.write_bytes(content)
-    told = call(plan.main, [f"{group}=generated"])
-    assert told.code == 0 or is_told(told), (group, content)
-    file.unlink()
-    assert not list(Path.cwd().iterdir())
+@few_or_many(40, 400)
+def test_files_of_options_are_taken_or_told(conf, number):
+    @times(number)
+    @given(OF_A_SITE, FILES)
+    def each(group, content):
+        file = conf / group / "generated.yaml"
+        file.write_bytes(content)
+        told = call(plan.main, [f"{group}=generated"])
+        file.unlink()
+        if told.code:
+            assert wrong_in(told) == "", told
+        assert list(Path.cwd().iterdir()) == []
 
-
-@times(40)
-@given(group=OF_A_SITE, content=FILES)
-def test_files_of_options(conf, group, content):
-    an_option_is_told(conf, group, content)
-
-
-@pytest.mark.long
-@times(400)
-@given(group=OF_A_SITE, content=FILES)
-def test_four_hundred_files_of_options(conf, group, content):
-    an_option_is_told(conf, group, content)
+    each()
 
 
 def test_an_option_of_that_folder_is_taken(conf):
@@ -117,32 +105,26 @@ def made(tmp_path_factory) -> Path:
     return frozen.path
 
 
-def a_run_is_told(made: Path, folder: Path, name: str, content: bytes) -> None:
-    copy = folder.parent / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(made, copy)
-    (copy / name).write_bytes(content)
-    runs, lines = read_runs([copy])
-    assert len(runs) + len(lines) == 1 and all(each.isprintable() for each in "".join(lines))
-    if runs:
-        assert comparison_table(compare(runs, lines)).row_count == 1
-    if name == "plan.json":
-        assert is_told(call(run.main, [str(copy)])), content
-
-
 @pytest.mark.parametrize("name", DAMAGED)
-@times(40)
-@given(content=OBJECTS)
-def test_files_of_a_run(made, empty, name, content):
-    a_run_is_told(made, empty, name, content)
+@few_or_many(40, 400)
+def test_files_of_a_run_are_taken_or_told(made, tmp_path, name, number):
+    @times(number)
+    @given(OBJECTS)
+    def each(content):
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(made, copy)
+        (copy / name).write_bytes(content)
+        runs, lines = read_runs([copy])
+        assert len(runs) + len(lines) == 1
+        assert "".join(lines).isprintable(), lines
+        if runs:
+            assert comparison_table(compare(runs, lines)).row_count == 1
+        if name == "plan.json":
+            told = call(run.main, [str(copy)])
+            assert wrong_in(told) == "", told
 
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", DAMAGED)
-@times(400)
-@given(content=OBJECTS)
-def test_four_hundred_files_of_a_run(made, empty, name, content):
-    a_run_is_told(made, empty, name, content)
+    each()
 
 
 @pytest.fixture
@@ -152,32 +134,25 @@ def source(tmp_path) -> Path:
     return tmp_path / "source"
 
 
-def a_checkpoint_is_told(source: Path, name: str, content: bytes) -> None:
-    before = (source / name).read_bytes() if (source / name).exists() else None
-    (source / name).write_bytes(content)
-    told = call(quantize_checkpoint.main, [str(source), "fp8"])
-    assert told.code == 0 or is_told(told), (name, content)
-    if told.code == 0:
-        assert json.loads(Path("fp8/config.json").read_text())["quantization_config"]
-    else:
-        assert not Path("fp8/config.json").exists()
-    shutil.rmtree("fp8", ignore_errors=True)
-    (source / name).unlink() if before is None else (source / name).write_bytes(before)
-
-
 OF_A_CHECKPOINT = ("config.json", "model.safetensors.index.json", "model.safetensors")
 
 
 @pytest.mark.parametrize("name", OF_A_CHECKPOINT)
-@times(20)
-@given(content=OBJECTS)
-def test_files_of_a_checkpoint(source, name, content):
-    a_checkpoint_is_told(source, name, content)
+@few_or_many(20, 400)
+def test_files_of_a_checkpoint_are_taken_or_told(source, name, number):
+    before = (source / name).read_bytes() if (source / name).exists() else None
 
+    @times(number)
+    @given(OBJECTS)
+    def each(content):
+        (source / name).write_bytes(content)
+        told = call(quantize_checkpoint.main, [str(source), "fp8"])
+        (source / name).unlink() if before is None else (source / name).write_bytes(before)
+        if told.code == 0:
+            assert json.loads(Path("fp8/config.json").read_text())["quantization_config"]
+        else:
+            assert wrong_in(told) == "", told
+            assert not Path("fp8/config.json").exists()
+        shutil.rmtree("fp8", ignore_errors=True)
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", OF_A_CHECKPOINT)
-@times(400)
-@given(content=OBJECTS)
-def test_four_hundred_files_of_a_checkpoint(source, name, content):
-    a_checkpoint_is_told(source, name, content)
+    each()

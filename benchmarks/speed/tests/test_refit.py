@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8_nemo.glue.wire import named_shapes, wire_specs
-from fp8_nemo.plan.memory import count
+from fp8_nemo.plan.model import count
 from fp8_nemo.recipe.compose import compose
 
 ROOT = Path(__file__).parents[3]
