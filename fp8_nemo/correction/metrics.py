@@ -48,7 +48,9 @@ METRICS = {
     ),
     "replay/missing_fraction": Metric(SHARE, "routes that the engine did not report"),
     "refit/bytes": Metric("bytes", "sent by the last refit"),
-    "refit/verified_weights": Metric("weights", "quantized weights proven; 0 if none is quantized, or without a proof"),
+    "refit/verified_weights": Metric(
+        "weights", "quantized weights proven; 0 without any, or a proof"
+    ),
     "refit/changed_bytes": Metric(
         SHARE,
         "of the engine's linears, scales too: bytes that the last refit changed, but the first; "
