@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fp8_nemo.export.calibrate import calibration_of
-from fp8_nemo.export.formats import SHIPPED
+from fp8_nemo.export.formats import SERVED
 from fp8_nemo.export.from_run import exported, last_checkpoint
 from fp8_nemo.export.quantized_checkpoint import Progress, WeightError, quantize_checkpoint
 from fp8_nemo.export.source import ConversionError, read_config
@@ -72,7 +72,7 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
     """Return the recipe whose precision a checkpoint of `count` layers is to have.
 
     Raises:
-        ConversionError: the settings ask for weights of a format that is not shipped, or for
+        ConversionError: the settings ask for weights of a format without a row in `SERVED`, or for
             more than precision.
         ComposeError: an option does not exist, or is impossible.
     """
@@ -82,7 +82,7 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
     named = any(word.startswith("precision=") for word in settings)
     usual = [] if named else ["precision=fp8-linear"]
     [recipe] = compose([*usual, *settings, f"model.shape.layers={count}"])
-    if recipe.precision.rollout.name not in SHIPPED:
+    if recipe.precision.rollout.name not in SERVED:
         set_to = [word for word in settings if word.startswith("precision.rollout_linear")]
         said = (set_to or [f"precision={recipe.precision.name}"])[-1]
         held = recipe.precision.rollout.name.upper()

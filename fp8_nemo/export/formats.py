@@ -1,6 +1,6 @@
 """The formats of weights that a checkpoint can have: how vLLM is told of each, and its values.
 
-A format of `recipe/options.py` (FORMATS) that has no row in `SHIPPED` is refused by name.
+A format of `recipe/options.py` (FORMATS) that has no row in `SERVED` is refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fp8_nemo.nemo.marlin.layout import quantization_config
 from fp8_nemo.recipe.options import Precision
 
 
-class Shipped(NamedTuple):
+class Served(NamedTuple):
     """How a checkpoint of one format is read."""
 
     values: Callable[[Sequence[Tensor]], Tensor]
@@ -40,13 +40,13 @@ def _fp8_config(tensors: Mapping[str, str], precision: Precision, layers: int) -
     }
 
 
-SHIPPED = {
+SERVED = {
     # Without the variable vLLM 0.25.1 quantizes the weights again as it loads them on a GPU with
     # DeepGEMM, to scales that are powers of two (`deepgemm_post_process_fp8_weight_block`).
-    "fp8": Shipped(
+    "fp8": Served(
         lambda held: dequantize_blocks(Fp8Weight(*held)), _fp8_config, "VLLM_USE_DEEP_GEMM_E8M0=0 "
     ),
-    "nvfp4": Shipped(
+    "nvfp4": Served(
         lambda held: dequantize_nvfp4(Nvfp4Weight(*held)),
         lambda tensors, precision, layers: quantization_config(precision, layers),
     ),
@@ -67,4 +67,4 @@ def values_of(tensors: Mapping[str, Tensor], precision: Precision) -> Iterator[t
             continue  # a scale
         held = [tensors[name + suffix] for suffix in suffixes if name + suffix in tensors]
         is_quantized = len(held) == len(suffixes)
-        yield name, SHIPPED[precision.rollout.name].values(held) if is_quantized else tensor.float()
+        yield name, SERVED[precision.rollout.name].values(held) if is_quantized else tensor.float()

@@ -38,7 +38,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fp8_nemo.export.formats import SHIPPED, values_of
+from fp8_nemo.export.formats import SERVED, values_of
 from fp8_nemo.export.source import (
     INDEX,
     ConversionError,
@@ -103,7 +103,7 @@ def quantize_checkpoint(
     Args:
         source: a folder in Hugging Face format, BF16 or FP32 safetensors; subfolders are left out.
         target: a folder that does not exist, is empty, or holds a part of the same conversion.
-        precision: the format, a row of `SHIPPED`, and which layers stay in BF16.
+        precision: the format, a row of `SERVED`, and which layers stay in BF16.
         calibration: of an FP8 cache, whose scales go into the first shard; None for BF16.
         progress: told what is done.
 
@@ -131,7 +131,7 @@ def quantize_checkpoint(
             book["shards"][shard.name] = made
             write_json(target / BOOK, book)
         tensors = _finish(source, target, book["shards"])
-        told = SHIPPED[precision.rollout.name].config(tensors, precision, layers)
+        told = SERVED[precision.rollout.name].config(tensors, precision, layers)
         write_json(target / "config.json", config | {"quantization_config": told})
     errors = (each for shard in shards for each in book["shards"][shard.name]["errors"])
     return [WeightError(*each) for each in errors]
@@ -166,7 +166,7 @@ def error_table(errors: list[WeightError], precision: Precision) -> Table:
 def serve_line(target: Path, precision: Precision) -> str:
     """Return the command that serves a converted checkpoint with the bytes that it has."""
     cache = " --kv-cache-dtype fp8" if precision.cache.is_quantized else ""
-    needs = SHIPPED[precision.rollout.name].environment
+    needs = SERVED[precision.rollout.name].environment
     return f"{needs}vllm serve {shlex.quote(str(target))}{cache}"
 
 
