@@ -19,7 +19,7 @@ VERBS = {
     "queue": "where runs stand: queue, step, why; watch or cancel",
     "compare": "which precision to take: a table, a page, figures",
     "measure_mismatch": "what each correction would clip and reject in a run",
-    "quantize_checkpoint": "an FP8 checkpoint for vLLM from a run or a model",
+    "quantize_checkpoint": "an FP8 or NVFP4 checkpoint for vLLM from a run or a model",
     "make_model": "train a small model to start from",
     "check_cluster": "look at every node of a Ray cluster before a run",
     "run": "run the directory of a frozen plan, as jobs do",

@@ -1,12 +1,13 @@
-"""Convert a Hugging Face checkpoint, or a local run's, to FP8 for vLLM.
+"""Convert a Hugging Face checkpoint, or a local run's, to FP8 or NVFP4 for vLLM.
 
 python -m recipes.quantize_checkpoint SRC DST [precision=fp8-linear]
     [--calibrate TEXTS]
 
 Of a local run's directory the last checkpoint becomes SRC/model-STEP first.
 The same line goes on where it was stopped. Precision: a run's own, else
-fp8-linear; an FP8 cache needs `--calibrate`. Prints what FP8 cost each layer;
-DST/quantization.json has every weight.
+fp8-linear; an FP8 cache needs `--calibrate`. `precision=nvfp4-w4a16` writes
+four bits. Prints what they cost each layer; DST/quantization.json has every
+weight.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(sys.argv[1:] if arguments is None else arguments)
     require()
     from fp8_nemo.export.convert import convert
-    from fp8_nemo.export.fp8_checkpoint import error_table, serve_line
+    from fp8_nemo.export.quantized_checkpoint import error_table, serve_line
 
     columns, shown = (*Progress.get_default_columns(), MofNCompleteColumn()), console()
     try:
@@ -38,15 +39,15 @@ def main(arguments: list[str] | None = None) -> int:
             def report(what: str, done: int, total: int) -> None:
                 bar.update(task, description=what, completed=done, total=total, visible=True)
 
-            errors = convert(**vars(options), progress=report)
+            precision, errors = convert(**vars(options), progress=report)
     except (OSError, ValueError) as error:
         tell(error, sys.stderr)
         return 2
     except KeyboardInterrupt:
         tell(f"{options.target}: stopped; the same line goes on", sys.stderr)
         return INTERRUPTED
-    shown.print(error_table(errors))
-    print(serve_line(options.target, fp8_cache=options.calibrate is not None))
+    shown.print(error_table(errors, precision))
+    print(serve_line(options.target, precision))
     return 0
 
 

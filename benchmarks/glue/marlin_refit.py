@@ -14,9 +14,10 @@ from the bytes that were sent.
 `stale`, the same of the weights before (those of the refit before, or the engine would answer with
 old weights), and below `unquantized`, of the weights in BF16 as the trainer has them. `moved` names
 parameters and workspaces that changed their address, which the graphs would not know. At the end
-the last refit's bytes, as a checkpoint, are loaded by vLLM itself into an eager engine of another
-process, which scores the same tokens: `eager` is the difference from it, and `eager_off` its own
-from the reference. `refused` is what a refit with one flipped bit, and one without a scale, raised;
+the last refit's weights become a checkpoint (`quantize_checkpoint`; `not_shipped` names what has
+other bytes there), which vLLM itself loads into an eager engine of another process to score the
+same tokens: `eager` is the difference from it, and `eager_off` its own from the reference.
+`refused` is what a refit with one flipped bit, and one without a scale, raised;
 `after` what a good refit then answers.
 """
 
@@ -37,19 +38,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from benchmarks import record
 from benchmarks.speed import random_model
+from fp8_nemo.export.formats import values_of
+from fp8_nemo.export.quantized_checkpoint import quantize_checkpoint
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
-from fp8_nemo.glue.quantize import Nvfp4Weight, dequantize_nvfp4
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.marlin.layout import quantization
 from fp8_nemo.nemo.receiver import receiver
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options import Precision, Recipe
 from fp8_nemo.recipe.plain import to_json
 
 PROMPTS, PROMPT, ANSWER = 8, 24, 40
@@ -149,17 +152,19 @@ def weights_of(model: torch.nn.Module, seed: int, device: torch.device) -> dict[
     return found
 
 
-def values_of(wire: Wire) -> dict[str, Tensor]:
-    """Return what a stream's bytes mean, by checkpoint name, FP32."""
-    sent = {name: tensor for name, tensor in wire if name not in (SENTINEL, MANIFEST)}
-    found = {}
-    for name, tensor in sent.items():
-        if tensor.dtype == torch.uint8:
-            scales = sent[f"{name}_scale"], sent[f"{name}_scale_2"]
-            found[name] = dequantize_nvfp4(Nvfp4Weight(tensor, *scales))
-        elif tensor.dtype == torch.bfloat16:
-            found[name] = tensor.float()
-    return found
+def sent(wire: Wire) -> dict[str, Tensor]:
+    """Return what a stream brings, by checkpoint name."""
+    return {name: tensor for name, tensor in wire if name not in (SENTINEL, MANIFEST)}
+
+
+def not_shipped(source: Path, target: Path, wire: Wire, precision: Precision) -> list[str]:
+    """Ship a checkpoint; name the tensors whose bytes are not those of a refit from it."""
+    quantize_checkpoint(source, target, precision)
+    shipped, brought = (
+        {name: save({name: tensor.cpu()}) for name, tensor in tensors.items()}
+        for tensors in (load_file(target / "model.safetensors"), sent(wire))
+    )
+    return sorted({name for name, _ in shipped.items() ^ brought.items()})
 
 
 @torch.no_grad()
@@ -271,18 +276,13 @@ class Bench:
         ).tolist()
         self.before: Mapping[str, Tensor] | None = None
 
-    def wire(self, weights: Mapping[str, Tensor], number: int) -> Wire:
-        """Return one whole refit as the trainer sends it."""
-        layers = self.recipe.model.shape.layers
-        precision = self.recipe.precision
-        stream = refit_stream(weights.items(), precision, None, num_layers=layers, number=number)
-        return list(stream)
-
     def refit(self, change: Callable[[Wire], Wire] = lambda wire: wire) -> tuple[Any, Wire, float]:
         """Sleep, wake, refit once with new weights; return these, what was sent, and seconds."""
         self.number += 1
         weights = weights_of(self.reference, self.number, self.device)
-        wire = self.wire(weights, self.number)
+        layers, precision = self.recipe.model.shape.layers, self.recipe.precision
+        wire = list(refit_stream(weights.items(), precision, None, num_layers=layers,
+                                 number=self.number))  # fmt: skip
         self.llm.sleep(level=1)
         self.llm.wake_up(tags=["weights"])
         self.worker.stream = change(wire)
@@ -305,9 +305,9 @@ class Bench:
     def row(self) -> dict[str, Any]:
         """Refit once, sample, and compare."""
         weights, wire, seconds = self.refit()
-        values = values_of(wire)
+        values = dict(values_of(sent(wire), self.recipe.precision))
         self.sequences, self.logprobs = sampled(self.llm, self.prompts, self.number)
-        self.last = wire
+        self.last = weights, wire
         ask = self.sequences, self.logprobs
         stale = None if self.before is None else self.off(self.before, *ask)
         proof = self.worker.fp8_nemo_report()
@@ -330,40 +330,33 @@ class Bench:
             return error.problems
         return []
 
-    def eager(self) -> dict[str, float]:
-        """Compare the last sampled answers with an eager engine's that loaded the same bytes."""
-        from safetensors.torch import save_file
-
-        sent = {n: x for n, x in self.last if n not in (SENTINEL, MANIFEST)}
-        save_file({n: x.cpu().contiguous().clone() for n, x in sent.items()},
-                  self.folder / "model.safetensors")  # fmt: skip
-        config = json.loads((self.folder / "config.json").read_text())
-        asked = quantization(self.recipe.precision, self.recipe.model.shape.layers)
-        (self.folder / "config.json").write_text(to_json(config | asked["hf_overrides"]))
-        (self.folder / "sequences.json").write_text(to_json(self.sequences))
-        command = [sys.executable, "-m", "benchmarks.glue.marlin_refit", "--eager", self.folder]
+    def eager(self) -> dict[str, Any]:
+        """Compare the last answers with an eager engine's, from the checkpoint that we ship."""
+        source, target = self.folder / "bf16", self.folder / "nvfp4"
+        self.reference.config.save_pretrained(source)
+        weights, wire = self.last
+        save_file({n: x.cpu() for n, x in weights.items()}, source / "model.safetensors")
+        unlike = not_shipped(source, target, wire, self.recipe.precision)
+        (target / "sequences.json").write_text(to_json(self.sequences))
+        command = [sys.executable, "-m", "benchmarks.glue.marlin_refit", "--eager", target]
         subprocess.run([*command, "--out", os.devnull], check=True, timeout=180)
-        scores = torch.tensor(json.loads((self.folder / "scores.json").read_text()))
+        scores = torch.tensor(json.loads((target / "scores.json").read_text()))
         assert self.before is not None
         return {
             "eager": (scores - self.logprobs).abs().mean().item(),
             "eager_off": self.off(self.before, self.sequences, scores),
+            "not_shipped": unlike,
         }
 
 
-def options_of() -> argparse.Namespace:
-    """Read the command line."""
+def main() -> int:
+    """Run it, write the file, and return 1 if an engine answered with other weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="small-llama", help="a dense option of conf/model")
     parser.add_argument("--refits", type=int, default=20)
     parser.add_argument("--eager", type=Path, help=argparse.SUPPRESS)
     record.add_options(parser)
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Run it, write the file, and return 1 if an engine answered with other weights."""
-    options = options_of()
+    options = parser.parse_args()
     os.environ |= ENVIRONMENT
     record.need("vllm", "transformers")
     if options.eager:
@@ -393,7 +386,7 @@ def main() -> int:
         rows = [*content["rows"], content["after"]]
         content["passed"] = all(
             not row["moved"] and row["off"] < FAR * (row["stale"] or 1) for row in rows
-        ) and all(content["refused"].values())
+        ) and all([*content["refused"].values(), not content["not_shipped"]])
         record.keep(options.out, options.commit, **content)
     record.show("refits of four bits", rows)
     print({name: content[name] for name in ("methods", "eager", "eager_off", "refused")})

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from benchmarks import record
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
-from fp8_nemo.export.fp8_checkpoint import BOOK
+from fp8_nemo.export.quantized_checkpoint import BOOK
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Batch, Engine, causal_mask, pad_left, positions

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fp8_nemo.export.fp8_checkpoint import Calibration, Progress
+from fp8_nemo.export.quantized_checkpoint import Calibration, Progress
 from fp8_nemo.glue.recalibrate import AmaxObserver, kv_scales
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import causal_mask, positions

@@ -1,4 +1,4 @@
-"""Convert a checkpoint, or a local run's last one, to FP8: read the request, then do it."""
+"""Quantize a checkpoint, or a local run's last one: read the request, then do it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fp8_nemo.export.calibrate import calibration_of
-from fp8_nemo.export.fp8_checkpoint import Progress, WeightError, quantize_checkpoint
+from fp8_nemo.export.formats import SERVED
 from fp8_nemo.export.from_run import exported, last_checkpoint
+from fp8_nemo.export.quantized_checkpoint import Progress, WeightError, quantize_checkpoint
 from fp8_nemo.export.source import ConversionError, read_config
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options import Precision, Recipe
 from fp8_nemo.runs.run_dir import PLAN, read_plan
 
 
 def convert(
     source: Path, target: Path, settings: list[str], calibrate: Path | None, progress: Progress
-) -> list[WeightError]:
-    """Convert a checkpoint, or resume the conversion; return what FP8 cost each weight.
+) -> tuple[Precision, list[WeightError]]:
+    """Convert a checkpoint, or resume the conversion; return its precision, and each weight's cost.
 
     Args:
         source: the checkpoint, BF16 or FP32; or a run of the local backend, which is exported.
@@ -39,9 +40,10 @@ def convert(
     texts = calibration_texts(recipe, calibrate)
     source = exported(source, plan) if plan else source  # once the line is known to be right
     calibration = calibration_of(recipe, source, texts, progress) if texts else None
-    return quantize_checkpoint(
+    errors = quantize_checkpoint(
         source, target, recipe.precision, calibration=calibration, progress=progress
     )
+    return recipe.precision, errors
 
 
 def _recipe_of(source: Path, settings: list[str]) -> Recipe:
@@ -60,7 +62,7 @@ def _recipe_of_run(run_dir: Path, plan: Plan, settings: list[str]) -> Recipe:
 def _rolled_out(plan: Plan) -> list[str]:
     """Return the overrides that name the precision of a run's rollout; none for BF16."""
     precision = plan.recipe.precision
-    if not precision.rollout.block:
+    if not precision.rollout.is_quantized:
         return []
     served = asdict(precision) | {"kv_scales": "layer"}  # as a checkpoint has them
     return [f"precision.{key}={as_typed(value)}" for key, value in served.items()]
@@ -70,7 +72,8 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
     """Return the recipe whose precision a checkpoint of `count` layers is to have.
 
     Raises:
-        ConversionError: the settings ask for no FP8 weights, or for more than precision.
+        ConversionError: the settings ask for weights of a format without a row in `SERVED`, or for
+            more than precision.
         ComposeError: an option does not exist, or is impossible.
     """
     strange = [word for word in settings if not word.startswith(("precision=", "precision."))]
@@ -79,7 +82,7 @@ def conversion_recipe(count: int, settings: list[str]) -> Recipe:
     named = any(word.startswith("precision=") for word in settings)
     usual = [] if named else ["precision=fp8-linear"]
     [recipe] = compose([*usual, *settings, f"model.shape.layers={count}"])
-    if not recipe.precision.rollout.block:
+    if recipe.precision.rollout.name not in SERVED:
         set_to = [word for word in settings if word.startswith("precision.rollout_linear")]
         said = (set_to or [f"precision={recipe.precision.name}"])[-1]
         held = recipe.precision.rollout.name.upper()

@@ -1,4 +1,4 @@
-"""Read what is to be converted to FP8, a checkpoint in Hugging Face format, or refuse it in a line.
+"""Read what is to be quantized, a checkpoint in Hugging Face format, or refuse it in a line.
 
 Everything that a header or an index can say is checked before a weight is read.
 """
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.recipe.model_dir import damage
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options import Format, Precision
 
 DTYPES = ("BF16", "F32")
 INDEX = "model.safetensors.index.json"
@@ -64,8 +64,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def shards_of(source: Path) -> list[Path]:
-    """List the files of a checkpoint's weights, each of which was looked at.
+def places_of(source: Path) -> dict[str, Path]:
+    """Return the file of each of a checkpoint's tensors, shard by shard; all were looked at.
 
     Raises:
         ConversionError: one is missing, damaged or of other numbers, or the index says otherwise.
@@ -89,7 +89,7 @@ def shards_of(source: Path) -> list[Path]:
             raise ConversionError(f"{tensor}: is not in {name}, where {source / INDEX} has it")
     if weight_map and (left := held.keys() - weight_map.keys()):
         raise ConversionError(f"{min(left)}: is in {held[min(left)]}, and not in {source / INDEX}")
-    return [source / name for name in names]
+    return {tensor: source / name for tensor, name in held.items()}
 
 
 def _tensors_of(file: Path) -> list[str]:
@@ -116,8 +116,10 @@ def _tensors_of(file: Path) -> list[str]:
     return list(dtypes)
 
 
-def check_blocks(file: Path, precision: Precision, layers: int) -> None:
-    """Check that vLLM will take every weight's blocks (`validate_fp8_block_shape`).
+def check_sizes(file: Path, precision: Precision, layers: int) -> None:
+    """Check that vLLM will take every weight of a shard in its quantized format.
+
+    Its rules are in `validate_fp8_block_shape` and `ModelOptNvFp4W4A16LinearMethod.create_weights`.
 
     Raises:
         ConversionError: it names the first that it would not.
@@ -125,11 +127,21 @@ def check_blocks(file: Path, precision: Precision, layers: int) -> None:
     with safe_open(file, framework="pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     for name, shape in shapes.items():
-        if not weights.is_fp8_weight(name, shape, precision, layers):
-            continue
-        stacked = max(1, len(weights.slab_projections(name)))
-        if shape[-2] % (weights.BLOCK * stacked) or shape[-1] % weights.BLOCK:
-            raise ConversionError(
-                f"{name}: is {' x '.join(map(str, shape))}, and vLLM takes blockwise FP8 in "
-                f"multiples of {weights.BLOCK} alone; this model stays in BF16 ({file})"
-            )
+        if weights.is_fp8_weight(name, shape, precision, layers):
+            if precision.rollout.group and ".experts." in name:
+                raise ConversionError(
+                    f"{name}: is an expert's, and a checkpoint in {precision.rollout.name.upper()} "
+                    f"is of a dense model; choose precision=fp8-linear ({file})"
+                )
+            _check_size(name, shape, precision.rollout, file)
+
+
+def _check_size(name: str, shape: tuple[int, ...], held: Format, file: Path) -> None:
+    stacked = max(1, len(weights.slab_projections(name)))
+    rows, columns = held.block or 1, held.block or held.group
+    if shape[-2] % (rows * stacked) or shape[-1] % columns:
+        kind = "blockwise FP8" if held.block else f"rows of {held.name.upper()}"
+        raise ConversionError(
+            f"{name}: is {' x '.join(map(str, shape))}, and vLLM takes {kind} in "
+            f"multiples of {columns} alone; this model stays in BF16 ({file})"
+        )

@@ -134,10 +134,11 @@ def fused_with(name: str) -> tuple[str, ...]:
     experts' are not shared: vLLM's layout of them is not written.
     """
     module, _, kind = name.rpartition(".")
-    stem, _, projection = module.rpartition(".")
-    if ".experts" in stem:
+    projection = module.rpartition(".")[2]
+    if ".experts." in name:
         return (name,)
-    return tuple(f"{stem}.{each}.{kind}" for each in fused_module(projection)[1])
+    stem = module.removesuffix(projection)
+    return tuple(f"{stem}{each}.{kind}" for each in fused_module(projection)[1])
 
 
 def expert_slab(projection: str) -> tuple[str, tuple[str, ...]]:

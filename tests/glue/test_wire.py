@@ -131,3 +131,25 @@ def test_a_bf16_recipe_sends_nothing_but_its_weights_in_bf16():
     shapes = weights.named_shapes(Shape(layers=2, qk_norm=True))
     expected = {name: WireSpec("bfloat16", shape) for name, shape in shapes.items()}
     assert weights.wire_specs(shapes, Precision(), 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("model.layers.0.self_attn.k_proj.weight", ["q_proj", "k_proj", "v_proj"]),
+        ("model.layers.0.self_attn.k_proj.bias", ["q_proj", "k_proj", "v_proj"]),
+        ("model.layers.0.mlp.up_proj.weight", ["gate_proj", "up_proj"]),
+        ("model.layers.0.mlp.down_proj.weight", ["down_proj"]),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", ["up_proj"]),
+        ("model.layers.0.mlp.experts.gate_up_proj", ["experts"]),
+        ("model.norm.weight", ["norm"]),
+        ("lm_head.weight", ["lm_head"]),
+    ],
+)
+def test_a_weight_is_fused_with_its_neighbours_and_else_with_itself(name, fused):
+    stem, _, kind = name.rpartition(".")
+    found = weights.fused_with(name)
+    assert found == tuple(
+        f"{stem.removesuffix(stem.split('.')[-1])}{each}.{kind}" for each in fused
+    )
+    assert name in found

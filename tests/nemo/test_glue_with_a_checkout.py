@@ -635,14 +635,17 @@ def test_refits_land_by_a_real_broadcast_and_a_refused_one_ends_on_both_sides(li
 
 @imports
 @pytest.mark.parametrize(
-    ("name", "precision"),
+    ("name", "precision", "methods"),
     [
-        ("tiny-llama", "precision=fp8-linear"),
-        ("tiny-llama", "precision=fp8-kv-attn"),
-        ("tiny-qwen3-moe", "precision=fp8-kv-attn"),
+        ("tiny-llama", "precision=fp8-linear", ["Fp8LinearMethod"]),
+        ("tiny-llama", "precision=fp8-kv-attn", ["Fp8LinearMethod"]),
+        ("tiny-llama", "precision=nvfp4-w4a16", ["ModelOptNvFp4W4A16LinearMethod"]),
+        ("tiny-qwen3-moe", "precision=fp8-kv-attn", ["Fp8LinearMethod", "UnquantizedLinearMethod"]),
     ],
 )
-def test_vllms_own_loader_takes_a_quantized_checkpoint_as_it_is(name, precision, libcuda, tmp_path):
+def test_vllms_own_loader_takes_a_quantized_checkpoint_as_it_is(
+    name, precision, methods, libcuda, tmp_path
+):
     from fp8_nemo.recipes import quantize_checkpoint
 
     from fp8_nemo.recipe.model_dir import SHIPPED
@@ -661,4 +664,5 @@ def test_vllms_own_loader_takes_a_quantized_checkpoint_as_it_is(name, precision,
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     written = json.loads((folder / "quantization.json").read_text())["shards"]
-    assert found == {"same": sum(len(each["tensors"]) for each in written.values()), "other": []}
+    count = sum(len(each["tensors"]) for each in written.values())
+    assert found == {"same": count, "other": [], "methods": methods}

@@ -3,7 +3,8 @@
     python vllm_loads_a_checkpoint.py FOLDER MODEL PRECISION PORT
 
 Built as on a Hopper GPU (`vllm_on_a_cpu.py`), from the folder's own config.json alone. Prints how
-many tensors of the checkpoint lie in vLLM's parameters byte by byte, and the names of the others.
+many tensors of the checkpoint lie in vLLM's parameters byte by byte, the names of the others, and
+the methods of vLLM's linears.
 """
 
 # pyright: reportMissingImports=false
@@ -40,20 +41,33 @@ def loaded(folder, port, kv):
     return model
 
 
+def methods_of(model):
+    from vllm.model_executor.layers.linear import LinearBase
+
+    linears = (module for module in model.modules() if isinstance(module, LinearBase))
+    return sorted({type(module.quant_method).__name__ for module in linears})
+
+
 def main():
     folder, name, precision, port = sys.argv[1:]
     vllm.platforms._current_platform = Hopper()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     from fp8_nemo.glue.manifest import KV_SUFFIXES
-    from fp8_nemo.nemo.engine_memory import Rank, engine_parts
+    from fp8_nemo.nemo.engine_memory import Part, Rank, engine_parts
+    from fp8_nemo.nemo.marlin.layout import arriving, modules
     from fp8_nemo.recipe.compose import compose
 
     [recipe] = compose([f"model={name}", f"precision={precision}"])
     model = loaded(Path(folder), port, recipe.precision.rollout_kv == "fp8")
     parameters = {n: p.data for n, p in model.named_parameters()}
-    parts = engine_parts(parameters, recipe.model.shape, recipe.precision, Rank())
+    shape = recipe.model.shape
+    parts = engine_parts(parameters, shape, recipe.precision, Rank()) | {
+        wire: Part(parameters[f"{module.path}.{held}"][rows])
+        for module in modules(shape, recipe.precision)  # in four bits, as they lie before Marlin
+        for wire, (held, rows) in arriving(module).items()
+    }
     tensors = {n: t for f in Path(folder).glob("*.safetensors") for n, t in load_file(f).items()}
-    found = {"same": 0, "other": []}
+    found = {"same": 0, "other": [], "methods": methods_of(model)}
     for key, tensor in tensors.items():
         if key.endswith(KV_SUFFIXES):
             stem, _, scale = key.removesuffix(".attn.q_scale").rpartition(".")

@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.glue import marlin_refit
 from benchmarks.speed import random_model
+from fp8_nemo.export.formats import values_of
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.recipe.compose import compose
 
@@ -26,7 +28,7 @@ def wire_of(weights):
 
 def test_the_reference_scores_tokens_with_the_values_of_the_bytes_that_were_sent(model):
     weights = marlin_refit.weights_of(model, 1, CPU)
-    values = marlin_refit.values_of(wire_of(weights))
+    values = dict(values_of(marlin_refit.sent(wire_of(weights)), RECIPE.precision))
     assert values.keys() == weights.keys()
     for name, weight in weights.items():
         off = (values[name] - weight.float()).norm() / weight.float().norm()
@@ -57,6 +59,19 @@ def test_batches_hold_all_that_is_sent_and_nothing_once_the_next_one_is_asked(
     assert [name for name, _ in seen] == [name for name, _ in wire]
     pairs = zip(seen, wire, strict=True)
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in pairs)
+
+
+def test_what_is_shipped_is_held_against_the_refit(model, tmp_path):
+    weights = marlin_refit.weights_of(model, 1, CPU)
+    model.config.save_pretrained(tmp_path / "bf16")
+    save_file(weights, tmp_path / "bf16" / "model.safetensors")
+    wire = wire_of(weights)
+    q, scale = (f"model.layers.0.self_attn.q_proj.weight{end}" for end in ("", "_scale_2"))
+    changed = [pair for pair in marlin_refit.flipped(wire, q) if pair[0] != scale]
+    for number, (stream, unlike) in enumerate([(wire, []), (changed, [q, scale])]):
+        target = tmp_path / str(number)
+        found = marlin_refit.not_shipped(tmp_path / "bf16", target, stream, RECIPE.precision)
+        assert found == unlike
 
 
 def test_a_flipped_bit_is_in_one_tensor_alone(model):

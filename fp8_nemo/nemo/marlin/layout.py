@@ -50,8 +50,19 @@ def holds_four_bits(precision: Precision) -> bool:
 def quantization(precision: Precision, layers: int) -> dict[str, Any]:
     """Return what vLLM is started with: arguments of its engine, beside a model's own.
 
-    `modelopt_fp4` with the algorithm `W4A16_NVFP4` is vLLM's own method for weights of four bits
-    and activations of 16. Its only kernel is Marlin (modelopt.py, ModelOptNvFp4W4A16LinearMethod).
+    Args:
+        precision: of the recipe, in four bits.
+        layers: of the model.
+    """
+    overrides = {"quantization_config": quantization_config(precision, layers)}
+    return {"quantization": "modelopt_fp4", "hf_overrides": overrides}
+
+
+def quantization_config(precision: Precision, layers: int) -> dict[str, Any]:
+    """Return what a model's `config.json` says of its four bits, to vLLM and as ModelOpt writes it.
+
+    The algorithm `W4A16_NVFP4` is vLLM's own method for weights of four bits and activations of 16.
+    Its only kernel is Marlin (modelopt.py, ModelOptNvFp4W4A16LinearMethod).
 
     Args:
         precision: of the recipe, in four bits.
@@ -59,13 +70,12 @@ def quantization(precision: Precision, layers: int) -> dict[str, Any]:
     """
     first, last = precision.first_layers_bf16, layers - precision.last_layers_bf16
     plain = [f"model.layers.{layer}.*" for layer in (*range(first), *range(last, layers))]
-    config = {
+    return {
         "quant_method": "modelopt",
         "quant_algo": "W4A16_NVFP4",
         "group_size": NVFP4.group,
         "ignore": ["lm_head", *plain],
     }
-    return {"quantization": "modelopt_fp4", "hf_overrides": {"quantization_config": config}}
 
 
 def modules(shape: Shape, precision: Precision) -> list[Module]:

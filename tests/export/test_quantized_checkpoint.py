@@ -1,4 +1,4 @@
-"""A checkpoint becomes FP8 shard by shard, with a refit's bytes; what cannot be is refused.
+"""A checkpoint becomes FP8 or NVFP4 shard by shard, with a refit's bytes, or is refused.
 
 The source is the tiny model that ships, cut into three shards; read back with safetensors alone.
 """
@@ -20,9 +20,10 @@ import torch
 from fp8_nemo.recipes import quantize_checkpoint as recipe
 from safetensors.torch import load_file, save_file
 
-from fp8_nemo.export import calibrate, fp8_checkpoint
+from fp8_nemo.export import calibrate, quantized_checkpoint
 from fp8_nemo.export.calibrate import scales_of_texts
-from fp8_nemo.export.fp8_checkpoint import BOOK, Calibration, by_layer, quantize_checkpoint
+from fp8_nemo.export.formats import values_of
+from fp8_nemo.export.quantized_checkpoint import BOOK, Calibration, by_layer, quantize_checkpoint
 from fp8_nemo.export.source import INDEX, ConversionError
 from fp8_nemo.export.whole_files import PART
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
@@ -34,7 +35,10 @@ from fp8_nemo.recipe.options import Precision
 from fp8_nemo.runs import run_dir
 
 FP8 = Precision(rollout_linear="fp8")
+FOUR = Precision(rollout_linear="nvfp4")
+BOTH = pytest.mark.parametrize("precision", [FP8, FOUR], ids=["fp8", "nvfp4"])
 Q = "model.layers.0.self_attn.q_proj.weight"
+FP8_TYPE = torch.float8_e4m3fn
 SHARDS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 
 
@@ -80,13 +84,14 @@ def test_what_is_written_is_what_a_refit_sends(name, precision, tmp_path):
     assert same(tensors_of(tmp_path / "fp8"), stream_of(SHIPPED / name, precision))
 
 
-def test_shards_keep_their_names_and_the_index_names_every_tensor(source, tmp_path):
+@BOTH
+def test_shards_keep_their_names_and_the_index_names_every_tensor(source, tmp_path, precision):
     seen = []
     target = tmp_path / "fp8"
-    quantize_checkpoint(source, target, FP8, progress=lambda *each: seen.append(each))
+    quantize_checkpoint(source, target, precision, progress=lambda *each: seen.append(each))
     index = json.loads((target / INDEX).read_text())
     tensors = tensors_of(target)
-    assert same(tensors, stream_of(source))
+    assert same(tensors, stream_of(source, precision))
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     for name, shard in index["weight_map"].items():
         assert name in load_file(target / shard)
@@ -114,6 +119,93 @@ def test_the_configuration_says_what_is_not_fp8(source, tmp_path):
     kept = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
     routers = [f"model.layers.{n}.mlp.gate" for n in (0, 1)]
     assert kept["modules_to_not_convert"] == ["lm_head", *routers]
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_four_bits_have_modelopts_configuration(source, tmp_path, kept):
+    few = Precision(rollout_linear="nvfp4", last_layers_bf16=kept)
+    quantize_checkpoint(source, tmp_path / "nvfp4", few)
+    config = json.loads((tmp_path / "nvfp4" / "config.json").read_text())
+    assert config["quantization_config"] == {
+        "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "group_size": 16,
+        "ignore": ["lm_head", "model.layers.1.*"][: 1 + kept],
+    }  # fmt: skip
+    assert same(tensors_of(tmp_path / "nvfp4"), stream_of(source, few))
+
+
+def read_by_hand(tensors, name):
+    """FP32 values of an NVFP4 weight, from the description of E2M1 and ModelOpt's names."""
+    packed = tensors[name].long()
+    codes = torch.stack([packed % 16, packed // 16], -1).flatten(1)
+    sign, exponent, fraction = 1 - 2 * (codes // 8), codes // 2 % 4, codes % 2
+    small, normal = fraction / 2, (1 + fraction / 2) * 2.0 ** (exponent - 1)
+    value = sign * torch.where(exponent == 0, small, normal)
+    groups = value.unflatten(1, (-1, 16)) * tensors[f"{name}_scale"].float()[..., None]
+    return groups.flatten(1) * tensors[f"{name}_scale_2"]
+
+
+def test_four_bits_read_back_are_the_weights_but_for_what_the_book_says(source, tmp_path):
+    target, real = tmp_path / "nvfp4", tensors_of(source)
+    errors = {each.name: each for each in quantize_checkpoint(source, target, FOUR)}
+    tensors = tensors_of(target)
+    found = dict(values_of(tensors, FOUR))
+    assert found.keys() == real.keys() and len(errors) == 14
+    for name, weight in real.items():
+        if name not in errors:
+            assert torch.equal(found[name], weight.float())
+            continue
+        assert tensors[name].dtype == torch.uint8 and tensors[f"{name}_scale"].dtype == FP8_TYPE
+        assert torch.allclose(found[name], read_by_hand(tensors, name), rtol=1e-6, atol=0)
+        off = (found[name].double() - weight.double()).norm() / weight.double().norm()
+        assert errors[name].relative == pytest.approx(off.item(), rel=1e-5) and 0.08 < off < 0.11
+        zeroed = ((found[name] == 0) & (weight != 0)).float().mean()
+        assert errors[name].zeroed == pytest.approx(zeroed.item()) and 0.01 < zeroed < 0.2
+
+
+def test_fused_weights_share_their_scale_across_shards(source, tmp_path):
+    quantize_checkpoint(source, tmp_path / "nvfp4", FOUR)
+    index = json.loads((tmp_path / "nvfp4" / INDEX).read_text())["weight_map"]
+    tensors, real = tensors_of(tmp_path / "nvfp4"), tensors_of(source)
+    for layer in ("model.layers.0", "model.layers.1"):
+        for fused in (("q", "k", "v"), ("gate", "up"), ("o",), ("down",)):
+            block = "mlp" if fused[0] in ("gate", "down") else "self_attn"
+            names = [f"{layer}.{block}.{each}_proj.weight" for each in fused]
+            [scale] = {tensors[f"{each}_scale_2"].item() for each in names}
+            largest = max(real[each].abs().max().item() for each in names)
+            assert scale == pytest.approx(largest / (6 * 448))
+            assert len(fused) == 1 or len({index[each] for each in names}) > 1
+
+
+def test_a_weight_that_is_not_finite_is_named_by_its_own_shard(source, tmp_path):
+    tensors = load_file(source / SHARDS[1])
+    name = next(each for each in tensors if each.endswith("k_proj.weight"))
+    save_file(tensors | {name: infinite(tensors[name])}, source / SHARDS[1])
+    with pytest.raises(ConversionError) as caught:
+        quantize_checkpoint(source, tmp_path / "nvfp4", FOUR)
+    assert str(caught.value) == f"{name}: holds NaN or Inf ({source / SHARDS[1]})"
+    assert [file.name for file in (tmp_path / "nvfp4").iterdir()] == [BOOK]
+
+
+def test_experts_in_four_bits_are_refused(tmp_path, capsys):
+    line = [str(SHIPPED / "tiny-qwen3-moe"), str(tmp_path / "nvfp4"), "precision=nvfp4-w4a16"]
+    assert recipe.main(line) == 2
+    said = capsys.readouterr().err
+    assert ".mlp.experts." in said and "is of a dense model; choose precision=fp8-linear" in said
+    assert not (tmp_path / "nvfp4").exists()
+
+
+@pytest.mark.parametrize("columns", [24, 128])
+def test_rows_that_groups_of_16_do_not_fill_are_refused(tmp_path, columns):
+    shutil.copytree(SHIPPED / "tiny-llama", tmp_path / "source")
+    file, name = tmp_path / "source" / "model.safetensors", "model.layers.1.mlp.down_proj.weight"
+    save_file(load_file(file) | {name: torch.ones(7, columns).bfloat16()}, file)
+    if columns % 16:
+        with pytest.raises(ConversionError, match=f"{name}: is 7 x 24, and vLLM takes rows of NV"):
+            quantize_checkpoint(tmp_path / "source", tmp_path / "nvfp4", FOUR)
+        assert not (tmp_path / "nvfp4").exists()
+    else:
+        quantize_checkpoint(tmp_path / "source", tmp_path / "nvfp4", FOUR)
+        assert tensors_of(tmp_path / "nvfp4")[name].shape == (7, columns // 2)
 
 
 def test_errors_are_those_of_e4m3_in_blocks_and_stand_in_the_folder(source, tmp_path):
@@ -144,15 +236,20 @@ def killed_in(shard):
     return progress
 
 
-def test_a_killed_conversion_cannot_be_loaded_and_goes_on_after_its_last_shard(source, tmp_path):
+@BOTH
+def test_a_killed_conversion_cannot_be_loaded_and_goes_on_after_its_last_shard(
+    source, tmp_path, precision
+):
     target = tmp_path / "fp8"
     with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(source, target, FP8, progress=killed_in(SHARDS[1]))
+        quantize_checkpoint(source, target, precision, progress=killed_in(SHARDS[1]))
     assert not (target / "config.json").exists() and not (target / SHARDS[1]).exists()
     first, seen = (target / SHARDS[0]).stat().st_mtime_ns, []
-    errors = quantize_checkpoint(source, target, FP8, progress=lambda *each: seen.append(each[0]))
+    errors = quantize_checkpoint(
+        source, target, precision, progress=lambda *each: seen.append(each[0])
+    )
     assert (target / SHARDS[0]).stat().st_mtime_ns == first and SHARDS[0] not in seen
-    assert len(errors) == 14 and same(tensors_of(target), stream_of(source))
+    assert len(errors) == 14 and same(tensors_of(target), stream_of(source, precision))
 
 
 def test_a_conversion_killed_while_it_writes_its_first_shard_goes_on(
@@ -164,7 +261,7 @@ def test_a_conversion_killed_while_it_writes_its_first_shard_goes_on(
 
     line = [str(source), str(tmp_path / "fp8")]
     with monkeypatch.context() as patched:
-        patched.setattr(fp8_checkpoint, "save_file", killed)
+        patched.setattr(quantized_checkpoint, "save_file", killed)
         assert recipe.main(line) == 130
     assert capsys.readouterr().err == f"{line[1]}: stopped; the same line goes on\n"
     assert recipe.main(line) == 0
@@ -221,7 +318,7 @@ def test_after_any_kill_the_result_is_that_of_an_uninterrupted_one(source, tmp_p
 def converting(source, target):
     code = (
         "import sys, pathlib\n"
-        "from fp8_nemo.export.fp8_checkpoint import quantize_checkpoint\n"
+        "from fp8_nemo.export.quantized_checkpoint import quantize_checkpoint\n"
         "from fp8_nemo.recipe.options import Precision\n"
         "print('begins', flush=True)\n"
         "source, target = map(pathlib.Path, sys.argv[1:])\n"
@@ -253,6 +350,12 @@ def test_another_source_in_the_same_folder_is_refused(source, tmp_path):
     for other in (source, twin, SHIPPED / "tiny-qwen3-moe"):
         with pytest.raises(ConversionError, match="a conversion of another source, or of"):
             quantize_checkpoint(other, target, FP8)
+
+
+def test_a_conversion_to_the_other_format_in_the_same_folder_is_refused(source, tmp_path):
+    quantize_checkpoint(source, tmp_path / "fp8", FP8)
+    with pytest.raises(ConversionError, match="holds a conversion with other settings"):
+        quantize_checkpoint(source, tmp_path / "fp8", FOUR)
 
 
 @pytest.mark.parametrize("damage", ["cut short", "gone", "one bit", "a tail of zeros"])
@@ -449,7 +552,7 @@ def test_blocks_that_vllm_would_refuse_are_refused_before_anything_is_written(tm
     with pytest.raises(
         ConversionError, match=f"{name}: is {' x '.join(map(str, shape))}, and vLLM"
     ):
-        fp8_checkpoint.quantize_checkpoint(tmp_path / "source", tmp_path / "fp8", FP8)
+        quantized_checkpoint.quantize_checkpoint(tmp_path / "source", tmp_path / "fp8", FP8)
     assert not (tmp_path / "fp8").exists()
 
 
@@ -461,9 +564,9 @@ def test_a_file_that_nobody_may_write_is_copied_again(source, tmp_path, monkeypa
         assert not target.exists()
         return copy(file, target)
 
-    monkeypatch.setattr(fp8_checkpoint.shutil, "copy", as_another_user)
+    monkeypatch.setattr(quantized_checkpoint.shutil, "copy", as_another_user)
     for _ in range(2):
-        fp8_checkpoint.quantize_checkpoint(source, tmp_path / "fp8", FP8)
+        quantized_checkpoint.quantize_checkpoint(source, tmp_path / "fp8", FP8)
     assert (tmp_path / "fp8" / "tokenizer.json").read_bytes()
 
 
@@ -483,6 +586,14 @@ def test_texts_are_read_with_their_first_token_and_cut(monkeypatch):
         (["precision=bf16"], "precision=bf16: its weights are BF16; choose precision=fp8-linear"),
         (["precision=fp8-kv-attn"], "its FP8 cache needs scales; add --calibrate"),
         (["--calibrate", "TEXTS"], "precision=fp8-linear has a cache in BF16"),
+        (
+            ["precision=nvfp4-w4a16", "--calibrate", "TEXTS"],
+            "precision=nvfp4-w4a16 has a cache in BF16; choose fp8-kv-attn",
+        ),
+        (
+            ["precision=nvfp4-w4a16", "precision.rollout_kv=fp8"],
+            "precision.rollout_kv=fp8: needs precision.rollout_linear=fp8, got nvfp4",
+        ),
         (["precision=fp8-kv-attn", "--calibrate", "EMPTY"], "holds no text"),
         (["precision=fp8-kv-attn", "--calibrate", "GONE"], "GONE: cannot be read (No such file"),
         (
@@ -562,6 +673,22 @@ def test_a_run_is_converted_to_what_it_was_rolled_out_in(make_plan, tmp_path, ca
     assert len(modes) == 1, "weights that another account cannot read"
 
 
+def test_a_run_in_four_bits_is_shipped_in_the_bytes_that_its_engine_held(
+    make_plan, tmp_path, capsys
+):
+    plan = make_plan("precision=nvfp4-w4a16", "precision.first_layers_bf16=1")
+    [frozen] = run_dir.freeze([plan])
+    GrpoLoop(plan, frozen.path).train(lambda row: None)
+    assert recipe.main([str(frozen.path), str(tmp_path / "nvfp4")]) == 0
+    out = capsys.readouterr().out
+    assert "relative error of NVFP4 weights" in out
+    assert out.splitlines()[-1] == f"vllm serve {tmp_path / 'nvfp4'}"
+    made = tensors_of(tmp_path / "nvfp4")
+    assert same(made, stream_of(frozen.path / "model-2", plan.recipe.precision))
+    assert made["model.layers.1.self_attn.q_proj.weight"].dtype == torch.uint8
+    assert made[Q].dtype == torch.bfloat16
+
+
 def test_a_damaged_checkpoint_or_a_run_of_nemo_rl_is_no_source(make_plan, tmp_path, capsys):
     plan = make_plan()
     [frozen] = run_dir.freeze([plan])
@@ -578,7 +705,7 @@ def test_a_damaged_checkpoint_or_a_run_of_nemo_rl_is_no_source(make_plan, tmp_pa
 
 
 def test_one_shard_is_held_at_a_time(source, tmp_path, monkeypatch):
-    alive, save = [], fp8_checkpoint.save_file
+    alive, save = [], quantized_checkpoint.save_file
 
     def watch(tensors, *arguments, **options):
         gc.collect()
@@ -586,7 +713,7 @@ def test_one_shard_is_held_at_a_time(source, tmp_path, monkeypatch):
         save(tensors, *arguments, **options)
         alive.extend(weakref.ref(tensor) for tensor in tensors.values())
 
-    monkeypatch.setattr(fp8_checkpoint, "save_file", watch)
+    monkeypatch.setattr(quantized_checkpoint, "save_file", watch)
     quantize_checkpoint(source, tmp_path / "fp8", FP8)
     assert len(alive) == len(tensors_of(tmp_path / "fp8"))
 

@@ -1,8 +1,9 @@
-"""Convert a Hugging Face checkpoint to blockwise FP8, in the format that vLLM loads as it is.
+"""Convert a Hugging Face checkpoint to blockwise FP8 or NVFP4, as vLLM loads it.
 
 What it guarantees
     The bytes and scales are those of a refit: the same `encode`, so that a policy which was trained
-    here is served as it was rolled out. Shards keep their names; one is held at a time.
+    here is served as it was rolled out. Shards keep their names; one is held at a time. In NVFP4,
+    weights that vLLM fuses share a scale, also those that lie in different shards.
 
 What it takes care of
     The result cannot be loaded before it is whole: `config.json` is written last, and taken away
@@ -12,11 +13,11 @@ What it takes care of
     Files appear whole (`whole_files.py`), and the book keeps a digest of each shard.
 
 What it refuses
-    A checkpoint that is FP8 already, of another family than Llama, Qwen3 and Qwen3-MoE, that holds
-    an empty tensor or one that is not finite, or whose index and shards disagree; and a folder with
-    anything else in it.
+    A checkpoint that is quantized already, of another family than Llama, Qwen2, Qwen3 and
+    Qwen3-MoE, that holds an empty tensor or one that is not finite, or whose index and shards
+    disagree; experts in NVFP4; and a folder with anything else in it.
 
-Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E experts.
+Shapes: O out features, I in features.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from __future__ import annotations
 import hashlib
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -36,13 +38,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fp8_nemo.export.formats import SERVED, values_of
 from fp8_nemo.export.source import (
     INDEX,
     ConversionError,
-    check_blocks,
+    check_sizes,
+    places_of,
     read_config,
     read_json,
-    shards_of,
 )
 from fp8_nemo.export.whole_files import (
     PART,
@@ -54,7 +57,6 @@ from fp8_nemo.export.whole_files import (
     written,
 )
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.quantize import FP8, Fp8Weight, dequantize_blocks
 from fp8_nemo.glue.refit import encode, pieces_of
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options import Precision
@@ -62,7 +64,7 @@ from fp8_nemo.runs.metrics import make_folder
 from fp8_nemo.runs.terminal import table
 
 BOOK = "quantization.json"
-"""Beside the shards: source, settings, KV scales, and per shard every FP8 weight's error."""
+"""Beside the shards: source, settings, KV scales, and per shard every quantized weight's error."""
 LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 Progress = Callable[[str, int, int], None]
@@ -70,7 +72,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class WeightError(NamedTuple):
-    """Hold what FP8 cost a weight or a slab: `WeightError("...q_proj.weight", 0.026, 0.0003)`."""
+    """Hold what a weight or a slab lost: `WeightError("...q_proj.weight", 0.026, 0.0003)`."""
 
     name: str
     relative: float
@@ -96,21 +98,23 @@ def quantize_checkpoint(
     calibration: Calibration | None = None,
     progress: Progress = lambda shard, done, total: None,
 ) -> list[WeightError]:
-    """Convert a checkpoint; return the errors of every FP8 weight, in the order of the shards.
+    """Convert a checkpoint; return each quantized weight's error, by shard.
 
     Args:
         source: a folder in Hugging Face format, BF16 or FP32 safetensors; subfolders are left out.
         target: a folder that does not exist, is empty, or holds a part of the same conversion.
-        precision: which layers stay in BF16, and the format of the scales.
+        precision: the format, a row of `SERVED`, and which layers stay in BF16.
         calibration: of an FP8 cache, whose scales go into the first shard; None for BF16.
         progress: told what is done.
 
     Raises:
         ConversionError: see the module.
     """
-    config, shards = read_config(source), shards_of(source)
+    config, places = read_config(source), places_of(source)
+    shards = [*dict.fromkeys(places.values())]
+    layers = config["num_hidden_layers"]
     for shard in shards:
-        check_blocks(shard, precision, config["num_hidden_layers"])
+        check_sizes(shard, precision, layers)
     settings = asdict(precision) | (calibration.settings if calibration else {})
     book = _opened_book(source, target, shards, settings)
     with written(target):
@@ -123,12 +127,12 @@ def quantize_checkpoint(
             (target / "config.json").unlink(missing_ok=True)
             scales = book["kv_scales"] if number == 0 else None
             extra = {name: torch.tensor([scale]) for name, scale in (scales or {}).items()}
-            layers = config["num_hidden_layers"]
-            made = _convert(shard, target / shard.name, precision, layers, extra, progress)
+            made = _convert(shard, target / shard.name, places, precision, layers, extra, progress)
             book["shards"][shard.name] = made
             write_json(target / BOOK, book)
         tensors = _finish(source, target, book["shards"])
-        write_json(target / "config.json", config | {"quantization_config": _quantization(tensors)})
+        told = SERVED[precision.rollout.name].config(tensors, precision, layers)
+        write_json(target / "config.json", config | {"quantization_config": told})
     errors = (each for shard in shards for each in book["shards"][shard.name]["errors"])
     return [WeightError(*each) for each in errors]
 
@@ -144,7 +148,7 @@ def _finish(source: Path, target: Path, done: Mapping[str, Any]) -> dict[str, st
     return tensors
 
 
-def error_table(errors: list[WeightError]) -> Table:
+def error_table(errors: list[WeightError], precision: Precision) -> Table:
     """Return one row a layer: mean and largest relative error, and which weight has it."""
     heads = ("layer", "weights", "mean", "largest", "in", "became 0")
     rows = [
@@ -156,17 +160,14 @@ def error_table(errors: list[WeightError]) -> Table:
         )
         for layer, found in by_layer(errors).items()
     ]  # fmt: skip
-    return table("relative error of FP8 weights", heads, rows)
+    return table(f"relative error of {precision.rollout.name.upper()} weights", heads, rows)
 
 
-def serve_line(target: Path, *, fp8_cache: bool) -> str:
-    """Return the command that serves a converted checkpoint with the bytes that it has.
-
-    Without the variable vLLM 0.25.1 quantizes the weights again as it loads them on a GPU with
-    DeepGEMM, to scales that are powers of two (`deepgemm_post_process_fp8_weight_block`).
-    """
-    cache = " --kv-cache-dtype fp8" if fp8_cache else ""
-    return f"VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve {shlex.quote(str(target))}{cache}"
+def serve_line(target: Path, precision: Precision) -> str:
+    """Return the command that serves a converted checkpoint with the bytes that it has."""
+    cache = " --kv-cache-dtype fp8" if precision.cache.is_quantized else ""
+    needs = SERVED[precision.rollout.name].environment
+    return f"{needs}vllm serve {shlex.quote(str(target))}{cache}"
 
 
 def by_layer(errors: list[WeightError]) -> dict[int, list[WeightError]]:
@@ -230,26 +231,33 @@ def _fingerprint(file: Path) -> list[int]:
 def _convert(
     source: Path,
     target: Path,
+    places: Mapping[str, Path],
     precision: Precision,
     layers: int,
     extra: dict[str, Tensor],
     progress: Progress,
 ) -> dict[str, Any]:
     """Convert one shard; return what the book keeps of it."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors, errors = dict(extra), []  # in FP8 half a shard
+    names = [name for name, at in places.items() if at == source]
+    tensors, errors = dict(extra), []  # half a shard, or less
     with safe_open(source, framework="pt") as file:
-        names = list(file.keys())
         for done, name in enumerate(names):
             progress(source.name, done, len(names))
-            weight = file.get_tensor(name).to(device)
-            encoded = encode([(name, weight)], precision, num_layers=layers)
-            if encoded.nonfinite_N.any():
-                raise ConversionError(f"{name}: holds NaN or Inf ({source})")
-            made = dict(encoded.tensors)
-            if weights.is_fp8_weight(name, tuple(weight.shape), precision, layers):
-                errors.append(_error(name, weight, made))
-            tensors |= {each: tensor.cpu().contiguous() for each, tensor in made.items()}
+            if name in tensors:
+                continue  # it came with one that it is fused with
+            fused = weights.fused_with(name) if precision.rollout.group else (name,)
+            group = dict(_read(fused, places, {source: file}))
+            encoded = encode([*group.items()], precision, num_layers=layers)
+            for each, is_broken in zip(encoded.names, encoded.nonfinite_N.tolist(), strict=True):
+                if is_broken:
+                    raise ConversionError(f"{each}: holds NaN or Inf ({places[each]})")
+            for each in (own for own in group if places[own] == source):
+                size = tuple(group[each].shape)
+                wires = {*weights.wire_names(each, size)}
+                made = {n: x for n, x in encoded.tensors if weights.weight_of(n) in wires}
+                if weights.is_fp8_weight(each, size, precision, layers):
+                    errors.append(_error(each, group[each], values_of(made, precision)))
+                tensors |= {n: x.cpu().contiguous() for n, x in made.items()}
     part = part_of(target)
     save_file(tensors, part, metadata={"format": "pt"})
     shutil.copymode(source, part)
@@ -264,30 +272,27 @@ def _convert(
     }
 
 
-def _error(name: str, weight: Tensor, made: Mapping[str, Tensor]) -> WeightError:
+def _read(
+    names: Iterable[str], places: Mapping[str, Path], opened: Mapping[Path, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield those tensors that the checkpoint has; from a shard that is not open, by opening it."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in (each for each in names if each in places):
+        at = places[name]
+        shard = nullcontext(opened[at]) if at in opened else safe_open(at, framework="pt")
+        with shard as file:
+            yield name, file.get_tensor(name).to(device)
+
+
+def _error(name: str, weight: Tensor, values: Iterator[tuple[str, Tensor]]) -> WeightError:
+    """Compare a weight, or a slab, with the values that were made of each of its pieces."""
     difference = norm = zeroed = 0.0
-    fp8 = ((each, tensor) for each, tensor in made.items() if tensor.dtype == FP8)
-    for piece_OI, (each, fp8_OI) in zip(pieces_of(name, weight), fp8, strict=True):
+    for piece_OI, (_, held_OI) in zip(pieces_of(name, weight), values, strict=True):
         real_OI = piece_OI.to(torch.bfloat16).float()
-        held_OI = dequantize_blocks(Fp8Weight(fp8_OI, made[weights.scale_name(each)])).float()
         difference += (held_OI - real_OI).square().sum().item()
         norm += real_OI.square().sum().item()
         zeroed += ((held_OI == 0) & (real_OI != 0)).sum().item()
     return WeightError(name, (difference / norm) ** 0.5 if norm else 0.0, zeroed / weight.numel())
-
-
-def _quantization(tensors: Mapping[str, str]) -> dict[str, Any]:
-    """Return the block of `config.json` by which vLLM knows the format."""
-    plain = (name for name in tensors if f"{name}{weights.SCALE_SUFFIX}" not in tensors)
-    modules = [name.removesuffix(".weight") for name in plain if name.endswith("proj.weight")]
-    routers = [name.removesuffix(".weight") for name in tensors if name.endswith(".gate.weight")]
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [weights.BLOCK, weights.BLOCK],
-        "modules_to_not_convert": sorted(["lm_head", *modules, *routers]),
-    }
 
 
 def _copy_rest(source: Path, target: Path) -> None:
