@@ -31,18 +31,21 @@ STEPS = 20
 FIGURE = Path("docs/figures/changed-bytes.svg")
 
 
-def row_of(precision: str, rate: float, seed: int, outputs: Path) -> dict[str, Any]:
-    """Train a cell and return what its refits changed."""
+def row_of(
+    precision: str, rate: float, seed: int, outputs: Path, steps: int = STEPS
+) -> dict[str, Any]:
+    """Train a cell and return what its refits changed; the first refit has none before it."""
     [plan] = compose_plans([
         f"precision={precision}", f"grpo.learning_rate={rate}", f"seed={seed}",
-        f"grpo.steps={STEPS}", "grpo.validate_first=false", "correction=tis",
-        f"grpo.validate_every={STEPS}", f"outputs={outputs}",
+        f"grpo.steps={steps}", "grpo.validate_first=false", "correction=tis",
+        f"grpo.validate_every={steps}", f"outputs={outputs}",
     ])  # fmt: skip
     [frozen] = run_dir.freeze([plan])
     GrpoLoop(plan, frozen.path).train(lambda row: None)
-    shares = [row["refit/changed_bytes"] for row in metrics.read_metrics(frozen.path)]
+    _, *rows = metrics.read_metrics(frozen.path)
+    shares = [row["refit/changed_bytes"] for row in rows]
     found = {"precision": precision, "learning_rate": rate, "seed": seed}
-    return found | {"first": shares[1], "median": median(shares[2:]), "shares": shares[1:]}
+    return found | {"first": shares[0], "median": median(shares[1:]), "shares": shares}
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
