@@ -34,7 +34,7 @@ FIGURE = Path("docs/figures/changed-bytes.svg")
 def row_of(
     precision: str, rate: float, seed: int, outputs: Path, steps: int = STEPS
 ) -> dict[str, Any]:
-    """Train a cell and return what its refits changed; the first refit has none before it."""
+    """Train a cell and return what its updates changed; the refit before them has no share."""
     [plan] = compose_plans([
         f"precision={precision}", f"grpo.learning_rate={rate}", f"seed={seed}",
         f"grpo.steps={steps}", "grpo.validate_first=false", "correction=tis",
