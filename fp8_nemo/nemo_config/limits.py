@@ -39,15 +39,16 @@ def host_mistakes(settled: Settled, host: Host) -> Iterator[Mistake]:
     A size of `model.parallel` is told once, with the sizes that can stand in its place. What only
     follows from it is not told: the rest is looked at with the nearest of these.
     """
-    told = set[str]()
-    while wrong := next((each for each in _broken(settled, host, told) if _is_size(each)), None):
+    told, broken = set[str](), list(_broken(settled, host))
+    while wrong := next(filter(_is_size, broken), None):
         told.add(wrong.key)
         sizes = _sizes_instead(settled, host, wrong)
         yield _mistake(wrong._replace(remedy=wrong.remedy or _one_of(sizes)))
         if sizes:
             away = {abs(size - wrong.value): size for size in sizes}
             settled = _with_size(settled, wrong.key, away[min(away)])
-    yield from map(_mistake, _broken(settled, host, told))
+        broken = list(_broken(settled, host, told))
+    yield from map(_mistake, broken)
 
 
 def _broken(settled: Settled, host: Host, told: Collection[str] = ()) -> Iterator[Limit]:
@@ -108,7 +109,8 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from defect_limits(settled, host.defects)
     recipe, base = settled.recipe, settled.recipe.model.base_config or ""
     written = {**host.leaves(base), **configure(settled, host).keys}
-    yield from _of_batches(settled, written)
+    yield from _of_batches(written)
+    yield from _of_cut_sequences(settled, written)
     yield from _of_sampled_batches(written)
     yield from _of_logprobs(written)
     yield from _of_training(recipe, written)
@@ -160,7 +162,7 @@ def _of_precision(recipe: Recipe) -> Iterator[Limit]:
     )
 
 
-def _of_batches(settled: Settled, written: Mapping[str, Any]) -> Iterator[Limit]:
+def _of_batches(written: Mapping[str, Any]) -> Iterator[Limit]:
     """Yield the limits of how sequences become batches, from every key that NeMo RL gets."""
     tensor, stages = written[TENSOR], written[f"{MEGATRON}.pipeline_model_parallel_size"]
     context = written[f"{MEGATRON}.context_parallel_size"]
@@ -198,7 +200,13 @@ def _of_batches(settled: Settled, written: Mapping[str, Any]) -> Iterator[Limit]
         SEAMS["packed-context"].path,
         "leave it out, or set model.parallel.context=1",
     )
-    multiple, longest = written[MULTIPLE], written["policy.max_total_sequence_length"]
+
+
+def _of_cut_sequences(settled: Settled, written: Mapping[str, Any]) -> Iterator[Limit]:
+    """Yield the limits of sequences that context and sequence parallelism cut in parts."""
+    tensor, context = written[TENSOR], written[f"{MEGATRON}.context_parallel_size"]
+    packed, multiple = written[PACKED], written[MULTIPLE]
+    longest = written["policy.max_total_sequence_length"]
     cut = (2 * context if context > 1 else 1) * (
         tensor if written[f"{MEGATRON}.sequence_parallel"] else 1
     )

@@ -52,7 +52,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
     if not settled.shares_gpus:
         share = f"cluster.rollout_gpus: {settled.rollout_gpus} of {settled.gpus} GPUs sample"
         yield share + (
-            " the next step's answers while the others train, and end them before they take the "
+            " the next step's answers while the others train, and finish them before they take the "
             "new weights (grpo.max_sample_age); run with a tiny model on two GPUs, not beyond"
             if recipe.grpo.is_asynchronous
             else ", then the others train: NeMo RL's synchronous step takes one phase after the "
