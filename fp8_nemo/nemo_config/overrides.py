@@ -62,6 +62,10 @@ WANDB_NAME = "logger.wandb.name"
 VLLM_PRECISION = {"bf16": "bfloat16", "fp16": "float16", "fp8": "fp8", "nvfp4": "bfloat16"}
 """`vllm_cfg.precision` by the format of the engine's linear weights. To four bits our generation
 worker adds what NeMo RL has no key for (`nemo/marlin/layout.py`, quantization)."""
+TILES = Path(__file__).parent / "tiles"
+"""Tiles of vLLM's kernel for experts, in files that vLLM names by experts, width, GPU and format:
+its default's below 128 rows, from there those that it ships for an H200. On an H100 they took 0.61
+to 0.74 of the default's time (benchmarks/results/experts-h100.json)."""
 VLLM_CACHE = {"bf16": "auto", "fp16": "auto", "fp8": "fp8"}
 """`vllm_cfg.kv_cache_dtype` by the format of the cache."""
 
@@ -167,6 +171,8 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
         # what was measured here is DeepGEMM alone.
         found["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
         found["VLLM_DEEP_GEMM_WARMUP"] = "skip"  # of every row count: graphs meet those that count
+    if needs_tiles(recipe):
+        found["VLLM_TUNED_CONFIG_FOLDER"] = str(TILES)
     if recipe.cluster.interpreter == "system":
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     if settled.layout.rollout_tensor > 1:
@@ -176,6 +182,12 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
     if not (recipe.model.hub_id or recipe.data.is_on_hub):
         found |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # nothing is on the hub
     return found
+
+
+def needs_tiles(recipe: Recipe) -> bool:
+    """Whether the engine's experts are FP8 on a GPU for which vLLM 0.25.1 has no tiles."""
+    quantized = recipe.precision.rollout_linear == "fp8"
+    return bool(recipe.model.shape.experts) and quantized and recipe.cluster.gpu == "h100"
 
 
 def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str, Any]:

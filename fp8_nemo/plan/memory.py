@@ -2,10 +2,8 @@
 
 `memory_per_gpu` has what trainer and engine hold in each phase of a NeMo RL step on one GPU: exact
 for weights, gradients and optimizer (`model.py` counts them), by formula for activations, and with
-a fixed allowance for what no formula knows. One run corrected the trainer's part: less the
-allowance it is within 0.1 GiB of what NeMo RL printed after training, before the refit and while
-the engine sampled (8B, FP8 on both sides, two H200s; docs/research/speed.md). The rest has not been
-compared with a measurement.
+a fixed allowance for what no formula knows. One run on two H200s corrected the trainer's part; in
+four others each phase is within 3% (docs/speed.md). Layouts on more GPUs were not compared.
 """
 
 from __future__ import annotations

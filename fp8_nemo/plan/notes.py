@@ -21,6 +21,8 @@ WITHOUT_KL = ("dapo", "cispo", "gspo")
 """Algorithms whose recipes in NeMo RL set the KL penalty to 0."""
 USUAL_LORA_RATE = 1e-5
 """Ten times what is usual for all weights, as QeRL and others train adapters."""
+SMALL_RATE = 1e-6
+"""At which NVFP4 rounds nearly all of a step away (benchmarks/results/changed-bytes-cpu.json)."""
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 """NeMo RL's own (conf/glue/stock.yaml)."""
 
@@ -67,6 +69,12 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
             "precision.rollout_linear: decode's estimate takes products of four bits at BF16's "
             "rate, and Marlin's may be slower from about 64 sequences on (docs/precision.md)"
         )
+        if settled.learning_rate <= SMALL_RATE:
+            yield (
+                f"grpo.learning_rate: at {SMALL_RATE:g} a step changed 0.005% of a tiny model's "
+                f"bytes in four bits, and this is {settled.learning_rate:g}: the engine lags "
+                "behind the trainer until updates add up (refit/changed_bytes)"
+            )
     yield from _slow_experts(recipe)
     yield from _mixed_blocks(recipe)
     yield from _without_effect(recipe)
@@ -182,10 +190,10 @@ def _slow_experts(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.precision.rollout.is_quantized and recipe.cluster.gpu == "h100":
         yield (
-            "precision.rollout_linear: vLLM 0.25.1 has no FP8 tiles for experts on an H100; of 128 "
-            "to 512 rows they took 1.25 to 1.64 times as long as BF16's "
-            "(benchmarks/results/experts-h100.json), which the step's estimate does not know; "
-            "precision=bf16 decodes in BF16"
+            "precision.rollout_linear: on an H100 FP8 experts of 128, 256 and 512 rows took 1.10, "
+            "0.92 and 0.80 of BF16's time with the tiles that ship for engines of one GPU, and "
+            "1.25 to 1.64 with vLLM's default (benchmarks/results/experts-h100.json, the kernel "
+            "alone); the step's estimate does not know it, and no engine ran with them"
         )
 
 

@@ -75,7 +75,8 @@ MERGE_BYTES = 36
 NVLINK = 360e9
 """Assumed bytes a second between two GPUs of a node: 0.8 of a direction's 450e9."""
 PINNED = 50e9
-"""Assumed bytes a second of page-locked copies between host and GPU; not measured yet."""
+"""Bytes a second of page-locked copies between host and GPU (49 and 51e9 of Adam's moments,
+move-optimizer-h100.json)."""
 PAGEABLE = Reached(1.36e9, 5.5e9)
 """The same as NeMo RL moves the optimizer: to the host, and back (step-check-h200.json)."""
 DOUBLED = 1.15

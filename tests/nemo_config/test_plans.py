@@ -991,6 +991,16 @@ def test_recalibration_keys_without_effect_are_noted(arguments, note):
     assert not any("1.0" in note for note in plan("model=llama31-8b", "precision=bf16").notes)
 
 
+def test_four_bits_at_a_rate_whose_steps_they_round_away_are_noted():
+    def lags(*words):
+        notes = plan("model=llama31-8b", "glue=ours", *words).notes
+        return any("lags behind" in note for note in notes)
+
+    four = "precision=nvfp4-w4a16"
+    assert lags(four) and lags(four, "grpo.learning_rate=1e-6")
+    assert not lags(four, "grpo.learning_rate=1e-5") and not lags("precision=fp8-linear")
+
+
 def test_a_nemo_plan_survives_json():
     before = plan("model=qwen3-30b-a3b", "correction=geo-mis")
     assert plan_from_json(json.loads(json.dumps(before.to_json()))) == before
@@ -1013,6 +1023,22 @@ def test_an_engine_of_two_gpus_gets_the_model_runner_that_survives_there():
     name = "VLLM_USE_V2_MODEL_RUNNER"
     assert name not in plan("model=llama31-8b").nemo.environment
     assert plan("model=llama31-8b", "model.parallel.rollout_tensor=2").nemo.environment[name] == "0"
+
+
+def test_experts_on_an_h100_get_tiles_under_the_name_by_which_vllm_looks_for_them():
+    name, line = "VLLM_TUNED_CONFIG_FOLDER", ["model=qwen3-30b-a3b", "precision=fp8-linear"]
+    folder = Path(plan(*line).nemo.environment[name])
+    shape = plan(*line).recipe.model.shape
+    [file] = folder.iterdir()
+    where = f"E={shape.experts},N={shape.expert_ffn},device_name=NVIDIA_H100_80GB_HBM3"
+    assert file.name == f"{where},dtype=fp8_w8a8,block_shape=[128,128].json"
+    tiles = {int(rows): each for rows, each in json.loads(file.read_text()).items()}
+    assert {"BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M"} <= tiles[128].keys()
+    assert all(
+        128 % each["BLOCK_SIZE_N"] == 0 == each["BLOCK_SIZE_K"] % 128 for each in tiles.values()
+    )
+    for other in ("cluster.gpu=h200", "precision=bf16", "model=llama31-8b"):
+        assert name not in plan(*line, other).nemo.environment
 
 
 def test_the_changes_and_the_stock_command_name_absolute_folders(tmp_path):
