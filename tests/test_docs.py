@@ -21,6 +21,7 @@ from fp8_nemo.plan.model import count
 from fp8_nemo.plan.step_time import Lengths, step_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options import Precision
+from tests.forked import typed
 from tests.plan.test_layout import timed
 
 ROOT = Path(__file__).parents[1]
@@ -436,8 +437,9 @@ def test_the_tours_commands_print_what_the_tour_shows(tmp_path, monkeypatch):
     found = list(shown(ROOT / "docs" / "tour.md"))
     assert len(found) == 8
     for command, lines in found:
-        words = command.replace("outputs/tour", f"{tmp_path}/tour").split()
-        ran = subprocess.run([sys.executable, *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        python, flag, *words = command.replace("outputs/tour", f"{tmp_path}/tour").split()
+        assert (python, flag) == ("python", "-m")
+        ran = typed(*words)
         said = [line.rstrip() for line in (ran.stdout + ran.stderr).splitlines()]
         wanted = [line.replace("outputs/tour", f"{tmp_path}/tour") for line in lines]
         assert [line for line in wanted if line not in said] == [], ran.stdout + ran.stderr
@@ -451,9 +453,8 @@ def test_the_page_of_ones_own_model_and_reward_prints_what_it_shows(tmp_path, mo
     found = list(shown(page))
     assert len(found) == 2
     for command, lines in found:
-        words = command.replace("my_reward.py", f"{tmp_path}/my_reward.py").split()[1:]
-        words += [f"outputs={tmp_path}"]
-        ran = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+        words = command.replace("my_reward.py", f"{tmp_path}/my_reward.py").split()[2:]
+        ran = typed(*words, f"outputs={tmp_path}")
         said = [line.rstrip() for line in ran.stdout.splitlines()]
         assert [line for line in lines if line not in said] == [], ran.stdout + ran.stderr
     [metrics] = tmp_path.glob("tiny-llama/*/*/metrics.jsonl")
@@ -466,15 +467,14 @@ def test_the_commands_of_the_user_pages_plan():
     for page in PAGES:
         if "research" in page.parts:
             continue
-        typed = re.compile(r"^python -m recipes\.(?:grpo|plan) (.+?)(?:  +#.*)?$", re.M)
-        for line in typed.findall(page.read_text()):
+        lines = re.compile(r"^python -m recipes\.(?:grpo|plan) (.+?)(?:  +#.*)?$", re.M)
+        for line in lines.findall(page.read_text()):
             words = [
                 word
                 for word in line.split()
                 if not word.startswith(("cluster=my", "correction=my", "--keys"))
             ]
-            command = [sys.executable, "-m", "recipes.plan", *words]
-            ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            ran = typed("recipes.plan", *words)
             assert ran.returncode == 0, f"{page.name}: {line}: {ran.stderr}"
 
 

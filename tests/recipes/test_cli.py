@@ -1,4 +1,4 @@
-"""The verbs as a user types them, in processes of their own."""
+"""The verbs as a user types them, in processes of their own; most are forked, not started."""
 
 import fcntl
 import json
@@ -21,11 +21,16 @@ from fp8_nemo.local.preflight import NEEDED_PACKAGES
 from fp8_nemo.recipe.model_dir import SHIPPED, weights_digest
 from fp8_nemo.runs import metrics, process, run_dir
 from tests.conftest import SMALL, small_plan
+from tests.forked import Typed, typed
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def verb(name: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+def verb(name: str, *arguments: str) -> subprocess.CompletedProcess:
+    return typed(f"recipes.{name}", *arguments)
+
+
+def started(name: str, *arguments: str, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", f"recipes.{name}", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, **options)
 
@@ -226,7 +231,7 @@ def test_a_broken_line_of_data_is_refused_with_file_and_line(tmp_path):
 def test_a_nemo_cell_without_a_checkout_says_so_and_creates_nothing(tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "NEMO_RL_ROOT"}
     arguments = ["backend=nemo", "glue=stock", f"outputs={tmp_path}/outputs"]
-    result = verb("grpo", *arguments, env=environment)
+    result = started("grpo", *arguments, env=environment)
     assert_refused(result, "cluster.nemo_root=null: backend=nemo runs in NeMo RL", "NEMO_RL_ROOT")
     assert list(tmp_path.iterdir()) == []
 
@@ -255,7 +260,7 @@ def test_the_local_extra_is_what_a_run_asks_for():
 
 def test_a_plan_is_printed_fast_without_torch(tmp_path):
     start = time.monotonic()
-    result = verb("plan", "model=llama31-8b", "precision=fp8-kv-attn", f"outputs={tmp_path}")
+    result = started("plan", "model=llama31-8b", "precision=fp8-kv-attn", f"outputs={tmp_path}")
     assert result.returncode == 0 and "224 FP8" in result.stdout
     assert time.monotonic() - start < 10  # 1 s on an idle core; the demo's machine may be busy
     assert list(tmp_path.iterdir()) == []
@@ -344,6 +349,7 @@ def test_an_unstable_step_ends_a_run_that_asks_for_it(tmp_path):
     assert metrics.read_metrics(path)[-1]["health/state"] == 2
 
 
+@pytest.mark.long  # tests/search/test_kills.py kills one process; here it is a line's whole group
 def test_killed_at_any_moment_and_started_again_gives_the_undisturbed_curve(tmp_path):
     line = [*SMALL, "grpo.steps=40", "grpo.checkpoint_every=5", "grpo.validate_every=10"]
     assert verb("grpo", *line, f"outputs={tmp_path}/whole").returncode == 0
@@ -365,7 +371,7 @@ def test_killed_at_any_moment_and_started_again_gives_the_undisturbed_curve(tmp_
     assert curve(killed) == curve(whole)
 
 
-LASTING = [*SMALL, "grpo.steps=40", "grpo.checkpoint_every=1000", "grpo.validate_every=10"]
+LASTING = [*SMALL, "grpo.steps=16", "grpo.checkpoint_every=1000", "grpo.validate_every=10"]
 """A run that is long enough to be asked to end."""
 
 
@@ -379,23 +385,23 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["USR1", "TERM"])
 def test_asked_to_stop_it_saves_where_it_is_and_goes_on_from_there(tmp_path, undisturbed, number):
-    line = LASTING
-    command = [sys.executable, "-m", "recipes.grpo", *line, f"outputs={tmp_path}/asked"]
+    line = ["recipes.grpo", *LASTING, f"outputs={tmp_path}/asked"]
     if number == signal.SIGUSR1:  # Slurm's goes to the run itself, not to what started it
-        [frozen] = run_dir.freeze([small_plan(tmp_path / "asked", *line)])
-        command = [sys.executable, "-m", "recipes.run", str(frozen.path)]
-    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        [frozen] = run_dir.freeze([small_plan(tmp_path / "asked", *LASTING)])
+        line = ["recipes.run", frozen.path]
+    child = Typed(*line)
     while not (found := list((tmp_path / "asked").glob("*/*/*/metrics.jsonl"))) or (
         found[0].read_text().count("\n") < 5
     ):
         time.sleep(0.01)
-    child.send_signal(number)
-    assert "is saved; the same line goes on" in child.communicate()[1]
-    assert child.returncode == process.INTERRUPTED
+    os.kill(child.pid, number)
+    asked = child.end()
+    assert "is saved; the same line goes on" in asked.stderr
+    assert asked.returncode == process.INTERRUPTED
     [path] = (tmp_path / "asked").glob("*/*/*")
     [saved] = run_dir.checkpoints(path)
-    assert 4 <= run_dir.checkpoint_step(saved) == curve(path)[-1]["step"] < 40
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    assert 4 <= run_dir.checkpoint_step(saved) == curve(path)[-1]["step"] < 16
+    assert typed(*line).returncode == 0
     assert curve(path) == curve(undisturbed)
 
 
@@ -495,10 +501,11 @@ def test_what_a_verb_cannot_read_is_told_in_our_own_words(line, said, capsys):
 
 
 def test_a_sweep_runs_every_cell_and_compare_reads_them(tmp_path):
-    result = verb("grpo", "-m", *SMALL, "precision=bf16,fp8-linear", f"outputs={tmp_path}/outputs")
+    both = "precision=bf16,fp8-linear"
+    result = started("grpo", "-m", *SMALL, both, f"outputs={tmp_path}/outputs")
     assert result.returncode == 0, result.stderr
     assert len(list((tmp_path / "outputs").glob("*/*/*/metrics.jsonl"))) == 2
-    compared = verb("compare", tmp_path / "outputs" / "tiny-llama")
+    compared = started("compare", tmp_path / "outputs" / "tiny-llama")
     assert compared.returncode == 0, compared.stderr
     report = Path(compared.stdout.strip().splitlines()[-1].split()[-1])
     assert "fp8-linear" in report.read_text() and list(report.parent.glob("*.png"))
@@ -551,20 +558,19 @@ def test_a_plan_tells_what_the_nodes_must_have_and_this_machine_lacks(tmp_path):
 
 
 def test_a_cell_that_was_killed_is_named_and_the_next_one_runs(tmp_path):
-    line = ["-m", *SMALL, "grpo.steps=40", "seed=1,2", f"outputs={tmp_path}/outputs"]
-    command = [sys.executable, "-m", "recipes.grpo", *line]
-    child = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    line = ["-m", *SMALL, "grpo.steps=16", "seed=1,2", f"outputs={tmp_path}/outputs"]
+    child = Typed("recipes.grpo", *line)
     while not list((tmp_path / "outputs").glob("*/*/s1-*/metrics.jsonl")):
-        assert child.poll() is None
+        assert child.is_alive
         time.sleep(0.02)
     [cell] = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
     os.kill(int(cell), signal.SIGKILL)
-    _, errors = child.communicate(timeout=120)
-    assert child.returncode == 137
-    [said] = [line for line in errors.splitlines() if "killed by" in line]
+    ended = child.end()
+    assert ended.returncode == 137
+    [said] = [line for line in ended.stderr.splitlines() if "killed by" in line]
     assert "/s1-" in said and ": killed by signal 9 (Killed), often for lack of memory" in said
     [other] = (tmp_path / "outputs").glob("*/*/s2-*")
-    assert metrics.steps_done(metrics.read_metrics(other)) == 40
+    assert metrics.steps_done(metrics.read_metrics(other)) == 16
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])

@@ -4,7 +4,6 @@ A child can be killed at any moment, as a user's process can, and costs no start
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,20 +16,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.forked import FORKING
+
 CURVES = ("metrics.jsonl", "rows.jsonl")
-LOADED = (
-    "fp8_nemo.recipes.grpo",
-    "fp8_nemo.recipes.compare",
-    "fp8_nemo.local.run",
-    "fp8_nemo.export.convert",
-    "fp8_nemo.report.figures",
-    "fp8_nemo.report.html.render",
-)
 CHANGES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod")
 """Python's audit events, which come before the change."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(list(LOADED))
 
 
 def nothing(number: int) -> None:
