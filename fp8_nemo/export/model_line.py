@@ -11,7 +11,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.model import count
 from fp8_nemo.recipe.checks import Mistake, verb_line
 from fp8_nemo.recipe.compose import ComposeError, compose
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 
 GROUPS = ("model", "data")
 TAKES = re.compile(r"\+*(model|data|seed)\b")

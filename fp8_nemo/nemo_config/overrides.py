@@ -39,7 +39,9 @@ from fp8_nemo.nemo_config.own.fp16 import fp16_keys
 from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.recipe.checks import Mistake
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Lora, Model, Recipe
+from fp8_nemo.recipe.options.model import Model
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import Lora
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.settled import (
     KEEPS_OPTIMIZER,

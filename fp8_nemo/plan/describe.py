@@ -36,7 +36,8 @@ from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths
 from fp8_nemo.recipe.checks import as_typed, mistakes
 from fp8_nemo.recipe.compose import compose, option_names
-from fp8_nemo.recipe.options import FORMATS, Precision, Recipe
+from fp8_nemo.recipe.options.precision import FORMATS, Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")

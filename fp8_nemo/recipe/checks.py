@@ -13,20 +13,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fp8_nemo.recipe.options import (
-    DIVERGENCES,
-    FORMATS,
-    LORA_MODULES,
-    OF_A_RATIO,
-    RATIOS,
-    TASKS,
-    Algorithm,
-    Cluster,
-    Correction,
-    Data,
-    Precision,
-    Recipe,
-)
+from fp8_nemo.recipe.options.cluster import Cluster
+from fp8_nemo.recipe.options.correction import DIVERGENCES, OF_A_RATIO, RATIOS, Correction
+from fp8_nemo.recipe.options.precision import FORMATS, Precision
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import LORA_MODULES, TASKS, Algorithm, Data
 from fp8_nemo.recipe.plain import leaves
 
 WEEK = 7 * 86400

@@ -36,7 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes, printable
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.own.model import ModelError, read_shape
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 from fp8_nemo.recipe.secrets import secrets_of, secrets_of_line

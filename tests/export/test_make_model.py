@@ -12,7 +12,7 @@ from fp8_nemo.glue.wire import named_shapes, wire_names
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED, weights_digest
-from fp8_nemo.recipe.options import Shape
+from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.problems import Problem, Split, arithmetic, reward, running_sum
 
 SMALL = {

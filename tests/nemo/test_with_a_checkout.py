@@ -24,7 +24,9 @@ from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, V0_7_0_DEFECTS
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import PlanError, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
-from fp8_nemo.recipe.options import Correction, Precision, Recipe
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import LOCAL_BASE, settle
 
 ROOT = os.environ.get("NEMO_RL_ROOT")

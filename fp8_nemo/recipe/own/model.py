@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import Model, Shape
+from fp8_nemo.recipe.options.model import Model, Shape
 from fp8_nemo.recipe.plain import read_json, to_json
 
 NUMBERS = {

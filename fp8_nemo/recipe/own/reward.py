@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import Data
+from fp8_nemo.recipe.options.training import Data
 from fp8_nemo.recipe.problems import Problem, reward
 
 FUNCTION = "reward"
