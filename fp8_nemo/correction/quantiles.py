@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8_nemo.recipe.checks import Mistake, verb_line
+from fp8_nemo.recipe.mistake import Mistake, verb_line
 from fp8_nemo.recipe.options.correction import DIVERGENCES, RATIOS, Correction
 from fp8_nemo.recipe.plain import read_json, to_json
 

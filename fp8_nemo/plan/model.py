@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fp8_nemo.glue.wire import is_fp8_weight, named_shapes, weight_of, wire_specs
-from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.model_dir import known_config, tensor_shapes
 from fp8_nemo.recipe.options.model import Model, Shape
 from fp8_nemo.recipe.options.precision import DTYPE_BYTES, Precision

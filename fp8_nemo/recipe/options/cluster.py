@@ -89,3 +89,12 @@ class Cluster:
     """Run `recipes.check_cluster` at the head of each job."""
     other_versions: str = one_of("refuse", "allow")
     """Whether a run may go on with other versions, weights or problems than it began with."""
+
+
+SBATCH_OPTIONS = (
+    *("account", "partition", "qos", "reservation", "constraint", "nodelist", "exclude", "mem"),
+    "gres",
+)
+"""Keys of `cluster` that are sbatch's under the same name."""
+SBATCH_KEYS = (*SBATCH_OPTIONS, "comment", "mail", "dependency", "max_running", "env", "extra")
+"""Keys of `cluster` that are sbatch's alone."""
