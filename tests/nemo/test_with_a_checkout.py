@@ -289,7 +289,7 @@ def test_each_correction_through_nemo_rls_own_loss_is_the_multiplier_times_its_c
 
     from fp8_nemo.correction.correct import correct
     from fp8_nemo.nemo.policy import corrected, logprob_pair, without_correction
-    from fp8_nemo.nemo_config.overrides import _loss, native_correction
+    from fp8_nemo.nemo_config.own.loss import loss_keys, native_correction
 
     correction = Correction(name=name.split()[0], **LOSSES[name])
     data, current_BT = random_batch(7, spread)
@@ -299,7 +299,7 @@ def test_each_correction_through_nemo_rls_own_loss_is_the_multiplier_times_its_c
 
     recipe = Recipe(correction=correction, precision=Precision(rollout_linear="fp8"))
     settled = replace(settle(recipe, LOCAL_BASE), kl_penalty=penalty)
-    keys = {key.removeprefix("loss_fn."): value for key, value in _loss(settled).items()}
+    keys = {key.removeprefix("loss_fn."): value for key, value in loss_keys(settled).items()}
     assert keys["use_importance_sampling_correction"] is True  # NeMo RL insists on it under FP8
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(**keys))
     sent = data
