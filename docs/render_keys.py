@@ -15,8 +15,8 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from fp8_nemo.recipe import options
 from fp8_nemo.recipe.compose import option_folder, option_names
+from fp8_nemo.recipe.options.recipe import Recipe
 
 HEAD = """# Every key
 
@@ -94,7 +94,7 @@ def defaults() -> dict[str, str]:
 def options_page() -> str:
     """Render the page of option files: groups, experiments, sweeps."""
     chosen, lines = defaults(), [OPTIONS]
-    for group in dict.fromkeys((*get_type_hints(options.Recipe), *chosen)):
+    for group in dict.fromkeys((*get_type_hints(Recipe), *chosen)):
         if group not in chosen:
             continue
         usual = [f"Default: `{group}={chosen[group]}`.", ""] if chosen[group] else []
@@ -105,10 +105,10 @@ def options_page() -> str:
 def page() -> str:
     """Render the page of keys."""
     lines, chosen = [HEAD], defaults()
-    recipe = get_type_hints(options.Recipe)
+    recipe = get_type_hints(Recipe)
     lines += ["## Of the whole recipe", "| key | takes | what it does |", "|---|---|---|"]
-    said = meanings(options.Recipe)
-    for field in dataclasses.fields(options.Recipe):
+    said = meanings(Recipe)
+    for field in dataclasses.fields(Recipe):
         if not dataclasses.is_dataclass(recipe[field.name]):
             kind = "keys" if field.name == "nemo" else recipe[field.name].__name__
             lines.append(f"| `{field.name}` | {allowed(field, kind)} | {said[field.name]} |")

@@ -10,8 +10,9 @@ from typing import NoReturn
 
 from fp8_nemo import __version__
 from fp8_nemo.nemo_config.versions import SUPPORTED
-from fp8_nemo.recipe.checks import shortened, unusable, verb_line
+from fp8_nemo.recipe.checks import unusable
 from fp8_nemo.recipe.compose import choices
+from fp8_nemo.recipe.mistake import shortened, verb_line
 from fp8_nemo.recipe.secrets import hidden
 
 HELP, VERSION = ("-h", "--help"), "--version"

@@ -13,14 +13,13 @@ import shlex
 import signal
 import sys
 
-from fp8_nemo.recipe.checks import verb_line
+from fp8_nemo.recipe.mistake import verb_line
 from fp8_nemo.report.against_bf16 import against_baselines
 from fp8_nemo.report.compare import compare
 from fp8_nemo.report.page import comparison_table, write_pages
 from fp8_nemo.report.runs import find_runs, read_runs
 from fp8_nemo.report.verdict import choices
-from fp8_nemo.runs.run_dir import short_path
-from fp8_nemo.runs.terminal import console, tell
+from fp8_nemo.runs.terminal import console, short_path, tell
 
 from .arguments import Parser, path
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import sys
 
-from fp8_nemo.export.model_line import GROUPS, read_model_line
+from fp8_nemo.export.model_line import GROUPS, new_folder, read_model_line
 from fp8_nemo.local.preflight import require
 from fp8_nemo.recipe.compose import ComposeError, choices
 from fp8_nemo.recipe.problems import DataError, load_problems
-from fp8_nemo.runs.run_dir import new_folder
 from fp8_nemo.runs.terminal import tell
 
 from .arguments import Parser

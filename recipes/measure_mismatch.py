@@ -15,7 +15,7 @@ import sys
 
 from fp8_nemo.correction.quantiles import token_share
 from fp8_nemo.local.preflight import require
-from fp8_nemo.recipe.options import DIVERGENCES, RATIOS
+from fp8_nemo.recipe.options.correction import DIVERGENCES, RATIOS
 from fp8_nemo.runs.terminal import console, tell
 
 from .arguments import Parser, path

@@ -17,8 +17,7 @@ from pathlib import Path
 from fp8_nemo.report.runs import find_runs
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.queue import QueueError, Stand, cancel, has_slurm, log_of, queue_table, stands
-from fp8_nemo.runs.run_dir import short_path
-from fp8_nemo.runs.terminal import console, tell
+from fp8_nemo.runs.terminal import console, short_path, tell
 
 from .arguments import Parser, path
 

@@ -20,7 +20,7 @@ from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, memory_per_gpu
 from fp8_nemo.plan.model import count
 from fp8_nemo.plan.step_time import Lengths, step_seconds
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 from tests.forked import typed
 from tests.plan.test_layout import timed
 

@@ -16,7 +16,7 @@ from fp8_nemo.runs.frozen_code import freeze_code
 MOST_FILES = 5
 NAME = "int8-w8a16"
 BEFORE = {
-    "recipe/options.py": (
+    "recipe/options/precision.py": (
         '        Format("nvfp4", ',
         '        Format("int8", "uint8", 1, group=64),\n',
     ),

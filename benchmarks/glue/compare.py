@@ -57,7 +57,8 @@ from fp8_nemo.nemo.worker_settings import VARIABLE
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.recipe.options import Glue, Recalibrate, Recipe
+from fp8_nemo.recipe.options.precision import Glue, Recalibrate
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.recipe.problems import load_problems, write_problems
 from fp8_nemo.runs import run_dir

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fp8_nemo.glue.wire import BLOCK
-from fp8_nemo.recipe.options import Shape
+from fp8_nemo.recipe.options.model import Shape
 
 
 class Rows(NamedTuple):

@@ -52,7 +52,8 @@ from fp8_nemo.nemo.marlin.layout import quantization
 from fp8_nemo.nemo.receiver import receiver
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import to_json
 
 PROMPTS, PROMPT, ANSWER = 8, 24, 40

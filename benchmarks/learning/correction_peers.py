@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks import record
 from fp8_nemo.correction.correct import correct
 from fp8_nemo.correction.mismatch import LogprobPair
-from fp8_nemo.recipe.options import Correction
+from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.runs.provenance import environment
 

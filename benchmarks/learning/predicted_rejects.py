@@ -22,7 +22,7 @@ from typing import Any
 
 from fp8_nemo.correction.measure import measure, read_pairs
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.recipe.options import Correction
+from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.runs.metrics import read_metrics
 from fp8_nemo.runs.provenance import environment

@@ -46,7 +46,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.recipe.model_dir import model_path, weights_digest
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import read_json, to_json
 from fp8_nemo.recipe.problems import Problem
 from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fp8_nemo.correction.correct import correct
 from fp8_nemo.correction.mismatch import LogprobPair
-from fp8_nemo.recipe.options import Correction
+from fp8_nemo.recipe.options.correction import Correction
 
 SPREAD = 2.0  # standard deviation of logits: entropy is 0.55 of the uniform distribution's
 REWARDED = 0.25  # share of the answers that are right

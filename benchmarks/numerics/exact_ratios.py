@@ -24,7 +24,8 @@ from fp8_nemo.correction.measure import Effect
 from fp8_nemo.correction.mismatch import LogprobPair
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.recipe.options import Correction, Precision
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.problems import Problem
 
 WIDTH, POINTS = 2.0**-10, 2**18

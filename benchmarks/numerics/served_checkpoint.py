@@ -33,7 +33,8 @@ from fp8_nemo.local.engine import Batch, Engine, causal_mask, pad_left, position
 from fp8_nemo.local.modules import attention
 from fp8_nemo.local.policy import load_model, micro_batches
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.recipe.problems import load_problems
 

@@ -32,7 +32,7 @@ from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Batch, Engine, causal_mask, pad_left, positions
 from fp8_nemo.local.modules import attention, linears
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.recipe.options import Precision, Recalibrate
+from fp8_nemo.recipe.options.precision import Precision, Recalibrate
 from fp8_nemo.recipe.problems import Problem
 
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ from dataclasses import replace
 from fp8_nemo.plan.memory import GIB, GPU_GIB
 from fp8_nemo.plan.model import count
 from fp8_nemo.plan.speed import GPU_SPEED, decode_work
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 CACHE_BLOCK = 16
 """Tokens of one block of vLLM's KV cache."""

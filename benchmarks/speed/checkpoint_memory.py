@@ -24,7 +24,7 @@ from benchmarks import record
 from fp8_nemo.export.source import INDEX
 from fp8_nemo.glue.wire import named_shapes
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Shape
+from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.plain import to_json
 
 DRAWN = 2**26  # random values, repeated: what they are does not matter here

@@ -46,7 +46,7 @@ from benchmarks.speed.decode_watch import SETTLE, STEPS, Clock
 from benchmarks.speed.rollout import VARIANTS
 from benchmarks.speed.rollout_engine import SAMPLING, Engine, Point, prompts_of
 from fp8_nemo.nemo_config.overrides import GRAPHS
-from fp8_nemo.recipe.options import Shape
+from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.plain import to_json
 
 POINTS = "64x1024,256x1024,64x4096,32x8192"

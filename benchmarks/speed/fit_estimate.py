@@ -31,7 +31,8 @@ from fp8_nemo.plan.memory import GIB, GPU_GIB
 from fp8_nemo.plan.model import count
 from fp8_nemo.plan.speed import Fitted, decode_seconds, refit_seconds
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 NOTHING = Fitted(0.0, 0.0, 0.0)
 OPTIONS = ("fp8-kv-attn", "fp8-linear", "bf16")

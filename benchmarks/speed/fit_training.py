@@ -23,7 +23,7 @@ from benchmarks import record
 from fp8_nemo.plan.speed import GPU_SPEED
 from fp8_nemo.plan.step_time import LINEARS, Lengths, layer_work, stack_seconds
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Model
+from fp8_nemo.recipe.options.model import Model
 from fp8_nemo.recipe.settled import LOCAL_BASE, Layout, Settled, settle
 
 PASSES = ("forward", "backward")

@@ -18,7 +18,7 @@ from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.options import Shape
+from fp8_nemo.recipe.options.model import Shape
 
 MEGATRON = "+nemo.policy.megatron_cfg"
 PADS = f"{MEGATRON}.model_overrides.moe_router_padding_for_quantization=true"

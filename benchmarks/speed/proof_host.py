@@ -30,7 +30,8 @@ from benchmarks.speed.refit import Refit
 from fp8_nemo.glue import destination, ledger, refit
 from fp8_nemo.glue.wire import named_shapes
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 SIDE = 256
 UNPROVEN = "loaded, off"

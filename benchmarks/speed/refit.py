@@ -37,7 +37,8 @@ from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import kv_scale_names, named_shapes, wire_specs
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 CALLS = 200  # of the observer, between two looks at the clock
 KV_SCALE = 0.02

@@ -47,7 +47,8 @@ from benchmarks.speed.rollout_engine import Engine, Point, TooFewSteps
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.model import count
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.plain import to_json
 
 

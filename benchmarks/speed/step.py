@@ -37,7 +37,7 @@ from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import Settled
 from fp8_nemo.report.runs import find_runs, read_run
 

@@ -36,7 +36,7 @@ from benchmarks import record
 from benchmarks.speed import nemo_stack
 from benchmarks.speed.nemo_stack import Case
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.options import Shape
+from fp8_nemo.recipe.options.model import Shape
 
 PEAK = {"bf16": 989e12, "fp8": 1979e12}
 """FLOP/s of dense products on one H200, by NVIDIA's datasheet."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.correction.mismatch import MAX_LOG_RATIO, LogprobPair, effective_sample_share, ratio
-from fp8_nemo.recipe import options as schema
+from fp8_nemo.recipe.options.correction import Correction
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ STATISTICS: dict[str, Statistic] = {
 
 
 @torch.no_grad()
-def correct(pair: LogprobPair, correction: schema.Correction) -> Multiplier:
+def correct(pair: LogprobPair, correction: Correction) -> Multiplier:
     """Return the multiplier of every token of a step's rollout batch.
 
     `normalize` divides by a mean over the whole batch, so call this once a step, not per
@@ -147,7 +147,7 @@ def correct(pair: LogprobPair, correction: schema.Correction) -> Multiplier:
 
 
 def correction_metrics(
-    multiplier: Multiplier, pair: LogprobPair, correction: schema.Correction
+    multiplier: Multiplier, pair: LogprobPair, correction: Correction
 ) -> dict[str, float]:
     """Return the `correction/` keys of docs/metrics.md; none if the batch holds no real token.
 

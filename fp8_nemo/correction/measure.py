@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fp8_nemo.correction.correct import STATISTICS, correct, correction_metrics
 from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.correction.quantiles import POINTS, VETO, MeasureError, Measurement
-from fp8_nemo.recipe.options import Correction
+from fp8_nemo.recipe.options.correction import Correction
 
 KEPT_TOKENS = 2**20  # of one step: 4 MiB kept, and 190 MiB while all statistics are measured
 NEMO_STEPS = 16

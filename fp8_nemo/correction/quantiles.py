@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8_nemo.recipe.checks import Mistake, verb_line
-from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
+from fp8_nemo.recipe.mistake import Mistake, verb_line
+from fp8_nemo.recipe.options.correction import DIVERGENCES, RATIOS, Correction
 from fp8_nemo.recipe.plain import read_json, to_json
 
 POINTS = 1000  # quantiles 0, 1/1000, ..., 1: a share is known to a tenth of a point

@@ -20,7 +20,8 @@ from fp8_nemo.local.engine import causal_mask, positions
 from fp8_nemo.local.modules import attention
 from fp8_nemo.local.modules.precision import set_train_precision
 from fp8_nemo.local.policy import load_model
-from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 
 LONGEST = 4096
 """Tokens of a text that are read: attention here takes memory with their square."""

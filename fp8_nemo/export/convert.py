@@ -11,9 +11,10 @@ from fp8_nemo.export.from_run import exported, last_checkpoint
 from fp8_nemo.export.quantized_checkpoint import Progress, WeightError, quantize_checkpoint
 from fp8_nemo.export.source import ConversionError, read_config
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.recipe.mistake import as_typed
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.runs.run_dir import PLAN, read_plan
 
 

@@ -1,6 +1,6 @@
 """The formats of weights that a checkpoint can have: how vLLM is told of each, and its values.
 
-A format of `recipe/options.py` (FORMATS) that has no row in `SERVED` is refused by name.
+A format of `recipe/options/precision.py` (FORMATS) that has no row in `SERVED` is refused by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.quantize import Fp8Weight, Nvfp4Weight, dequantize_blocks, dequantize_nvfp4
 from fp8_nemo.nemo.marlin.layout import quantization_config
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 
 
 class Served(NamedTuple):

@@ -18,7 +18,7 @@ from fp8_nemo.local.checkpoint import TENSORS
 from fp8_nemo.local.modules.lora import Adapters
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Lora
+from fp8_nemo.recipe.options.training import Lora
 from fp8_nemo.runs.run_dir import checkpoint_step, checkpoints
 
 

@@ -40,7 +40,8 @@ from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import pad_left
 from fp8_nemo.local.modules.deterministic import repeat_exactly
 from fp8_nemo.recipe.model_dir import weights_digest
-from fp8_nemo.recipe.options import Recipe, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.problems import Problem, Split, reward, working
 from fp8_nemo.runs.metrics import sync
 from fp8_nemo.runs.run_dir import new_staging

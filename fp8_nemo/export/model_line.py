@@ -1,4 +1,4 @@
-"""Read the command line of `recipes.make_model`, without torch."""
+"""Read the command line of `recipes.make_model`, and make its folder, without torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from fp8_nemo.nemo_config.keys import hydra_value
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.model import count
-from fp8_nemo.recipe.checks import Mistake, verb_line
 from fp8_nemo.recipe.compose import ComposeError, compose
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.mistake import Mistake, verb_line
+from fp8_nemo.recipe.options.recipe import Recipe
 
 GROUPS = ("model", "data")
 TAKES = re.compile(r"\+*(model|data|seed)\b")
@@ -42,6 +42,22 @@ def read_model_line(words: list[str]) -> tuple[Path, Recipe]:
         raise ComposeError(lines)
     [plan] = compose_plans(words[1:])
     return Path(words[0]), plan.recipe
+
+
+def new_folder(path: Path) -> Path:
+    """Make a folder for a result, if it is missing.
+
+    Raises:
+        OSError: it cannot be made, something lies in it, or another cannot take its place.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"{path}: cannot be made a folder ({error.strerror}); name another one"
+        raise OSError(text) from error
+    if any(path.iterdir()) or path.is_mount() or path.resolve() == Path.cwd():
+        raise FileExistsError(f"{path}: is not a folder that is new, or empty; name another one")
+    return path
 
 
 def _too_large(recipe: Recipe) -> Iterator[Mistake]:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.recipe.model_dir import damage
-from fp8_nemo.recipe.options import Format, Precision
+from fp8_nemo.recipe.options.precision import Format, Precision
 
 DTYPES = ("BF16", "F32")
 INDEX = "model.safetensors.index.json"

@@ -20,7 +20,7 @@ from fp8_nemo.glue.digest import Placed, digests_of, placed
 from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.quantize import FP8
 from fp8_nemo.glue.wire import RefitError, WireSpec, is_linear, weight_of
-from fp8_nemo.recipe.options import FORMATS
+from fp8_nemo.recipe.options.precision import FORMATS
 
 FP8_NAN = FORMATS["fp8"].nan
 ARE_FINE: dict[str, Callable[[Tensor], Tensor]] = {

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8_nemo.glue.wire import BLOCK
-from fp8_nemo.recipe.options import FORMATS, Precision
+from fp8_nemo.recipe.options.precision import FORMATS, Precision
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -210,7 +210,7 @@ def _e2m1(value: Tensor) -> Tensor:
 
 
 QUANTIZERS = {"fp8": quantize_list, "nvfp4": quantize_nvfp4_list}
-"""What quantizes a list of weights, by the format's name (`recipe/options.py`, FORMATS)."""
+"""What quantizes a list of weights, by a name of FORMATS (`recipe/options/precision.py`)."""
 
 
 def plain_dtype(precision: Precision) -> torch.dtype:

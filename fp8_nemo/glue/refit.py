@@ -27,7 +27,7 @@ from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, manifest
 from fp8_nemo.glue.quantize import QUANTIZERS, plain_dtype
 from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
 from fp8_nemo.glue.wire import RefitError
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 
 __all__ = ["Ledger", "RefitError", "RefitProof", "encode", "in_groups", "refit_stream"]
 

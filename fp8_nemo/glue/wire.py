@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from fp8_nemo.recipe.options import FORMATS, Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import FORMATS, Precision
 
 BLOCK = FORMATS["fp8"].block
 SCALE_SUFFIX = "_scale_inv"

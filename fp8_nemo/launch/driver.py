@@ -26,7 +26,7 @@ from fp8_nemo.nemo.step_metrics import OverheardLogger
 from fp8_nemo.nemo.worker_settings import VARIABLE
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.problems import load_problems, write_problems
 from fp8_nemo.runs import metrics, process, provenance, run_dir

@@ -16,7 +16,8 @@ from contextlib import suppress
 from typing import Any
 
 from fp8_nemo.glue.wire import fused_module, is_fp8_weight, named_shapes
-from fp8_nemo.recipe.options import FORMATS, Recipe
+from fp8_nemo.recipe.options.precision import FORMATS
+from fp8_nemo.recipe.options.recipe import Recipe
 
 AFTER_AN_ERROR = 30.0
 """Seconds that an engine has to say what failed, as many as NeMo RL gives its workers to end."""

@@ -21,9 +21,9 @@ from fp8_nemo.launch import probe
 from fp8_nemo.nemo.worker_settings import PLUGIN, WorkerSettings, own_folder
 from fp8_nemo.nemo_config.checkout import read_host
 from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, root_of
-from fp8_nemo.nemo_config.overrides import native_correction
+from fp8_nemo.nemo_config.own.loss import native_correction
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.runs.frozen_code import is_clone, write_metadata
 
 WORKERS = {

@@ -17,9 +17,9 @@ from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, root_of
 from fp8_nemo.nemo_config.limits import host_mistakes
 from fp8_nemo.plan.model import position_mistakes
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.model_dir import known_config, model_mistakes, shape_mistakes
-from fp8_nemo.recipe.options import Cluster
+from fp8_nemo.recipe.options.cluster import Cluster
 from fp8_nemo.recipe.own.reward import reward_problems
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.provenance import gpus

@@ -36,7 +36,7 @@ from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.nemo_config.own.environments import classes
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import leaves, to_json
 
 CONVERSIONS = "NRL_MEGATRON_CHECKPOINT_DIR"

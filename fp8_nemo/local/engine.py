@@ -29,7 +29,7 @@ from fp8_nemo.local.modules.experts import without_host_reads
 from fp8_nemo.local.modules.linears import values_once
 from fp8_nemo.local.modules.precision import set_rollout_precision
 from fp8_nemo.local.modules.routing import Routers, stacked, with_last
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 
 WIDTH = 256
 """Places of a cache that a captured step reads, or a multiple of it."""

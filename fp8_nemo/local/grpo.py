@@ -51,7 +51,7 @@ from fp8_nemo.local.policy import MAX_GRAD_NORM, Policy
 from fp8_nemo.local.rollout import Rollout, rewarded, sample_dynamically, without_cut
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.own.reward import rewarder
 from fp8_nemo.recipe.problems import Problem, load_problems, write_problems
 from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS

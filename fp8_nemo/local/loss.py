@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.correction.update import clipped_tokens, entropy_sum, kl_sum
-from fp8_nemo.recipe.options import Algorithm
+from fp8_nemo.recipe.options.training import Algorithm
 
 STD_EPSILON = 1e-6
 MOST_KL = 10

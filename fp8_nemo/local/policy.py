@@ -27,7 +27,8 @@ from fp8_nemo.local.modules import attention
 from fp8_nemo.local.modules.lora import Adapters
 from fp8_nemo.local.modules.precision import set_train_precision
 from fp8_nemo.local.modules.routing import Routers
-from fp8_nemo.recipe.options import Lora, Precision
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.training import Lora
 from fp8_nemo.recipe.settled import GROWTH_INTERVAL
 
 MAX_GRAD_NORM = 1.0

@@ -20,7 +20,7 @@ from fp8_nemo.correction.routing import MISSING
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Batch
 from fp8_nemo.local.loss import is_informative, shaped_rewards
-from fp8_nemo.recipe.options import Algorithm
+from fp8_nemo.recipe.options.training import Algorithm
 from fp8_nemo.recipe.problems import Problem
 
 

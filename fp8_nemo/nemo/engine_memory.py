@@ -35,7 +35,8 @@ from fp8_nemo.glue.wire import (
 )
 from fp8_nemo.nemo.marlin.layout import arriving, by_parameter, modules, repacked
 from fp8_nemo.nemo.worker_settings import WorkerSettings
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 OWN_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 """Parameters of vLLM's attention, which it reads into buffers of its own."""

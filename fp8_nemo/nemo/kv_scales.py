@@ -39,7 +39,7 @@ from fp8_nemo.glue.recalibrate import (
     saturated_fraction,
 )
 from fp8_nemo.glue.wire import kv_scale_names
-from fp8_nemo.recipe.options import Recalibrate
+from fp8_nemo.recipe.options.precision import Recalibrate
 from fp8_nemo.recipe.plain import to_json
 
 

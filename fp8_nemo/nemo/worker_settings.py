@@ -13,7 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import fp8_nemo
-from fp8_nemo.recipe.options import Correction, Glue, Precision, Recipe, Shape
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Glue, Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import from_plain, to_json
 
 VARIABLE = "FP8_NEMO_WORKERS"

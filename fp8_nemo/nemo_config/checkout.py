@@ -17,7 +17,7 @@ from fp8_nemo.nemo_config.keys import ADDED, may_be_added
 from fp8_nemo.nemo_config.seams import GRPO
 from fp8_nemo.nemo_config.typed_keys import declared_keys
 from fp8_nemo.nemo_config.versions import CONFIG, ENTRY, POLICY, Source
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 
 REMEDY = f"set {ROOT_VARIABLE}, or cluster.nemo_root=FOLDER, to a clone of NVIDIA-NeMo/RL"

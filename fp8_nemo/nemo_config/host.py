@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8_nemo.nemo_config.keys import ADDED
 from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, SUPPORTED, TESTED
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import Base
 
 ROOT_VARIABLE = "NEMO_RL_ROOT"

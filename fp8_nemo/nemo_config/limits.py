@@ -23,8 +23,9 @@ from fp8_nemo.nemo_config.own.layouts import layout_limits
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.versions import BF16_LAYERS, Limit, defect_limits
 from fp8_nemo.nemo_config.vllm_arguments import argument_limits
-from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.recipe.mistake import Mistake
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import MICRO_BATCH, Settled
 
 PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"

@@ -9,40 +9,34 @@ Folders are added last, when it is known where a run stands (`path_overrides`).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import (
     ABSENT,
-    ASYNC,
-    BUFFER,
-    COLOCATED,
     GENERATION,
-    LONGEST,
     MEGATRON,
     ONLY_IF_KNOWN,
-    OPTIONAL,
     PEFT,
-    PENALTY,
     PINNED,
-    SCALES,
-    SHAPES,
-    STOP_COEFFICIENT,
     VLLM,
     VLLM_KWARGS,
 )
 from fp8_nemo.nemo_config.own.alignment import alignment_keys
+from fp8_nemo.nemo_config.own.asynchronous import asynchronous_keys
 from fp8_nemo.nemo_config.own.environments import reward_keys, reward_paths
 from fp8_nemo.nemo_config.own.fp16 import fp16_keys
+from fp8_nemo.nemo_config.own.layouts import layout_keys
+from fp8_nemo.nemo_config.own.loss import algorithm_keys, loss_keys, native_correction
 from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
-from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Lora, Model, Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import Lora
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.settled import (
-    KEEPS_OPTIMIZER,
     KEPT_CHECKPOINTS,
     LOGITS_CHUNK,
     LOGPROB_BATCH,
@@ -100,55 +94,25 @@ def configure(settled: Settled, host: Host) -> Configuration:
     )
 
 
-def native_correction(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the keys of `loss_fn` with which NeMo RL's own loss applies a correction, or None.
-
-    Our `tis` is its `tis`, our `mis` its `icepop`, and a bare token ratio its correction without a
-    type. Every other correction multiplies the advantages before the loss sees them
-    (`nemo/policy.py`). Its `seq-mask-tis` does not bound the token ratio, so it is not `geo-mis`.
-    With one ratio a sequence (GSPO) NeMo RL corrects by the sequence's product whatever the type
-    says, so every correction is ours.
-    """
-    correction = recipe.correction
-    if recipe.algorithm.filled.sequence_level_importance_ratios:
-        return None
-    plain = (
-        correction.level == "token"
-        and correction.veto is None
-        and correction.truncate_low is None
-        and not correction.normalize
-        and not correction.renormalize_denominator
-    )
-    if plain and correction.mask == "none":
-        return {
-            "type": None if correction.truncate is None else "tis",
-            "ratio": correction.truncate,
-            "ratio_min": None,
-        }
-    if plain and correction.mask == "token" and correction.high and correction.truncate is None:
-        return {"type": "icepop", "ratio": correction.high, "ratio_min": correction.low or 0.0}
-    return None
-
-
 def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
     """Return every key that this cell sets, without folders and the user's own keys."""
     recipe = settled.recipe
-    base, there = _base(recipe), host.leaves(_base(recipe))
+    base = recipe.model.base_config or ""
+    there = host.leaves(base)
     written = {
         **_grpo(settled),
-        **_asynchronous(settled),
-        **_loss(settled),
+        **asynchronous_keys(settled),
+        **loss_keys(settled),
         **_rollout(settled),
         **_train(settled),
-        **_parallel(settled),
-        **_placement(settled),
+        **layout_keys(settled),
         **_lengths(settled),
         **_data(recipe),
         **reward_keys(recipe.data),
         **_records(recipe),
         **{key: value for key, (value, _) in PINNED.items()},
         **{key: value for key, (value, _) in ABSENT.items() if there.get(key, value) != value},
-        **_algorithm(settled),
+        **algorithm_keys(settled),
         **_replay(recipe),
         **_lora(recipe.lora),
         **alignment_keys(recipe.precision),
@@ -200,15 +164,14 @@ def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str
     """
     here = run_dir.absolute()
     found: dict[str, Any] = {
-        "policy.model_name": _model_name(recipe.model),
+        "policy.model_name": recipe.model.hub_id or str(model_path(recipe.model).absolute()),
         "logger.log_dir": str(here / "log" / "nemo"),
         "checkpointing.checkpoint_dir": str(here / "checkpoints"),
     }
     if WANDB_NAME not in leaves(recipe.nemo):
         found[WANDB_NAME] = "-".join(here.parts[-3:])  # model, cell, seed and hash
     if recipe.data.name == "openmath-2" and PROMPT_FILE not in leaves(recipe.nemo):
-        prompt = (root or Path()) / "examples" / "prompts" / "cot.txt"
-        found[PROMPT_FILE] = str(prompt)
+        found[PROMPT_FILE] = str((root or Path()) / "examples" / "prompts" / "cot.txt")
     found |= reward_paths(recipe.data)
     if not recipe.data.is_on_hub:
         given = None if recipe.data.is_made else recipe.data.path
@@ -235,57 +198,9 @@ def _grpo(settled: Settled) -> dict[str, Any]:
     }
 
 
-def _asynchronous(settled: Settled) -> dict[str, Any]:
-    """Choose NeMo RL's loop: synchronous, or with engines a step ahead of the trainer."""
-    age = settled.recipe.grpo.max_sample_age
-    found: dict[str, Any] = {f"{ASYNC}.enabled": age is not None}
-    found[f"{VLLM}.async_engine"] = age is not None
-    return found if age is None else found | {f"{ASYNC}.max_trajectory_age_steps": age}
-
-
 def _has_first_scales(recipe: Recipe) -> bool:
     """Return whether a first validation has the KV scales it needs: only ours come before it."""
     return not recipe.precision.cache.is_quantized or recipe.glue.recalibrate.source == "logprob"
-
-
-def _loss(settled: Settled) -> dict[str, Any]:
-    recipe, native = settled.recipe, native_correction(settled.recipe)
-    found = native or {"type": None, "ratio": None, "ratio_min": None}
-    at = "loss_fn.truncated_importance_sampling"
-    return {
-        # NeMo RL insists on it under FP8 (seam needs-correction) and in its asynchronous loop;
-        # without a native correction the driver takes it out of the loss again.
-        "loss_fn.use_importance_sampling_correction": native is not None
-        or recipe.precision.rollout_linear == "fp8"
-        or recipe.grpo.is_asynchronous,
-        f"{at}_type": found["type"],
-        f"{at}_ratio": found["ratio"],
-        f"{at}_ratio_min": found["ratio_min"],
-        "loss_fn.token_level_loss": True,
-        "loss_fn.reference_policy_kl_penalty": settled.kl_penalty,
-    }
-
-
-def _algorithm(settled: Settled) -> dict[str, Any]:
-    """Write the options of the algorithm, of warm-up and gradient clip, that are given."""
-    given, algorithm = leaves(asdict(settled.recipe)), settled.recipe.algorithm
-    found = {
-        key: given[option]
-        for option, keys in OPTIONAL.items()
-        if given[option] is not None
-        for key in keys
-    }
-    if algorithm.overlong_buffer is not None:
-        found |= {
-            SHAPES: True,
-            BUFFER: max(1, round(algorithm.overlong_buffer * settled.response_tokens)),
-            PENALTY: algorithm.filled.overlong_buffer_penalty,
-            LONGEST: settled.response_tokens,
-            STOP_COEFFICIENT: None,
-        }
-    if algorithm.stop_properly_penalty_coef is not None:
-        found |= {SHAPES: True}
-    return found | ({SCALES: True} if algorithm.reward_target_min is not None else {})
 
 
 def _replay(recipe: Recipe) -> dict[str, Any]:
@@ -332,9 +247,7 @@ def _rollout(settled: Settled) -> dict[str, Any]:
         f"{VLLM}.num_last_layers_in_bf16": precision.last_layers_bf16 if fp8 else 0,
         SHARE: recipe.model.memory.rollout_share,
         f"{VLLM}.enforce_eager": False,
-        f"{GENERATION}.vllm_kwargs.compilation_config.cudagraph_capture_sizes": graph_sizes(
-            settled
-        ),
+        f"{VLLM_KWARGS}.compilation_config.cudagraph_capture_sizes": graph_sizes(settled),
     }
     if fp8 and precision.scales == "pow2":
         found[f"{VLLM}.pow2_weight_scaling_factors"] = True
@@ -343,10 +256,9 @@ def _rollout(settled: Settled) -> dict[str, Any]:
         # A substring, which is why dense models must not have it: it would take mlp.gate_proj.
         found[f"{VLLM}.quantization_ignored_layer_kws"] = ["mlp.gate"]
     if recipe.model.shape.experts:
-        found[f"{GENERATION}.vllm_kwargs.moe_backend"] = "triton"  # others relayout at a refit
+        found[f"{VLLM_KWARGS}.moe_backend"] = "triton"  # others relayout at a refit
     if layout.kv_cache_gib is not None:
-        kv_bytes = int(layout.kv_cache_gib * GIB)
-        found[f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"] = kv_bytes
+        found[f"{VLLM_KWARGS}.kv_cache_memory_bytes"] = int(layout.kv_cache_gib * GIB)
     if layout.rollout_tensor > 1:
         # NeMo RL patches vLLM's workers through Ray executor V1 only (seam executor-v1).
         found[f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
@@ -394,41 +306,6 @@ def _train(settled: Settled) -> dict[str, Any]:
     return found
 
 
-def _parallel(settled: Settled) -> dict[str, Any]:
-    recipe, parallel = settled.recipe, settled.layout
-    # Megatron wants it for experts under tensor parallelism.
-    by_sequence = bool(recipe.model.shape.experts) and parallel.tensor > 1
-    # Of tensor ranks too, as in the base files: `sequence_parallel` may be the user's.
-    multiple = (2 * parallel.context if parallel.context > 1 else 1) * parallel.tensor
-    return {
-        f"{MEGATRON}.tensor_model_parallel_size": parallel.tensor,
-        f"{MEGATRON}.pipeline_model_parallel_size": parallel.pipeline,
-        f"{MEGATRON}.context_parallel_size": parallel.context,
-        f"{MEGATRON}.expert_model_parallel_size": parallel.expert,
-        f"{MEGATRON}.expert_tensor_parallel_size": 1,
-        f"{MEGATRON}.sequence_parallel": by_sequence,
-        "policy.make_sequence_length_divisible_by": multiple,
-        f"{VLLM}.tensor_parallel_size": parallel.rollout_tensor,
-        f"{VLLM}.expert_parallel_size": parallel.rollout_expert,
-        "cluster.num_nodes": recipe.cluster.nodes,
-        "cluster.gpus_per_node": recipe.cluster.gpus_per_node,
-    }
-
-
-def _placement(settled: Settled) -> dict[str, Any]:
-    """Say which GPUs sample: those that train, in turn, or some of their own, or whole nodes."""
-    cluster = settled.recipe.cluster
-    if settled.shares_gpus:
-        kept = {KEEPS_OPTIMIZER: False} if settled.layout.keeps_optimizer else {}
-        return {f"{COLOCATED}.enabled": True, **kept}
-    each = cluster.rollout_gpus if cluster.nodes == 1 else cluster.gpus_per_node
-    return {
-        f"{COLOCATED}.enabled": False,
-        f"{COLOCATED}.resources.num_nodes": cluster.rollout_gpus // each,
-        f"{COLOCATED}.resources.gpus_per_node": each,
-    }
-
-
 def _lengths(settled: Settled) -> dict[str, Any]:
     return {
         "policy.max_total_sequence_length": settled.sequence_tokens,
@@ -466,15 +343,12 @@ def _data(recipe: Recipe) -> dict[str, Any]:
                 "env.math.math_verify_impl": "dapo_math_verify",
             }
         case _:
-            files = {
-                f"data.{split}.{key}": value
-                for split in ("train", "validation")
-                for key, value in (
-                    ("dataset_name", "ResponseDataset"),
-                    ("input_key", "input"),
-                    ("output_key", "output"),
-                )
+            of_split = {
+                "dataset_name": "ResponseDataset",
+                "input_key": "input",
+                "output_key": "output",
             }
+            files = leaves({"data.train": of_split, "data.validation": of_split})
             return usual | files | {"data.train.split_validation_size": 0}
 
 
@@ -494,12 +368,3 @@ def _records(recipe: Recipe) -> dict[str, Any]:
         "checkpointing.keep_top_k": KEPT_CHECKPOINTS,
         "checkpointing.checkpoint_must_save_by": None,
     }
-
-
-def _model_name(model: Model) -> str:
-    """Return the model's folder, else its name on the hub, else the model that ships here."""
-    return model.hub_id or str(model_path(model).absolute())
-
-
-def _base(recipe: Recipe) -> str:
-    return recipe.model.base_config or ""

@@ -18,7 +18,7 @@ from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import ABSENT, OPTIONAL, OURS, PINNED, may_be_added
 from fp8_nemo.nemo_config.seams import ENGINE, GRPO
 from fp8_nemo.nemo_config.versions import Source
-from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.plain import leaves, to_json
 from fp8_nemo.recipe.settled import Settled
 

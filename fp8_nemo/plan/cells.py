@@ -10,7 +10,7 @@ from fp8_nemo.nemo_config.host import MAIN, Host, HostError
 from fp8_nemo.plan.model import checkpoint_mistakes, position_mistakes
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.recipe.compose import Cell, ComposeError, compose_cells, refuse_cells
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import Layout
 
 

@@ -33,10 +33,12 @@ from fp8_nemo.plan.memory import (
 from fp8_nemo.plan.model import Counts, count
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
-from fp8_nemo.plan.step_time import StepSeconds, step_seconds, usual_lengths
-from fp8_nemo.recipe.checks import as_typed, mistakes
+from fp8_nemo.plan.step_time import step_seconds, usual_lengths
+from fp8_nemo.recipe.checks import mistakes
 from fp8_nemo.recipe.compose import compose, option_names
-from fp8_nemo.recipe.options import FORMATS, Precision, Recipe
+from fp8_nemo.recipe.mistake import as_typed
+from fp8_nemo.recipe.options.precision import FORMATS, Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")
@@ -113,7 +115,8 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     many = settled.rollout_gpus if phase == "rollout" else settled.train_gpus
     gpus = f"each of {many} {gpu}" if many > 1 else f"one {gpu}"
     here = step_seconds(settled)
-    seconds = f"{here.total:.0f} s by estimate{_phases(here)}"
+    phases = ", ".join(f"{name} {each:.0f}" for name, each in here._asdict().items() if each >= 1)
+    seconds = f"{here.total:.0f} s by estimate" + (f": {phases}" if phases else "")
     if plan.recipe.grpo.is_asynchronous:
         seconds += ", the longer of rollout and the others, then the refit; no such step was timed"
     return [
@@ -139,15 +142,14 @@ def _if_shared(plan: Plan, host: Host) -> str:
 
 def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     """Return how fast a step is in each shipped precision that fits, against BF16, as one row."""
-    plain = _in_precision(BASELINE, plan, host)
-    if plain is None:
+    if not plan.nemo or not (plain := _in_precision(BASELINE, plan, host)):
         return []
     timed = [each for each in option_names("precision") if not _shipped(each).rollout.group]
     others = filter(None, (_in_precision(name, plan, host) for name in timed))  # not four bits
     gains = {
         each.recipe.precision.name: _times(each, plain)
         for each in others
-        if each.recipe.precision != plain.recipe.precision and _fits(each)
+        if each.recipe.precision != plain.recipe.precision and _fit(memory_per_gpu(each)) == "yes"
     }
     fastest = sorted(gains, key=lambda name: -gains[name])
     texts = ", ".join(f"{name} {gains[name]:.2f}x" for name in fastest)
@@ -168,15 +170,8 @@ def _times(settled: Settled, plain: Settled) -> float:
     return step_seconds(plain).total / step_seconds(settled).total
 
 
-def _fits(settled: Settled) -> bool:
-    memory = memory_per_gpu(settled)
-    return memory.headroom(memory.worst) >= HEADROOM
-
-
 def _in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
     """Return the same run in a shipped precision, in that one's layout; None if it cannot run."""
-    if not plan.nemo:
-        return None
     recipe = replace(plan.recipe, precision=_shipped(name))
     return None if mistakes(recipe) else _settled(recipe, host)  # LoRA excludes FP8 training
 
@@ -195,17 +190,10 @@ def _shipped(name: str) -> Precision:
     return recipe.precision
 
 
-def _phases(seconds: StepSeconds) -> str:
-    """Write the phases of a second or more: `: rollout 47, logprob 25`."""
-    found = [f"{name} {each:.0f}" for name, each in seconds._asdict().items() if each >= 1]
-    return f": {', '.join(found)}" if found else ""
-
-
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
     """Return what a plan does, line by line, with the notes last."""
-    recipe = plan.recipe
-    counts = count(recipe.model.shape, recipe.precision)
-    precision = recipe.precision
+    recipe, precision = plan.recipe, plan.recipe.precision
+    counts = count(recipe.model.shape, precision)
     fp8_on_wire = plan.backend == "local" or recipe.glue.sends_fp8
     sent = _size(counts.refit_bytes if fp8_on_wire else counts.refit_bytes_bf16)
     half = precision.plain.name.upper()
@@ -319,20 +307,15 @@ def _others(settled: Settled, host: Host) -> dict[str, str]:
     """Return the next best layouts if the plan chooses the layout; else nothing."""
     if settled.recipe.model.layout != "auto":
         return {}
-    others = [each for each in choose(settled, host) if each.layout != settled.layout]
+    best: dict[tuple[int, int, int, bool], Choice] = {}  # batches alone make no new layout
+    for each in choose(settled, host):
+        at = each.layout
+        if at != settled.layout:
+            best.setdefault((at.tensor, at.context, at.rollout_tensor, at.recompute), each)
     return {
         f"layout {n}": f"{each.seconds.total:.0f} s: {_layout_text(settled, each.layout)}"
-        for n, each in enumerate(_unlike(others)[:2], 2)
+        for n, each in enumerate([*best.values()][:2], 2)
     }
-
-
-def _unlike(choices: list[Choice]) -> list[Choice]:
-    """Keep the best choice of each way to spread the model; batches alone make no new layout."""
-    found: dict[tuple[int, int, int, bool], Choice] = {}
-    for each in choices:
-        at = each.layout
-        found.setdefault((at.tensor, at.context, at.rollout_tensor, at.recompute), each)
-    return list(found.values())
 
 
 def _with(settled: Settled, gpu: str, precision: Precision) -> Settled:

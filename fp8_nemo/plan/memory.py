@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fp8_nemo.plan.model import adapter_parameters, adapters, census, count
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.settled import Settled
 
 GIB = 2**30

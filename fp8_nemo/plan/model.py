@@ -15,9 +15,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fp8_nemo.glue.wire import is_fp8_weight, named_shapes, weight_of, wire_specs
-from fp8_nemo.recipe.checks import Mistake
+from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.model_dir import known_config, tensor_shapes
-from fp8_nemo.recipe.options import DTYPE_BYTES, LORA_MODULES, Lora, Model, Precision, Shape
+from fp8_nemo.recipe.options.model import Model, Shape
+from fp8_nemo.recipe.options.precision import DTYPE_BYTES, Precision
+from fp8_nemo.recipe.options.training import LORA_MODULES, Lora
 from fp8_nemo.recipe.own.model import rope_type
 from fp8_nemo.recipe.settled import Settled
 

@@ -12,8 +12,9 @@ from typing import Any
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.memory import HEADROOM, MemoryByPhase, memory_per_gpu
 from fp8_nemo.plan.model import adapters
-from fp8_nemo.recipe.checks import SBATCH_KEYS
-from fp8_nemo.recipe.options import Recalibrate, Recipe
+from fp8_nemo.recipe.options.cluster import SBATCH_KEYS
+from fp8_nemo.recipe.options.precision import Recalibrate
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.problems import longest_answer, shared_problems
 from fp8_nemo.recipe.settled import KEEPS_OPTIMIZER, PROMPT, SHARE, Settled
 

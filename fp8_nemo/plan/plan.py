@@ -27,8 +27,10 @@ from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.model import adapters
 from fp8_nemo.plan.notes import local_notes, nemo_notes
-from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import TASKS, Algorithm, Cluster, Lora, Recipe, Replay
+from fp8_nemo.recipe.mistake import Mistake
+from fp8_nemo.recipe.options.cluster import Cluster
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import TASKS, Algorithm, Lora, Replay
 from fp8_nemo.recipe.plain import from_plain, leaves
 from fp8_nemo.recipe.settled import LOCAL_BASE, PROMPT, VALIDATED, Layout, Settled, settle
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from fp8_nemo.plan.memory import kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.model import census, count
-from fp8_nemo.recipe.options import Model, Precision, Shape
+from fp8_nemo.recipe.options.model import Model, Shape
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.settled import Settled
 
 

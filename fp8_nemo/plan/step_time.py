@@ -15,7 +15,8 @@ from typing import NamedTuple
 from fp8_nemo.plan.memory import moved_bytes
 from fp8_nemo.plan.model import adapters, census, count
 from fp8_nemo.plan.speed import GPU_SPEED, decode_of_engine, fitted_for, refit_seconds
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.settled import Settled
 
 PROMPT = 256

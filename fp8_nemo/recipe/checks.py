@@ -8,70 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
-import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from fp8_nemo.recipe.options import (
-    DIVERGENCES,
-    FORMATS,
-    LORA_MODULES,
-    OF_A_RATIO,
-    RATIOS,
-    TASKS,
-    Algorithm,
-    Cluster,
-    Correction,
-    Data,
-    Precision,
-    Recipe,
-)
+from fp8_nemo.recipe.mistake import Mistake, as_typed, shortened
+from fp8_nemo.recipe.options.correction import DIVERGENCES, OF_A_RATIO, RATIOS, Correction
+from fp8_nemo.recipe.options.precision import FORMATS, Precision
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import LORA_MODULES, TASKS, Algorithm, Data
+from fp8_nemo.recipe.own.cluster import cluster_mistakes
 from fp8_nemo.recipe.plain import leaves
 
-WEEK = 7 * 86400
 ABSURD = 10**9
 """Where a number without a limit of its own ends: no run has so many of anything."""
 LONGEST_NAME, LONGEST_PATH = 255, 3500
 """Bytes of a file's name, and of a path to which a run adds its own: Linux takes 4,095."""
-
-
-class Mistake(NamedTuple):
-    """Name one thing that is wrong: `Mistake("grpo.steps", 0, "1 or more", "give a number")`."""
-
-    key: str
-    got: Any
-    allowed: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        """Return one line: key, value, what is allowed, what to do."""
-        text = f"{self.key}={as_typed(self.got)}: " + "; ".join(filter(None, self[2:]))
-        return printable(text)
-
-
-def as_typed(value: Any) -> str:
-    """Return a value as a user types it: `null`, `true`, `fp8`."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def printable(line: str) -> str:
-    """Escape what would break a line, or command the terminal, in a word that is repeated."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
-
-
-def verb_line(verb: str) -> str:
-    """Return how to call a verb, in the way in which the user has called this one.
-
-    `python -m recipes.plan` in a clone, `fp8-nemo plan` anywhere.
-    """
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    package = spec.name.rpartition(".")[0] if spec else ""
-    if package.endswith("recipes"):
-        return f"python -m {package}.{verb}"
-    return f"fp8-nemo {verb.replace('_', '-')}"
+BOUNDS = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+}
+"""Limits of a number, by their names in a field's metadata."""
 
 
 def mistakes(recipe: Recipe) -> list[Mistake]:
@@ -87,22 +46,9 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
         *_replay_mistakes(recipe),
         *_lora_mistakes(recipe),
         *_data_mistakes(recipe.data),
-        *_cluster_mistakes(recipe.cluster),
+        *cluster_mistakes(recipe.cluster),
         *_nemo_mistakes(recipe.nemo),
     ]
-
-
-def seconds(time: str) -> int | None:
-    """Read a limit as Slurm does: `30`, `30:00`, `4:00:00`, `1-12`, `1-12:30:00`; else None."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if not found:
-        return None
-    days, *parts = found.groups()
-    numbers = [int(part) for part in parts if part is not None]
-    first = 3600 if days is not None or len(numbers) == 3 else 60  # without days, minutes lead
-    return int(days or 0) * 86400 + sum(
-        number * first // 60**place for place, number in enumerate(numbers)
-    )
 
 
 def _field_mistakes(group: Any, prefix: str = "") -> Iterator[Mistake]:
@@ -119,29 +65,14 @@ def _limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
         yield Mistake(key, value, "must be one of " + ", ".join(limits["one_of"]))
     if "short_name" in limits and not re.fullmatch(r"[\w-][\w.+-]*", value):
         yield Mistake(key, value, "must be letters, digits, dots, dashes, pluses and underscores")
-    if "least" in limits and not _in_range(value, **limits):
-        yield Mistake(key, value, "must be " + _range_text(**limits))
-    elif "least" in limits and value > ABSURD and limits["most"] is None:
+    if "least" not in limits:
+        return
+    bounds = [(*BOUNDS[name], limit) for name, limit in limits.items() if limit is not None]
+    if not (abs(value) < math.inf and all(holds(value, limit) for _, holds, limit in bounds)):
+        text = " and ".join(f"{word} {limit}" for word, _, limit in bounds)
+        yield Mistake(key, value, f"must be {text}, and finite")
+    elif value > ABSURD and limits["most"] is None:
         yield Mistake(key, value, f"must be at most {ABSURD:,}")
-
-
-def _in_range(value: float, least: float | None, above: float | None, most: float | None) -> bool:
-    return (
-        value == value
-        and abs(value) != float("inf")
-        and (least is None or value >= least)
-        and (above is None or value > above)
-        and (most is None or value <= most)
-    )
-
-
-def _range_text(least: float | None, above: float | None, most: float | None) -> str:
-    bounds = [
-        f"at least {least}" if least is not None else "",
-        f"above {above}" if above is not None else "",
-        f"at most {most}" if most is not None else "",
-    ]
-    return " and ".join(bound for bound in bounds if bound) + ", and finite"
 
 
 def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
@@ -156,24 +87,16 @@ def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             "lower one of them, or choose precision=bf16",
         )
     shape, block, group = recipe.model.shape, precision.rollout.block, precision.rollout.group
-    width = "expert_ffn" if shape.experts else "ffn"
-    for key in ("hidden", width, "head_dim"):
+    remedy = "choose precision=bf16, or another width"
+    for key in ("hidden", "expert_ffn" if shape.experts else "ffn", "head_dim"):
         if group and (side := getattr(shape, key)) % group:
-            yield Mistake(
-                f"model.shape.{key}",
-                side,
-                f"must be a multiple of {group} with {precision.rollout.name} linears, whose "
-                "groups would span two rows",
-                "choose precision=bf16, or another width",
-            )
+            linears = f"{precision.rollout.name} linears, whose groups would span two rows"
+            text = f"must be a multiple of {group} with {linears}"
+            yield Mistake(f"model.shape.{key}", side, text, remedy)
     if block and shape.experts and shape.expert_ffn % block:
-        yield Mistake(
-            "model.shape.expert_ffn",
-            shape.expert_ffn,
-            f"must be a multiple of {block} with FP8 linears: gate and up lie in one slab, whose "
-            "blocks would span both",
-            "choose precision=bf16, or another width",
-        )
+        slab = "gate and up lie in one slab, whose blocks would span both"
+        text = f"must be a multiple of {block} with FP8 linears: {slab}"
+        yield Mistake("model.shape.expert_ffn", shape.expert_ffn, text, remedy)
 
 
 def _quantized_mistakes(precision: Precision) -> Iterator[Mistake]:
@@ -181,12 +104,9 @@ def _quantized_mistakes(precision: Precision) -> Iterator[Mistake]:
     for key, option in (("rollout_kv", "fp8-kv-attn"), ("train_linear", "fp8-e2e")):
         held = getattr(precision, key)
         if FORMATS[held].is_quantized and precision.rollout_linear != held:
-            yield Mistake(
-                f"precision.{key}",
-                held,
-                f"needs precision.rollout_linear={held}, got {precision.rollout_linear}",
-                f"choose precision={option}, or set precision.{key}=bf16",
-            )
+            text = f"needs precision.rollout_linear={held}, got {precision.rollout_linear}"
+            remedy = f"choose precision={option}, or set precision.{key}=bf16"
+            yield Mistake(f"precision.{key}", held, text, remedy)
 
 
 def _plain_mistakes(precision: Precision) -> Iterator[Mistake]:
@@ -215,34 +135,24 @@ def _correction_mistakes(correction: Correction) -> Iterator[Mistake]:
     if correction.mask == "none":
         for key, bound in (("low", low), ("high", high)):
             if bound is not None:
-                yield Mistake(
-                    f"correction.{key}",
-                    bound,
-                    "bounds a mask, and correction.mask=none",
-                    "set correction.mask=token, sequence, geometric or a divergence, as token-k2",
+                text = "bounds a mask, and correction.mask=none"
+                remedy = (
+                    "set correction.mask=token, sequence, geometric or a divergence, as token-k2"
                 )
+                yield Mistake(f"correction.{key}", bound, text, remedy)
     elif low is None and high is None and correction.mask in (*RATIOS, *DIVERGENCES):
         yield Mistake("correction.mask", correction.mask, "needs correction.low or correction.high")
     elif correction.mask in DIVERGENCES and (low is not None or high is None):
-        yield Mistake(
-            "correction.low",
-            low,
-            f"correction.mask={correction.mask} is a distance, which has an upper bound alone",
-            "set correction.high, and correction.low=null",
-        )
+        text = f"correction.mask={correction.mask} is a distance, which has an upper bound alone"
+        yield Mistake("correction.low", low, text, "set correction.high, and correction.low=null")
     elif low is not None and high is not None and low > high:
-        yield Mistake(
-            "correction.low", low, f"is above correction.high={high}, so nothing would be kept"
-        )
+        text = f"is above correction.high={high}, so nothing would be kept"
+        yield Mistake("correction.low", low, text)
     least, most = correction.truncate_low, correction.truncate
     for key, what in OF_A_RATIO.items() if correction.level == "none" else ():
         if value := getattr(correction, key):
-            yield Mistake(
-                f"correction.{key}",
-                value,
-                f"{what}, and correction.level=none",
-                f"set correction.level={', '.join(RATIOS[:-1])} or {RATIOS[-1]}",
-            )
+            remedy = f"set correction.level={', '.join(RATIOS[:-1])} or {RATIOS[-1]}"
+            yield Mistake(f"correction.{key}", value, f"{what}, and correction.level=none", remedy)
     if least is not None and most is not None and least > most:
         yield Mistake("correction.truncate_low", least, f"is above correction.truncate={most}")
 
@@ -264,25 +174,18 @@ def _algorithm_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     algorithm, filled = recipe.algorithm, recipe.algorithm.filled
     for key, value, other, excluded, why in EXCLUDED:
         if getattr(filled, key) == value and getattr(filled, other) == excluded:
-            yield Mistake(
-                f"algorithm.{key}",
-                value,
-                f"{why}, so algorithm.{other}={as_typed(excluded)} goes without it",
-                f"change one of the two, or choose algorithm=grpo, not {algorithm.name}",
-            )
+            text = f"{why}, so algorithm.{other}={as_typed(excluded)} goes without it"
+            remedy = f"change one of the two, or choose algorithm=grpo, not {algorithm.name}"
+            yield Mistake(f"algorithm.{key}", value, text, remedy)
     for key in DUAL_CLIP_EXCLUDED:
         if filled.ratio_clip_c is not None and getattr(filled, key):
             text = f"bounds a clipped loss, and algorithm.{key}=true has none"
             yield Mistake("algorithm.ratio_clip_c", filled.ratio_clip_c, text, "set it to null")
     yield from _reward_mistakes(algorithm)
     if recipe.correction.renormalize_denominator and filled.sequence_level_importance_ratios:
-        yield Mistake(
-            "correction.renormalize_denominator",
-            True,
-            "would take rejected tokens out of the sequence's ratio too, with "
-            "algorithm.sequence_level_importance_ratios=true",
-            "set correction.renormalize_denominator=false",
-        )
+        key, beside = "correction.renormalize_denominator", "sequence_level_importance_ratios=true"
+        text = "would take rejected tokens out of the sequence's ratio too, with"
+        yield Mistake(key, True, f"{text} algorithm.{beside}", f"set {key}=false")
 
 
 def _reward_mistakes(algorithm: Algorithm) -> Iterator[Mistake]:
@@ -304,12 +207,9 @@ def _reward_mistakes(algorithm: Algorithm) -> Iterator[Mistake]:
 
 def _replay_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     if recipe.replay.is_on and not recipe.model.shape.experts:
-        yield Mistake(
-            "replay",
-            recipe.replay.name,
-            f"{recipe.model.name} is dense, and has no router whose choice could be replayed",
-            "choose replay=none, or a mixture of experts, as model=qwen3-30b-a3b",
-        )
+        text = f"{recipe.model.name} is dense, and has no router whose choice could be replayed"
+        remedy = "choose replay=none, or a mixture of experts, as model=qwen3-30b-a3b"
+        yield Mistake("replay", recipe.replay.name, text, remedy)
 
 
 def _lora_mistakes(recipe: Recipe) -> Iterator[Mistake]:
@@ -348,12 +248,6 @@ def unusable(path: str) -> str | None:
     return None
 
 
-def shortened(path: str) -> str:
-    """Return the beginning of a path that a message can show."""
-    shown = path.encode(errors="replace").decode()
-    return shown if len(shown) <= 40 else f"{shown[:40]}..."
-
-
 def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     paths = {
         "outputs": recipe.outputs,
@@ -376,19 +270,12 @@ def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
 
 def _data_mistakes(data: Data) -> Iterator[Mistake]:
     if data.name == "jsonl" and data.path is None:
-        yield Mistake(
-            "data.path",
-            None,
-            "data=jsonl reads a folder",
-            "give data.path=FOLDER with train.jsonl and validation.jsonl",
-        )
+        remedy = "give data.path=FOLDER with train.jsonl and validation.jsonl"
+        yield Mistake("data.path", None, "data=jsonl reads a folder", remedy)
     task = TASKS.get(data.name)
     if task and data.difficulty is not None and not task.least <= data.difficulty <= task.most:
-        yield Mistake(
-            "data.difficulty",
-            data.difficulty,
-            f"must be from {task.least} to {task.most}, the {task.measure} of data={data.name}",
-        )
+        text = f"must be from {task.least} to {task.most}, the {task.measure} of data={data.name}"
+        yield Mistake("data.difficulty", data.difficulty, text)
 
 
 def _nemo_mistakes(nemo: dict[str, Any]) -> Iterator[Mistake]:
@@ -396,98 +283,3 @@ def _nemo_mistakes(nemo: dict[str, Any]) -> Iterator[Mistake]:
     for key, value in leaves(nemo).items():
         if isinstance(value, float) and not math.isfinite(value):
             yield Mistake(f"nemo.{key}", value, "must be a finite number")
-
-
-SBATCH_OPTIONS = (
-    *("account", "partition", "qos", "reservation", "constraint", "nodelist", "exclude", "mem"),
-    "gres",
-)
-"""Keys of `cluster` that are sbatch's under the same name."""
-SBATCH_KEYS = (*SBATCH_OPTIONS, "comment", "mail", "dependency", "max_running", "env", "extra")
-"""Keys of `cluster` that are sbatch's alone."""
-FOUND_BY = "is what a job is found by, in the queue and in its log"
-OURS_OF_SBATCH = {
-    ("-J", "--job-name"): (FOUND_BY, "leave it out; a job is named as its cell"),
-    ("-o", "--output"): (FOUND_BY, "leave it out; see RUN_DIR/log"),
-    ("--parsable",): (FOUND_BY, "leave it out"),
-    ("-a", "--array"): (
-        "would run one directory several times",
-        "leave it out; -m makes an array of a sweep's cells, cluster.max_running=N of them at once",
-    ),
-}
-"""Options of sbatch that are not the user's: what is wrong, and what to do."""
-
-
-def _ours(option: str) -> tuple[str, str] | None:
-    """Return what is wrong with an option if sbatch reads one of ours in it, `--out=x` too."""
-    name = option.partition("=")[0]
-    for (*short, long), said in OURS_OF_SBATCH.items():
-        cut = len(name) > len("--") and long.startswith(name)  # getopt_long takes it for the whole
-        if cut or (not option.startswith("--") and option.startswith(tuple(short))):
-            return said
-    return None
-
-
-def _env_mistakes(words: list[str]) -> Iterator[Mistake]:
-    for word in words:
-        name = str(word).partition("=")[0]
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            text = "must be NAME=value, or NAME alone"
-            yield Mistake("cluster.env", word, text, "as cluster.env=[WANDB_API_KEY]")
-
-
-def _rollout_gpus_mistakes(cluster: Cluster) -> Iterator[Mistake]:
-    every = cluster.nodes * cluster.gpus_per_node
-    if 0 < every <= cluster.rollout_gpus:
-        text = f"leaves none of {every} to train on"
-        yield Mistake("cluster.rollout_gpus", cluster.rollout_gpus, text, "lower it, or set 0")
-
-
-def _cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
-    if cluster.enter and "{image}" not in " ".join(cluster.enter):
-        yield Mistake(
-            "cluster.enter",
-            str(list(cluster.enter)),
-            "must name {image}, where cluster.container goes",
-            'as cluster.enter=[apptainer,exec,"--bind={mounts}","{image}"]',
-        )
-    limit = seconds(cluster.time)
-    if limit is None:
-        yield Mistake(
-            "cluster.time",
-            cluster.time,
-            "must be a limit as Slurm reads it: minutes, hours:minutes:seconds, days-hours",
-            "such as 240 or 04:00:00",
-        )
-    elif cluster.time.isdigit() and limit > WEEK:
-        yield Mistake(
-            "cluster.time",
-            cluster.time,
-            "is more than a week of minutes",
-            'a YAML file reads 12:00:00 as a number: quote it, "12:00:00"; or write days, 8-00',
-        )
-    elif cluster.kind == "slurm" and cluster.save_before_end >= limit:
-        yield Mistake(
-            "cluster.save_before_end",
-            cluster.save_before_end,
-            f"must be less than the {limit} seconds of cluster.time={cluster.time}",
-        )
-    for key in SBATCH_KEYS:
-        # `cluster=here` at the end of a job's line is this machine on purpose.
-        if cluster.kind == "here" != cluster.name and (value := getattr(cluster, key)):
-            yield Mistake(
-                f"cluster.{key}",
-                value,
-                f"is Slurm's, and cluster={cluster.name} is kind: here, this machine",
-                "begin the site's file with `defaults: [slurm, _self_]`",
-            )
-    for option in cluster.extra:
-        if not isinstance(option, str) or not option.startswith("-"):
-            yield Mistake("cluster.extra", option, "must be options of sbatch, as --mem=0")
-        elif said := _ours(option):
-            yield Mistake("cluster.extra", option, *said)
-    yield from _env_mistakes(cluster.env)
-    yield from _rollout_gpus_mistakes(cluster)
-    for mount in cluster.mounts:
-        if not isinstance(mount, str) or not mount.startswith("/") or "," in mount:
-            yield Mistake("cluster.mounts", mount, "must be an absolute folder, or /from:/to")

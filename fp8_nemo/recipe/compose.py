@@ -35,8 +35,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fp8_nemo.recipe.checks import Mistake, as_typed, mistakes, printable
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.checks import mistakes
+from fp8_nemo.recipe.mistake import Mistake, printable
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.own.model import ModelError, read_shape
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 from fp8_nemo.recipe.secrets import secrets_of, secrets_of_line
@@ -196,25 +197,22 @@ def _refuse_repeated(overrides: list[Override], loader: ConfigLoader, *, multiru
 
 def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
     """Yield what Hydra says less clearly, or only of the first mistake, or not at all."""
-    key = override.key_or_group
-    typed = override.get_key_element()
-    groups = loader.list_groups("")
+    key, typed = override.key_or_group, override.get_key_element()
     if override.is_delete():
         yield Mistake(typed, "", "nothing can be deleted, every key has a value")
-    elif key in groups:
-        if override.is_add() or override.is_force_add():
-            yield Mistake(
-                typed, override.get_value_string(), f"{key} is always there", f"write {key}=..."
-            )
+        return
+    value, adds = override.get_value_string(), override.is_add() or override.is_force_add()
+    groups = loader.list_groups("")
+    if key in groups:
+        if adds:
+            yield Mistake(typed, value, f"{key} is always there", f"write {key}=...")
         yield from _option_mistakes(override, loader)
     elif key.split(".")[0] == "hydra":
-        yield Mistake(
-            typed, override.get_value_string(), "Hydra only composes here", "set outputs=FOLDER"
-        )
-    elif key not in _all_keys() and not key.startswith(OPEN + "."):
-        yield _unknown_key(typed, override.get_value_string(), [*_all_keys(), *groups])
-    elif key.startswith(OPEN + ".") and not (override.is_add() or override.is_force_add()):
-        yield Mistake(key, override.get_value_string(), "nemo starts empty", f"write +{key}=...")
+        yield Mistake(typed, value, "Hydra only composes here", "set outputs=FOLDER")
+    elif key not in _fields() and not key.startswith(OPEN + "."):
+        yield _unknown_key(typed, value, [*_fields(), *groups])
+    elif key.startswith(OPEN + ".") and not adds:
+        yield Mistake(key, value, "nemo starts empty", f"write +{key}=...")
 
 
 def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
@@ -231,12 +229,8 @@ def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mista
         if str(value) not in options:
             near = difflib.get_close_matches(str(value).lower(), options, n=1)
             site = f"describe yours in conf/cluster/{value}.yaml (docs/cluster.md, step 2)"
-            yield Mistake(
-                group,
-                as_typed(value),
-                "must be one of " + ", ".join(options),
-                f"did you mean {near[0]}?" if near else site if group == "cluster" else "",
-            )
+            remedy = f"did you mean {near[0]}?" if near else site if group == "cluster" else ""
+            yield Mistake(group, value, "must be one of " + ", ".join(options), remedy)
 
 
 def _sweep_of(overrides: list[Override], loader: ConfigLoader) -> list[Override]:
@@ -261,13 +255,11 @@ def _cells(overrides: list[Override], multirun: bool) -> list[list[str]]:
         if not override.is_sweep_override():
             axes.append([str(override.input_line)])
         elif not override.is_discrete_sweep():
-            raise ComposeError(
-                [f"{override.input_line}: an interval has no list of values; name them"]
-            )
+            text = "an interval has no list of values; name them"
+            raise ComposeError([f"{override.input_line}: {text}"])
         elif not multirun:
-            raise ComposeError(
-                [f"{override.input_line}: several values; add -m to sweep over them"]
-            )
+            text = "several values; add -m to sweep over them"
+            raise ComposeError([f"{override.input_line}: {text}"])
         else:
             key = override.get_key_element()
             axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
@@ -324,7 +316,7 @@ def _unquoted(values: Mapping[str, Any], cell: list[str]) -> Iterator[Mistake]:
         value = values.get(key)
         if value is not None and not isinstance(value, str) and key not in typed:
             text = "is what YAML makes of a text without quotes in the site's file"
-            yield Mistake(key, as_typed(value), text, f'write {key.partition(".")[2]}: "..." there')
+            yield Mistake(key, value, text, f'write {key.partition(".")[2]}: "..." there')
 
 
 def _put(config: Any, key: str, value: Any) -> Mistake | None:
@@ -332,9 +324,9 @@ def _put(config: Any, key: str, value: Any) -> Mistake | None:
     try:
         OmegaConf.update(config, key, escape_interpolation(value), force_add=key.startswith(OPEN))
     except OmegaConfBaseException:
-        if key not in _all_keys():  # or of a map in a number's place
-            return _unknown_key(key, value, _all_keys())
-        return Mistake(key, as_typed(value), f"must be {_type_word(key)}")
+        if key not in _fields():  # or of a map in a number's place
+            return _unknown_key(key, value, _fields())
+        return Mistake(key, value, f"must be {_type_word(key)}")
     return None
 
 
@@ -358,20 +350,13 @@ def refuse_cells(cells: list[list[str]], found: list[list[str]]) -> None:
         raise ComposeError(lines)
 
 
-def _unknown_key(key: str, value: Any, known: Iterable[str]) -> Mistake:
+def _unknown_key(key: str, value: Any, known: Collection[str]) -> Mistake:
     bare = key.lstrip("+")
-    known = list(known)
     near = difflib.get_close_matches(bare, known, n=1) or [
         each for each in known if each.rpartition(".")[2] == bare.rpartition(".")[2]
     ]
-    return Mistake(
-        key,
-        as_typed(value),
-        "no such key",
-        f"did you mean {near[0]}?"
-        if near
-        else "conf/grpo.yaml and its groups' files have all keys; NeMo RL's own go under nemo",
-    )
+    text = "conf/grpo.yaml and its groups' files have all keys; NeMo RL's own go under nemo"
+    return Mistake(key, value, "no such key", f"did you mean {near[0]}?" if near else text)
 
 
 def _plain_keys() -> dict[str, bool]:
@@ -379,10 +364,6 @@ def _plain_keys() -> dict[str, bool]:
     texts = (str, str | None)
     plain = {key: hint for key, hint in _fields().items() if not dataclasses.is_dataclass(hint)}
     return {key: hint in texts for key, hint in plain.items() if key != OPEN}
-
-
-def _all_keys() -> list[str]:
-    return list(_fields())
 
 
 def _type_word(key: str) -> str:

@@ -11,8 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.recipe.checks import Mistake, as_typed, verb_line
-from fp8_nemo.recipe.options import TASKS, Data, Model, Recipe
+from fp8_nemo.recipe.mistake import Mistake, as_typed, verb_line
+from fp8_nemo.recipe.options.model import Model
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import TASKS, Data
 from fp8_nemo.recipe.own.model import NUMBERS, shape_of
 from fp8_nemo.recipe.plain import leaves, read_json
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8_nemo.recipe.options import Data
+from fp8_nemo.recipe.options.training import Data
 from fp8_nemo.recipe.plain import to_json
 
 HELD_OUT_PAIRS = 256

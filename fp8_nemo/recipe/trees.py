@@ -21,7 +21,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from fp8_nemo.recipe.checks import as_typed, printable
+from fp8_nemo.recipe.mistake import as_typed, printable
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.secrets import OF_ENVIRONMENT, unparsed
 

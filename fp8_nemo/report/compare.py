@@ -19,8 +19,9 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from fp8_nemo.plan.plan import ONLY_CHECKED
-from fp8_nemo.recipe.checks import as_typed
-from fp8_nemo.recipe.options import Correction, Precision
+from fp8_nemo.recipe.mistake import as_typed
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.report.runs import FinishedRun
 from fp8_nemo.runs.metrics import METRICS, spans
 from fp8_nemo.runs.provenance import ENVIRONMENT

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fp8_nemo.correction.quantiles import MeasureError, Measurement
 from fp8_nemo.recipe.compose import ComposeError, compose, option_folder, option_names
-from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
+from fp8_nemo.recipe.options.correction import DIVERGENCES, RATIOS, Correction
 from fp8_nemo.runs.metrics import write_whole
 from fp8_nemo.runs.run_dir import report_dir
 

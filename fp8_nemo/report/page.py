@@ -21,8 +21,8 @@ from fp8_nemo.report.compare import COLUMNS, SECTIONS, Cell, Comparison, given, 
 from fp8_nemo.report.runs import FinishedRun
 from fp8_nemo.report.verdict import choices
 from fp8_nemo.runs.metrics import spans, write_whole
-from fp8_nemo.runs.run_dir import report_dir, short_path
-from fp8_nemo.runs.terminal import table
+from fp8_nemo.runs.run_dir import report_dir
+from fp8_nemo.runs.terminal import short_path, table
 
 ABOUT_NUMBERS = (
     "Means over steps, then over seeds; ± is half of the 95% interval over seeds (Student's t), "

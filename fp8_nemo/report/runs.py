@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8_nemo.plan.plan import ONLY_CHECKED, Plan, plan_from_json
-from fp8_nemo.recipe.checks import as_typed
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.mistake import as_typed
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import leaves, read_json
 from fp8_nemo.runs.metrics import (
     FIRST_STEP,

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fp8_nemo.correction.health import STATES
-from fp8_nemo.recipe.checks import as_typed
 from fp8_nemo.recipe.compose import ComposeError, compose
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.mistake import as_typed
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import leaves, to_json
 from fp8_nemo.report.against_bf16 import EQUAL, AgainstBaseline, against_baselines, baseline_of
 from fp8_nemo.report.compare import STUDENT, Cell, Comparison

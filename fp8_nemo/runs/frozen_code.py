@@ -20,7 +20,7 @@ from pathlib import Path
 
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.provenance import COMMIT, commit
-from fp8_nemo.runs.run_dir import code_parent, new_staging
+from fp8_nemo.runs.run_dir import new_staging
 
 ROOT = Path(__file__).resolve().parents[2]
 IGNORED = ("__pycache__", "*.pyc", ".*")
@@ -49,7 +49,7 @@ def freeze_code(outputs: Path) -> Path:
     target = code_dir(outputs)
     try:
         if not target.exists():
-            _copy_whole(target, code_parent(outputs))
+            _copy_whole(target)
     except OSError as error:
         raise RunDirError(
             f"{target.parent}: a job's copy of the code cannot be written ({error.strerror}); give "
@@ -58,9 +58,10 @@ def freeze_code(outputs: Path) -> Path:
     return target
 
 
-def _copy_whole(target: Path, parent: Path) -> None:
+def _copy_whole(target: Path) -> None:
     """Copy the code to a folder of its own and move it into place; leave nothing else behind."""
-    staging = new_staging(parent)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = new_staging(target.parent)
     try:
         for package, folder in _packages().items():
             into = staging.joinpath(*package.split("."))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.checks import verb_line
+from fp8_nemo.recipe.mistake import verb_line
 from fp8_nemo.runs import slurm
 from fp8_nemo.runs.run_dir import Frozen, freeze
 from fp8_nemo.runs.sbatch import container_notes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8_nemo.recipe.model_dir import model_path, weights_digest
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.own.reward import reward_digest
 from fp8_nemo.recipe.plain import read_json, to_json
 from fp8_nemo.recipe.problems import problems_digest

@@ -72,14 +72,8 @@ def freeze(plans: Iterable[Plan]) -> list[Frozen]:
     """
     plans = list(plans)
     found = [_existing(plan) for plan in plans]
-    unwritten = [not (each.path / PLAN).exists() for each in found]
-    _write_all(
-        [
-            plan
-            for plan, each, lost in zip(plans, found, unwritten, strict=True)
-            if lost or each.state != "finished"
-        ]
-    )
+    done = [each.state == "finished" and (each.path / PLAN).exists() for each in found]
+    _write_all([plan for plan, whole in zip(plans, done, strict=True) if not whole])
     return found
 
 
@@ -209,40 +203,11 @@ def job_id(run_dir: Path) -> str | None:
         return None
 
 
-def code_parent(outputs: Path) -> Path:
-    """Return where the code of queued jobs is kept."""
-    folder = outputs.absolute() / ".code"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def report_dir(parent: Path) -> Path:
     """Return the report folder of a run directory, or of the folder above several."""
     folder = parent / "report"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def new_folder(path: Path) -> Path:
-    """Make a folder for a result, if it is missing.
-
-    Raises:
-        OSError: it cannot be made, something lies in it, or another cannot take its place.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        text = f"{path}: cannot be made a folder ({error.strerror}); name another one"
-        raise OSError(text) from error
-    if any(path.iterdir()) or path.is_mount() or path.resolve() == Path.cwd():
-        raise FileExistsError(f"{path}: is not a folder that is new, or empty; name another one")
-    return path
-
-
-def short_path(path: Path) -> Path:
-    """Spell a path in one way: relative where the user stands above it."""
-    path, here = path.resolve(), Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

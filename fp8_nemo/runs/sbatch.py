@@ -20,8 +20,8 @@ from pathlib import Path
 
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.checks import SBATCH_OPTIONS
-from fp8_nemo.recipe.options import Cluster, Recipe
+from fp8_nemo.recipe.options.cluster import SBATCH_OPTIONS, Cluster
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done
 from fp8_nemo.runs.run_dir import job_dir, job_id, read_plan, run_path, state_of
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from rich.table import Table
 
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.checks import SBATCH_OPTIONS, as_typed
+from fp8_nemo.recipe.mistake import as_typed
+from fp8_nemo.recipe.options.cluster import SBATCH_OPTIONS
 from fp8_nemo.runs.frozen_code import code_dir, freeze_code
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.queue import QueueError, bare, entries, unreached

@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from rich import box
@@ -29,6 +30,12 @@ def width() -> int:
 def console() -> Console:
     """Return rich's console of that width; text in brackets is text."""
     return Console(width=width(), markup=False, highlight=False)
+
+
+def short_path(path: Path) -> Path:
+    """Spell a path in one way: relative where the user stands above it."""
+    path, here = path.resolve(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def tell(text: object, file: IO[str] | None = None) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from fp8_nemo.correction.correct import STATISTICS, correct, correction_metrics
 from fp8_nemo.correction.mismatch import LogprobPair
-from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
+from fp8_nemo.recipe.options.correction import DIVERGENCES, RATIOS, Correction
 
 OPTIONS = {
     "none": Correction(),

@@ -25,7 +25,7 @@ from fp8_nemo.correction.quantiles import (
 )
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import ComposeError
-from fp8_nemo.recipe.options import DIVERGENCES, RATIOS, Correction
+from fp8_nemo.recipe.options.correction import DIVERGENCES, RATIOS, Correction
 from fp8_nemo.report.mismatch_tables import mismatch_tables, write_option
 
 

@@ -8,11 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8_nemo.export import make_model
+from fp8_nemo.export.model_line import new_folder
 from fp8_nemo.glue.wire import named_shapes, wire_names
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED, weights_digest
-from fp8_nemo.recipe.options import Shape
+from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.problems import Problem, Split, arithmetic, reward, running_sum
 
 SMALL = {
@@ -198,3 +199,10 @@ def test_a_model_is_taught_the_working(tmp_path):
     taught = labels_BT[0][labels_BT[0] >= 0].tolist()
     assert chat.tokenizer.decode(taught[:-1]) == problem.working and taught[-1] == chat.end
     assert tokens_BT[0].tolist() == chat.prompt(problem.input) + taught
+
+
+def test_a_new_folder_is_made_or_empty(tmp_path):
+    inner = tmp_path / "a" / "b"
+    assert new_folder(inner) == new_folder(inner) == inner and inner.is_dir()
+    with pytest.raises(FileExistsError, match="a: is not a folder that is new"):
+        new_folder(tmp_path / "a")

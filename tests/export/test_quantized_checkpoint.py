@@ -31,7 +31,7 @@ from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.local.grpo import GrpoLoop
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED, model_mistakes
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.runs import run_dir
 
 FP8 = Precision(rollout_linear="fp8")
@@ -319,7 +319,7 @@ def converting(source, target):
     code = (
         "import sys, pathlib\n"
         "from fp8_nemo.export.quantized_checkpoint import quantize_checkpoint\n"
-        "from fp8_nemo.recipe.options import Precision\n"
+        "from fp8_nemo.recipe.options.precision import Precision\n"
         "print('begins', flush=True)\n"
         "source, target = map(pathlib.Path, sys.argv[1:])\n"
         "quantize_checkpoint(source, target, Precision(rollout_linear='fp8'))\n"

@@ -13,7 +13,7 @@ import torch
 
 from fp8_nemo.glue.digest import ALIGNED, RUN, digest, digests_of, placed, runs_of
 from fp8_nemo.glue.refit import encode
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 
 WRAP = 2**32
 

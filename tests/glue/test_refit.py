@@ -24,7 +24,8 @@ from fp8_nemo.glue.quantize import quantize_blocks, quantize_nvfp4
 from fp8_nemo.glue.recalibrate import kv_scales
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 L = 2
 FP8 = Precision(rollout_linear="fp8")

@@ -4,7 +4,8 @@ import pytest
 
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.wire import WireSpec
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 FP8 = Precision(name="fp8-linear", rollout_linear="fp8")
 IN_FP8 = [

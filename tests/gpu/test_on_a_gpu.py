@@ -27,7 +27,7 @@ from fp8_nemo.local.modules.experts import without_host_reads
 from fp8_nemo.local.modules.precision import set_train_precision
 from fp8_nemo.local.policy import load_model
 from fp8_nemo.recipe.model_dir import model_path, weights_digest
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.runs import metrics, run_dir
 
 if torch.cuda.is_available():

@@ -10,7 +10,8 @@ from fp8_nemo.glue.digest import digests_of, placed
 from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.refit import encode, refit_stream
 from fp8_nemo.glue.wire import RefitError, named_shapes, wire_specs
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 pytestmark = [
     pytest.mark.gpu,

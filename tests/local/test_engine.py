@@ -15,7 +15,7 @@ from fp8_nemo.local.engine import Engine, causal_mask, pad_left, positions
 from fp8_nemo.local.modules import attention
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.recipe.model_dir import SHIPPED
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 
 CPU = torch.device("cpu")
 MODELS = ["tiny-llama", "tiny-qwen3-moe"]

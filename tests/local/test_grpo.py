@@ -22,7 +22,8 @@ from fp8_nemo.local.run import progress, run
 from fp8_nemo.plan.plan import Plan, plan_recipe
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED
-from fp8_nemo.recipe.options import GRPO, Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import GRPO
 from fp8_nemo.recipe.problems import Problem, read_jsonl, running_sum
 from fp8_nemo.runs import metrics, run_dir
 from tests.conftest import SMALL

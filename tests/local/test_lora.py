@@ -11,7 +11,7 @@ from fp8_nemo.local.modules.lora import Adapters
 from fp8_nemo.plan.memory import trained_parameters
 from fp8_nemo.plan.plan import PlanError
 from fp8_nemo.recipe.model_dir import SHIPPED
-from fp8_nemo.recipe.options import Lora
+from fp8_nemo.recipe.options.training import Lora
 from fp8_nemo.runs import metrics, run_dir
 
 WORDS = ("precision=fp8-linear", "lora=attention", "lora.rank=4", "grpo.learning_rate=1e-2")

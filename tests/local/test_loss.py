@@ -16,7 +16,7 @@ from fp8_nemo.local.loss import (
     shaped_rewards,
 )
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import GRPO
+from fp8_nemo.recipe.options.training import GRPO
 
 RATIO = torch.tensor([[0.5, 1.25, 1.5, 12.0]])
 GOOD, BAD = torch.tensor([[1.0]]), torch.tensor([[-1.0]])

@@ -14,7 +14,8 @@ from fp8_nemo.local.engine import Engine
 from fp8_nemo.local.grpo import GrpoLoop
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.local.run import run
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.runs import metrics, run_dir
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from fp8_nemo.local.rollout import (
     sample_dynamically,
     without_cut,
 )
-from fp8_nemo.recipe.options import GRPO
+from fp8_nemo.recipe.options.training import GRPO
 from fp8_nemo.runs import metrics, run_dir
 
 DAPO = replace(GRPO, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2)

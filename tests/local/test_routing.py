@@ -10,7 +10,7 @@ from fp8_nemo.correction.routing import MISSING, RouteCount
 from fp8_nemo.local.engine import Engine
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.recipe.model_dir import SHIPPED
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.runs import metrics, run_dir
 from tests.local.test_engine import CPU, TEXTS, refit_stream, sample
 from tests.local.test_grpo import GrpoLoop

@@ -21,7 +21,7 @@ from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Engine
 from fp8_nemo.local.grpo import GrpoLoop
 from fp8_nemo.recipe.model_dir import SHIPPED
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.problems import arithmetic
 from fp8_nemo.runs import run_dir
 

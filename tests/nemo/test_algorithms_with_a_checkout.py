@@ -17,7 +17,9 @@ from fp8_nemo.nemo_config import checkout
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Correction, Glue, Precision, Shape
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Glue, Precision
 from tests.nemo.test_with_a_checkout import ROOT, imports, random_batch
 
 pytestmark = [

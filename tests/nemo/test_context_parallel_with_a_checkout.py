@@ -20,7 +20,7 @@ from fp8_nemo.correction.correct import correct
 from fp8_nemo.nemo_config.keys import MEGATRON
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Correction
+from fp8_nemo.recipe.options.correction import Correction
 from tests.nemo.test_with_a_checkout import ROOT, random_batch
 
 pytestmark = pytest.mark.skipif(

@@ -15,7 +15,8 @@ from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError, is_fp8_weight, named_shapes, wire_specs
 from fp8_nemo.nemo.engine_memory import Rank, engine_parts, layers_with_experts
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 FP8 = Precision(rollout_linear="fp8", rollout_kv="bf16", train_linear="bf16")
 BF16 = dataclasses.replace(FP8, rollout_linear="bf16")

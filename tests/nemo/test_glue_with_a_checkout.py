@@ -251,7 +251,7 @@ print("CLASH", clash)
 @imports
 def test_vllm_loads_our_plugin_by_its_entry_point_and_takes_our_receiver(tmp_path):
     from fp8_nemo.nemo.worker_settings import WorkerSettings
-    from fp8_nemo.recipe.options import Recipe
+    from fp8_nemo.recipe.options.recipe import Recipe
 
     settings = WorkerSettings.of(Recipe(), loss_corrects=True)
     done = in_a_process(tmp_path, SEEN_BY_VLLM, **settings.to_environment())
@@ -352,7 +352,9 @@ def watched_policy(nemo_path, monkeypatch):
 
     def make(**arguments):
         from fp8_nemo.nemo.worker_settings import WorkerSettings
-        from fp8_nemo.recipe.options import Correction, Glue, Precision, Shape
+        from fp8_nemo.recipe.options.correction import Correction
+        from fp8_nemo.recipe.options.model import Shape
+        from fp8_nemo.recipe.options.precision import Glue, Precision
 
         shape = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
         precision = Precision(rollout_linear="fp8", rollout_kv="fp8", train_linear="bf16")

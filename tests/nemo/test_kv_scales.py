@@ -8,7 +8,7 @@ import torch
 from fp8_nemo.glue.recalibrate import RecalibrateError, kv_scales
 from fp8_nemo.glue.wire import kv_scale_names
 from fp8_nemo.nemo.kv_scales import KvScales, ranges_of
-from fp8_nemo.recipe.options import Recalibrate
+from fp8_nemo.recipe.options.precision import Recalibrate
 
 K = "model.layers.1.self_attn.k_scale"
 

@@ -22,7 +22,9 @@ from fp8_nemo.nemo_config.keys import PEFT
 from fp8_nemo.plan.model import adapters
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import LORA_MODULES, Lora, Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.training import LORA_MODULES, Lora
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("NEMO_RL_ROOT") or importlib.util.find_spec("megatron") is None,

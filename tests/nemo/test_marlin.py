@@ -17,7 +17,9 @@ from fp8_nemo.nemo import engine_memory, receiver
 from fp8_nemo.nemo.engine_memory import Rank
 from fp8_nemo.nemo.marlin.layout import arriving, modules, quantization, staged
 from fp8_nemo.nemo.worker_settings import WorkerSettings
-from fp8_nemo.recipe.options import Correction, Glue, Precision, Shape
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Glue, Precision
 
 SHAPE = Shape(layers=3, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
 BIASED = dataclasses.replace(SHAPE, qkv_bias=True)

@@ -15,7 +15,8 @@ import yaml
 from safetensors.torch import load_file
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 FP8_KV = Precision(name="fp8-kv-attn", rollout_linear="fp8", rollout_kv="fp8")
 MODELS = Path(__file__).parents[2] / "conf" / "model"

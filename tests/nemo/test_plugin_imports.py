@@ -23,6 +23,13 @@ LOADED = [
     "fp8_nemo.nemo.worker_settings",
     "fp8_nemo.recipe",
     "fp8_nemo.recipe.options",
+    "fp8_nemo.recipe.options.cluster",
+    "fp8_nemo.recipe.options.correction",
+    "fp8_nemo.recipe.options.fields",
+    "fp8_nemo.recipe.options.model",
+    "fp8_nemo.recipe.options.precision",
+    "fp8_nemo.recipe.options.recipe",
+    "fp8_nemo.recipe.options.training",
     "fp8_nemo.recipe.plain",
 ]
 NOT_LOADED = ("hydra", "omegaconf", "rich", "yaml")

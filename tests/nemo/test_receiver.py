@@ -19,7 +19,9 @@ from fp8_nemo.glue.wire import RefitError, is_fp8_weight, kv_scale_names, named_
 from fp8_nemo.nemo import engine_memory, receiver
 from fp8_nemo.nemo.engine_memory import ParameterCache, Rank
 from fp8_nemo.nemo.worker_settings import VARIABLE, WorkerSettings
-from fp8_nemo.recipe.options import Correction, Glue, Precision, Recalibrate, Shape
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Glue, Precision, Recalibrate
 
 SHAPE = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
 E2E = Precision(name="e2e", rollout_linear="fp8", rollout_kv="fp8", train_linear="bf16")

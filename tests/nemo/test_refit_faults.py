@@ -26,7 +26,8 @@ from fp8_nemo.glue.wire import (
     wire_specs,
 )
 from fp8_nemo.nemo.engine_memory import Rank, engine_parts
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 DENSE = Shape(
     layers=2, hidden=256, ffn=512, heads=4, kv_heads=2, head_dim=128, vocab=192, tied=False

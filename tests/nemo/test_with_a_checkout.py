@@ -24,7 +24,9 @@ from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, V0_7_0_DEFECTS
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import PlanError, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
-from fp8_nemo.recipe.options import Correction, Precision, Recipe
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import LOCAL_BASE, settle
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
@@ -287,7 +289,7 @@ def test_each_correction_through_nemo_rls_own_loss_is_the_multiplier_times_its_c
 
     from fp8_nemo.correction.correct import correct
     from fp8_nemo.nemo.policy import corrected, logprob_pair, without_correction
-    from fp8_nemo.nemo_config.overrides import _loss, native_correction
+    from fp8_nemo.nemo_config.own.loss import loss_keys, native_correction
 
     correction = Correction(name=name.split()[0], **LOSSES[name])
     data, current_BT = random_batch(7, spread)
@@ -297,7 +299,7 @@ def test_each_correction_through_nemo_rls_own_loss_is_the_multiplier_times_its_c
 
     recipe = Recipe(correction=correction, precision=Precision(rollout_linear="fp8"))
     settled = replace(settle(recipe, LOCAL_BASE), kl_penalty=penalty)
-    keys = {key.removeprefix("loss_fn."): value for key, value in _loss(settled).items()}
+    keys = {key.removeprefix("loss_fn."): value for key, value in loss_keys(settled).items()}
     assert keys["use_importance_sampling_correction"] is True  # NeMo RL insists on it under FP8
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(**keys))
     sent = data

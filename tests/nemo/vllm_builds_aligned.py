@@ -19,7 +19,8 @@ from vllm_on_a_cpu import Hopper
 
 from benchmarks.numerics import dialects
 from fp8_nemo.nemo.worker_settings import WorkerSettings
-from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 
 
 def engine_config(folder):

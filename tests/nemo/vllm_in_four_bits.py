@@ -105,7 +105,7 @@ def main():
     from fp8_nemo.glue.wire import RefitError, named_shapes
     from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.compose import compose
-    from fp8_nemo.recipe.options import Glue
+    from fp8_nemo.recipe.options.precision import Glue
 
     [recipe] = compose([f"model={name}", "precision=nvfp4-w4a16", "precision.first_layers_bf16=1"])
     shape = dataclasses.replace(small(recipe.model.shape), layers=3)

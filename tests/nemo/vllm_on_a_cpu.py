@@ -191,7 +191,7 @@ def main():
     from fp8_nemo.glue.wire import RefitError, kv_scale_names, named_shapes
     from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.compose import compose
-    from fp8_nemo.recipe.options import Glue
+    from fp8_nemo.recipe.options.precision import Glue
 
     [recipe] = compose([f"model={name}", "backend=nemo", f"precision={precision}", "glue=ours"])
     shape = small(recipe.model.shape)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8_nemo.nemo_config.overrides import native_correction
+from fp8_nemo.nemo_config.own.loss import native_correction
 from fp8_nemo.plan.plan import LATER_GROUPS, PlanError, plan_from_json
 from fp8_nemo.recipe.compose import ComposeError, compose
 from tests.nemo_config.test_plans import FILES, host, overrides, plan

@@ -30,7 +30,8 @@ from fp8_nemo.plan.speed import (
     is_fitted,
     refit_seconds,
 )
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 MODELS = Path(__file__).parents[2] / "conf" / "model"
 FP8 = Precision(rollout_linear="fp8")

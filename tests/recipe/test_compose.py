@@ -20,7 +20,7 @@ from fp8_nemo.recipe.compose import (
     compose_cells,
     option_names,
 )
-from fp8_nemo.recipe.options import Cluster
+from fp8_nemo.recipe.options.cluster import Cluster
 from fp8_nemo.recipe.plain import escape_interpolation
 from fp8_nemo.recipe.trees import Trees
 from fp8_nemo.runs.frozen_code import freeze_code

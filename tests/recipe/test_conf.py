@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from fp8_nemo.plan.plan import PlanError, plan_recipe
 from fp8_nemo.recipe.compose import compose
-from fp8_nemo.recipe.options import Recipe
+from fp8_nemo.recipe.options.recipe import Recipe
 
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = (

@@ -22,7 +22,8 @@ from fp8_nemo.plan.memory import HEADROOM, memory_per_gpu
 from fp8_nemo.plan.model import count
 from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.recipe.model_dir import SHIPPED
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.own.model import KINDS, shape_of
 
 CONF = Path(__file__).parents[2] / "conf" / "model"

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from fp8_nemo.local.preflight import problems_with
-from fp8_nemo.recipe.options import Data
+from fp8_nemo.recipe.options.training import Data
 from fp8_nemo.recipe.own.reward import (
     EXAMPLE,
     RewardError,

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.recipe.options import Data
+from fp8_nemo.recipe.options.training import Data
 from fp8_nemo.recipe.problems import (
     DataError,
     Problem,

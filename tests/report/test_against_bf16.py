@@ -7,17 +7,12 @@ from pathlib import Path
 import pytest
 
 from fp8_nemo.plan.plan import plan_recipe
-from fp8_nemo.recipe.options import (
-    Cluster,
-    Correction,
-    Data,
-    Glue,
-    Grpo,
-    Model,
-    Precision,
-    Recalibrate,
-    Recipe,
-)
+from fp8_nemo.recipe.options.cluster import Cluster
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.model import Model
+from fp8_nemo.recipe.options.precision import Glue, Precision, Recalibrate
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import Data, Grpo
 from fp8_nemo.report.against_bf16 import EQUAL, against_baselines
 from fp8_nemo.report.compare import EMULATION, compare
 from fp8_nemo.report.page import to_markdown, verdicts

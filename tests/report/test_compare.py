@@ -16,17 +16,12 @@ from fp8_nemo.recipes.compare import main
 from rich.console import Console
 
 from fp8_nemo.plan.plan import plan_recipe
-from fp8_nemo.recipe.options import (
-    Cluster,
-    Correction,
-    Glue,
-    Grpo,
-    Logging,
-    Model,
-    Precision,
-    Recalibrate,
-    Recipe,
-)
+from fp8_nemo.recipe.options.cluster import Cluster, Logging
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.model import Model
+from fp8_nemo.recipe.options.precision import Glue, Precision, Recalibrate
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import Grpo
 from fp8_nemo.report.compare import EMULATION, SECTIONS, compare
 from fp8_nemo.report.figures import CURVES, draw_figures, finding, save_figures
 from fp8_nemo.report.page import comparison_table, to_markdown

@@ -214,13 +214,6 @@ def test_each_attempt_has_its_own_log(plan):
     assert names == ["attempt-1.log", "attempt-2.log"]
 
 
-def test_a_new_folder_is_made_or_empty(tmp_path):
-    inner = tmp_path / "a" / "b"
-    assert run_dir.new_folder(inner) == run_dir.new_folder(inner) == inner and inner.is_dir()
-    with pytest.raises(FileExistsError, match="a: is not a folder that is new"):
-        run_dir.new_folder(tmp_path / "a")
-
-
 def test_who_runs_a_directory_is_named_by_process_and_machine(plan):
     [first] = run_dir.freeze([plan])
     held = f"{first.path}: another process, {os.getpid()} on {platform.node()}, since 20"

@@ -24,7 +24,7 @@ from fp8_nemo.local.engine import Batch
 from fp8_nemo.local.loss import group_advantages
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.local.rollout import joined
-from fp8_nemo.recipe.options import Algorithm
+from fp8_nemo.recipe.options.training import Algorithm
 
 Multipliers = Callable[[LogprobPair], Tensor]
 

@@ -38,7 +38,8 @@ from fp8_nemo.local.loss import clipped_loss, group_advantages
 from fp8_nemo.local.policy import MAX_GRAD_NORM, Policy
 from fp8_nemo.local.rollout import rewarded
 from fp8_nemo.recipe.model_dir import model_path
-from fp8_nemo.recipe.options import Algorithm, Correction
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.training import Algorithm
 from fp8_nemo.recipe.problems import Problem, load_problems, reward
 from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS
 

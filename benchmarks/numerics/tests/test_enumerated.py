@@ -21,7 +21,8 @@ from fp8_nemo.correction.correct import STATISTICS
 from fp8_nemo.correction.mismatch import mismatch_metrics
 from fp8_nemo.local.loss import clipped_loss
 from fp8_nemo.recipe.compose import compose, option_names
-from fp8_nemo.recipe.options import GRPO, Correction
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.training import GRPO
 
 FP32 = 1e-6
 SEQUENCE = Correction(level="sequence")

@@ -15,7 +15,7 @@ from benchmarks.numerics.sources import EVERYTHING, measure
 from fp8_nemo.correction.measure import effect
 from fp8_nemo.correction.mismatch import LogprobPair
 from fp8_nemo.recipe.model_dir import SHIPPED
-from fp8_nemo.recipe.options import Correction
+from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.problems import arithmetic
 
 PROBLEMS = arithmetic(2, 0).validation[:24]

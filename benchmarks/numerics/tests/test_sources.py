@@ -34,7 +34,7 @@ from fp8_nemo.local.engine import Engine
 from fp8_nemo.local.modules import attention, linears
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.recipe.model_dir import SHIPPED
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.problems import Problem, arithmetic
 
 MODELS = ["tiny-llama", "tiny-qwen3-moe"]

@@ -200,7 +200,7 @@ def test_variants_of_the_host_side_and_of_the_engine_are_arguments(tmp_path):
 def test_with_text_every_token_of_the_vocabulary_has_a_word(tmp_path):
     from transformers import AutoTokenizer
 
-    from fp8_nemo.recipe.options import Shape
+    from fp8_nemo.recipe.options.model import Shape
 
     decode_profile.write_model(tmp_path, Shape(vocab=300), 64, True)
     assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 300

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fp8_nemo.recipe.options import LORA_MODULES, Lora
+from fp8_nemo.recipe.options.training import LORA_MODULES, Lora
 
 MODULE_OF = {linear: module for module, names in LORA_MODULES.items() for linear in names}
 

@@ -12,7 +12,7 @@ from fp8_nemo.glue.wire import is_fp8_weight
 from fp8_nemo.local.modules.attention import prepare_attention
 from fp8_nemo.local.modules.experts import Fp8TrainExperts, PlainExperts, RolloutExperts
 from fp8_nemo.local.modules.linears import Fp8TrainLinear, PlainLinear, RolloutLinear
-from fp8_nemo.recipe.options import Precision
+from fp8_nemo.recipe.options.precision import Precision
 
 
 def set_train_precision(model: PreTrainedModel, precision: Precision) -> None:

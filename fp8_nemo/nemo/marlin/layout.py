@@ -19,7 +19,8 @@ from fp8_nemo.glue.wire import (
     is_fp8_weight,
     named_shapes,
 )
-from fp8_nemo.recipe.options import FORMATS, Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import FORMATS, Precision
 
 NVFP4 = FORMATS["nvfp4"]
 

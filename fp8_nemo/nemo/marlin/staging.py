@@ -19,7 +19,8 @@ from torch import Tensor
 from fp8_nemo.glue.destination import spec_of
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.marlin.layout import Module, arriving, modules, staged
-from fp8_nemo.recipe.options import Precision, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
 
 SIZES = ("input_size_per_partition", "output_size_per_partition", "logical_widths", "params_dtype")
 """What vLLM's method reads of a layer beside its parameters."""

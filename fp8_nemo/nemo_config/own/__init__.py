@@ -1,1 +1,1 @@
-"""NeMo RL's keys for what a user brings, and for an engine that this package changes."""
+"""NeMo RL's keys and limits by theme: a loss, a layout, an engine that this package changes."""

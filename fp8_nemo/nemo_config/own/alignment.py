@@ -12,7 +12,8 @@ from typing import Any
 from fp8_nemo.nemo_config.keys import MEGATRON, VLLM_KWARGS
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import Limit
-from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 
 PASSES = f"{VLLM_KWARGS}.compilation_config.pass_config"
 NORMS = [f"{VLLM_KWARGS}.ir_op_priority.{name}" for name in ("rms_norm", "fused_add_rms_norm")]

@@ -1,14 +1,24 @@
-"""Repeat what NeMo RL forbids beside asynchronous steps, `grpo.max_sample_age`."""
+"""Choose NeMo RL's loop, and repeat what it forbids beside `grpo.max_sample_age`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from fp8_nemo.nemo_config.keys import ASYNC, VLLM
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import Limit
 from fp8_nemo.recipe.settled import Settled
 
 SYNCHRONOUS = "grpo.max_sample_age=null"
+
+
+def asynchronous_keys(settled: Settled) -> dict[str, Any]:
+    """Return the keys of NeMo RL's loop: synchronous, or with engines a step ahead of training."""
+    age = settled.recipe.grpo.max_sample_age
+    found: dict[str, Any] = {f"{ASYNC}.enabled": age is not None}
+    found[f"{VLLM}.async_engine"] = age is not None
+    return found if age is None else found | {f"{ASYNC}.max_trajectory_age_steps": age}
 
 
 def asynchronous_limits(settled: Settled) -> Iterator[Limit]:

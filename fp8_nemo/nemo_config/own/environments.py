@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import Limit
-from fp8_nemo.recipe.options import Data
+from fp8_nemo.recipe.options.training import Data
 
 REWARD = "fp8_nemo_reward"
 """Name of the environment around `data.reward`."""

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from fp8_nemo.glue.wire import fused_with, is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import Limit
-from fp8_nemo.recipe.options import Precision, Recipe, Shape
+from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import Settled
 
 TILES = (64, 128), (128, 64)

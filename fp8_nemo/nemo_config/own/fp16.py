@@ -13,7 +13,8 @@ from typing import Any
 from fp8_nemo.nemo_config.keys import MEGATRON
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import Limit
-from fp8_nemo.recipe.options import Precision, Recipe
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import GROWTH_INTERVAL
 
 OPTIMIZER = f"{MEGATRON}.optimizer"

@@ -1,4 +1,4 @@
-"""Repeat how NeMo RL, vLLM and Megatron share out GPUs, weights and sequences.
+"""Say how NeMo RL, vLLM and Megatron share out GPUs, weights and sequences.
 
 What `model.parallel` may say, and what stands in the way of a size that is given.
 """
@@ -7,11 +7,50 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from fp8_nemo.glue.wire import is_cut_along_in, is_fp8_weight, named_shapes
+from fp8_nemo.nemo_config.keys import COLOCATED, MEGATRON, VLLM
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import Limit
-from fp8_nemo.recipe.settled import Layout, Settled
+from fp8_nemo.recipe.settled import KEEPS_OPTIMIZER, Layout, Settled
+
+
+def layout_keys(settled: Settled) -> dict[str, Any]:
+    """Return how each copy of the model is cut, and which GPUs train and sample."""
+    recipe, parallel = settled.recipe, settled.layout
+    # Megatron wants it for experts under tensor parallelism.
+    by_sequence = bool(recipe.model.shape.experts) and parallel.tensor > 1
+    # Of tensor ranks too, as in the base files: `sequence_parallel` may be the user's.
+    multiple = (2 * parallel.context if parallel.context > 1 else 1) * parallel.tensor
+    return {
+        f"{MEGATRON}.tensor_model_parallel_size": parallel.tensor,
+        f"{MEGATRON}.pipeline_model_parallel_size": parallel.pipeline,
+        f"{MEGATRON}.context_parallel_size": parallel.context,
+        f"{MEGATRON}.expert_model_parallel_size": parallel.expert,
+        f"{MEGATRON}.expert_tensor_parallel_size": 1,
+        f"{MEGATRON}.sequence_parallel": by_sequence,
+        "policy.make_sequence_length_divisible_by": multiple,
+        f"{VLLM}.tensor_parallel_size": parallel.rollout_tensor,
+        f"{VLLM}.expert_parallel_size": parallel.rollout_expert,
+        "cluster.num_nodes": recipe.cluster.nodes,
+        "cluster.gpus_per_node": recipe.cluster.gpus_per_node,
+        **_placement(settled),
+    }
+
+
+def _placement(settled: Settled) -> dict[str, Any]:
+    """Say which GPUs sample: those that train, in turn, or some of their own, or whole nodes."""
+    cluster = settled.recipe.cluster
+    if settled.shares_gpus:
+        kept = {KEEPS_OPTIMIZER: False} if settled.layout.keeps_optimizer else {}
+        return {f"{COLOCATED}.enabled": True, **kept}
+    each = cluster.rollout_gpus if cluster.nodes == 1 else cluster.gpus_per_node
+    return {
+        f"{COLOCATED}.enabled": False,
+        f"{COLOCATED}.resources.num_nodes": cluster.rollout_gpus // each,
+        f"{COLOCATED}.resources.gpus_per_node": each,
+    }
 
 
 def layout_limits(settled: Settled) -> Iterator[Limit]:

@@ -1,1 +1,1 @@
-"""What a user brings: a model, a reward."""
+"""What a user brings: a model, a reward, a cluster."""

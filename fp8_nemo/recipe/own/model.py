@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import Model, Shape
+from fp8_nemo.recipe.mistake import Mistake
+from fp8_nemo.recipe.options.model import Model, Shape
 from fp8_nemo.recipe.plain import read_json, to_json
 
 NUMBERS = {

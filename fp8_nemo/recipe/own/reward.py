@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fp8_nemo.recipe.checks import Mistake
-from fp8_nemo.recipe.options import Data
+from fp8_nemo.recipe.mistake import Mistake
+from fp8_nemo.recipe.options.training import Data
 from fp8_nemo.recipe.problems import Problem, reward
 
 FUNCTION = "reward"

@@ -1,0 +1,43 @@
+"""Combine the groups of options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fp8_nemo.recipe.options.cluster import Cluster, Logging
+from fp8_nemo.recipe.options.correction import Correction
+from fp8_nemo.recipe.options.fields import number, one_of
+from fp8_nemo.recipe.options.model import Model
+from fp8_nemo.recipe.options.precision import Glue, Precision
+from fp8_nemo.recipe.options.training import Algorithm, Data, Grpo, Lora, Replay
+
+
+@dataclass
+class Recipe:
+    """Combine one option of each group."""
+
+    seed: int = number(42, least=0, most=2**31 - 1)
+    """Seeds problems, sampling and weights' order; part of the directory's name."""
+    backend: str = one_of("auto", "local", "nemo")
+    """`auto` takes `model.backend`."""
+    model: Model = field(default_factory=Model)
+    precision: Precision = field(default_factory=Precision)
+    correction: Correction = field(default_factory=Correction)
+    data: Data = field(default_factory=Data)
+    grpo: Grpo = field(default_factory=Grpo)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    replay: Replay = field(default_factory=Replay)
+    lora: Lora = field(default_factory=Lora)
+    glue: Glue = field(default_factory=Glue)
+    logging: Logging = field(default_factory=Logging)
+    cluster: Cluster = field(default_factory=Cluster)
+    nemo: dict[str, Any] = field(default_factory=dict)
+    """Free: NeMo RL's own keys, held against its base YAML by the plan."""
+    outputs: str = "outputs"
+    """Folder of all run directories."""
+
+    @property
+    def chosen_backend(self) -> str:
+        """Return `local` or `nemo`: the model's, unless the recipe names one."""
+        return self.model.backend if self.backend == "auto" else self.backend
