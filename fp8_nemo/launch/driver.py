@@ -25,6 +25,7 @@ from fp8_nemo.launch.environments import settings_of, workers_path
 from fp8_nemo.nemo.step_metrics import OverheardLogger
 from fp8_nemo.nemo.worker_settings import VARIABLE
 from fp8_nemo.nemo_config.host import root_of
+from fp8_nemo.nemo_config.overrides import path_variables
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import leaves
@@ -115,7 +116,7 @@ def prepare(plan: Plan, root: Path) -> None:
     A variable that the user has set keeps its value, and one line says so.
     """
     assert plan.nemo
-    for name, value in plan.nemo.environment.items():
+    for name, value in (plan.nemo.environment | path_variables(plan.recipe)).items():
         if os.environ.setdefault(name, value) != value:
             print(f"{name}={os.environ[name]}: as the environment has it, the plan says {value}")
     if plan.recipe.cluster.kind == "slurm":

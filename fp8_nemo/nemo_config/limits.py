@@ -106,10 +106,10 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     """
     yield from layout_limits(settled)
     yield from _of_precision(settled.recipe)
-    yield from asynchronous_limits(settled)
     yield from defect_limits(settled, host.defects)
     recipe, base = settled.recipe, settled.recipe.model.base_config or ""
     written = {**host.leaves(base), **configure(settled, host).keys}
+    yield from asynchronous_limits(settled, written)
     yield from _of_batches(written)
     yield from _of_cut_sequences(settled, written)
     yield from _of_sampled_batches(written)

@@ -135,8 +135,6 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
         # what was measured here is DeepGEMM alone.
         found["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
         found["VLLM_DEEP_GEMM_WARMUP"] = "skip"  # of every row count: graphs meet those that count
-    if needs_tiles(recipe):
-        found["VLLM_TUNED_CONFIG_FOLDER"] = str(TILES)
     if recipe.cluster.interpreter == "system":
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     if settled.layout.rollout_tensor > 1:
@@ -148,10 +146,11 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
     return found
 
 
-def needs_tiles(recipe: Recipe) -> bool:
-    """Whether the engine's experts are FP8 on a GPU for which vLLM 0.25.1 has no tiles."""
-    quantized = recipe.precision.rollout_linear == "fp8"
-    return bool(recipe.model.shape.experts) and quantized and recipe.cluster.gpu == "h100"
+def path_variables(recipe: Recipe) -> dict[str, str]:
+    """Return the environment variables that name folders of this package, where it runs."""
+    experts = recipe.precision.rollout_linear == "fp8" and recipe.model.shape.experts
+    needs_tiles = experts and recipe.cluster.gpu == "h100"  # for an H200 vLLM has its own
+    return {"VLLM_TUNED_CONFIG_FOLDER": str(TILES)} if needs_tiles else {}
 
 
 def path_overrides(recipe: Recipe, run_dir: Path, root: Path | None) -> dict[str, Any]:

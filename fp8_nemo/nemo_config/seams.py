@@ -72,6 +72,11 @@ SEAMS = {
         MAIN, ENTRY, (186, 190, 194), "if config.grpo.",
         "asynchronous steps exclude dynamic sampling, scaled and shaped rewards",
     ),
+    "async-prefixes": Seam(
+        MAIN, "nemo_rl/algorithms/async_utils/trajectory_collector.py", (676,),
+        "self.async_config.recompute_kv_cache_after_weight_updates",
+        "a refit of asynchronous engines keeps cached prefixes unless it is told to drop them",
+    ),
     "async-experts": Seam(
         MAIN, f"{ENGINE}/vllm_generation.py", (141,), 'assert not self.cfg["vllm_cfg"]["async',
         "an asynchronous engine spreads experts over its tensor-parallel GPUs alone",

@@ -229,7 +229,7 @@ def _without_pow2(settled: Settled, has: bool) -> Limit:
     return Limit(
         "precision.scales",
         precision.scales,
-        has and precision.rollout.is_quantized and precision.scales == "pow2",
+        has and bool(precision.rollout.block) and precision.scales == "pow2",
         "this NeMo RL's rollout stops at powers of two: a TypeError, or RecursionError",
         f"{FP8}, v0.7.0: vllm_patches.append, main 7ea279a: per_token_group_quant_fp8",
         "set precision.scales=fp32",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import venv
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -169,6 +170,17 @@ def test_a_jobs_compilers_keep_their_work_below_outputs_unless_the_user_says_whe
     assert {path.name for path in (tmp_path / "outputs" / ".cache").iterdir()} == {
         "triton", "flashinfer",
     }  # fmt: skip
+
+
+def test_a_run_names_the_tiles_of_the_package_that_runs_and_a_plan_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    line = [*NEMO, "model=tiny-qwen3-moe", "precision=fp8-linear", f"outputs={tmp_path}"]
+    [plan] = compose_plans([*line, "cluster.interpreter=system"])
+    driver.prepare(plan, tmp_path)
+    folder = Path(os.environ["VLLM_TUNED_CONFIG_FOLDER"])
+    assert folder.is_dir() and folder.is_relative_to(Path(driver.__file__).parents[1])
+    assert "VLLM_TUNED_CONFIG_FOLDER" not in plan.nemo.environment
 
 
 def test_checkpoints_of_both_backends_are_ordered_by_step(tmp_path):

@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import torch
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.launch import session
 from fp8_nemo.nemo_config import checkout
+from fp8_nemo.nemo_config.keys import ASYNC
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
 from fp8_nemo.plan.plan import plan_recipe
@@ -79,6 +81,21 @@ def test_nemo_rls_parser_takes_the_loop_its_engine_and_its_correction(
     assert (loop.in_flight_weight_updates, loop.max_generation_failures) == (False, 0)
     assert config.loss_fn.use_importance_sampling_correction is True
     assert grpo.should_use_async_rollouts(config.policy["generation"])
+
+
+def test_a_refit_ends_the_prefixes_that_older_weights_made(grpo):
+    from nemo_rl.algorithms.async_utils import AsyncTrajectoryCollector
+
+    collector = object.__new__(AsyncTrajectoryCollector.__ray_metadata__.modified_class)
+    asked = []
+    engines = SimpleNamespace(invalidate_kv_cache=lambda: asked.append("prefixes") or True)
+    collector.policy_generation, collector._refit_pause_cleared = engines, threading.Event()
+    [recipe] = compose([*LINE, "precision=fp8-linear"])
+    keys = plan_recipe(recipe, checkout.read_host(Path(ROOT or ""))).nemo.overrides
+    given = {key.rpartition(".")[2]: keys[key] for key in keys if key.startswith(f"{ASYNC}.")}
+    collector.async_config = grpo.AsyncGRPOConfig(**given)
+    collector.resume_after_refit()
+    assert asked == ["prefixes"] and collector._refit_pause_cleared.is_set()
 
 
 def test_a_session_is_the_loops_arguments_in_order_and_its_data_never_end(grpo, monkeypatch):

@@ -18,7 +18,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from fp8_nemo.nemo_config.host import BASE_KEYS, KNOWN_BASES, MAIN, Host
 from fp8_nemo.nemo_config.keys import ADDED, command_line, may_be_added
 from fp8_nemo.nemo_config.limits import host_limits
-from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.nemo_config.overrides import path_overrides, path_variables
+from fp8_nemo.nemo_config.own.asynchronous import CLEARS_PREFIXES
 from fp8_nemo.nemo_config.own.fp16 import AWARE, OTHER_LOSSES, REDUCED
 from fp8_nemo.nemo_config.versions import MAIN_DEFECTS, V0_7_0_DEFECTS
 from fp8_nemo.plan.cells import compose_plans
@@ -305,6 +306,28 @@ FORBIDDEN = [
         "model.parallel.tensor=3: cuts sequences in 3 parts, and the longest has 4096 tokens "
         "(nemo_rl/models/megatron/data.py:1290); set 1",
     ),
+    *(
+        (
+            [
+                *("model=llama32-3b", "cluster.gpus_per_node=6", "grpo.prompts_per_step=36"),
+                *("precision=bf16", "correction=none", f"model.parallel.rollout_tensor={ranks}"),
+            ],
+            f"model.parallel.rollout_tensor={ranks}: must divide the K/V heads, 8, or be a "
+            "multiple of them (vllm/model_executor/models/llama.py, LlamaAttention); set 1 or 2",
+        )
+        for ranks in (3, 6)
+    ),
+    (
+        [
+            *("model=llama31-8b", "precision=bf16", "model.shape.ffn=14338"),
+            "model.parallel.rollout_tensor=4",
+        ],
+        "model.parallel.rollout_tensor=4: must divide the MLP's width, 14338 (vllm, divide)",
+    ),
+    (
+        ["model=llama31-8b", "precision=bf16", "model.parallel.rollout_expert=2"],
+        "model.parallel.rollout_expert=2: must be 1 without experts",
+    ),
     (
         ["model=qwen3-30b-a3b", *GIVEN, *TWO, "model.parallel.rollout_expert=3"],
         "model.parallel.rollout_expert=3: must be 1, or a multiple of rollout_tensor=2",
@@ -481,8 +504,17 @@ REJECTED_LATER = [
             "algorithm.use_dynamic_sampling=true",
         )
     ),
+    *(
+        ([*ASYNCHRONOUS, f"+nemo.{key}={value}"], f"nemo.{key}={value}: {why}")
+        for key, value, why in (
+            ("grpo.use_dynamic_sampling", "true", "NeMo RL has it in synchronous steps alone"),
+            ("grpo.reward_shaping.enabled", "true", "NeMo RL has it in synchronous steps alone"),
+            ("grpo.reward_scaling.enabled", "true", "NeMo RL has it in synchronous steps alone"),
+            (CLEARS_PREFIXES, "false", "must be true: else prompts that begin alike are sampled"),
+        )
+    ),
     (
-        [*ASYNCHRONOUS, "model.parallel.rollout_expert=2"],
+        [*ASYNCHRONOUS, "model=qwen3-30b-a3b", "model.parallel.rollout_expert=2"],
         "model.parallel.rollout_expert=2: must be 1 or rollout_tensor=1 with grpo.max_sample_age=1",
     ),
     (["grpo.warmup_steps=1000"], "grpo.warmup_steps=1000: must be below the schedule's"),
@@ -876,7 +908,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 78
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 80
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]
@@ -1027,8 +1059,8 @@ def test_an_engine_of_two_gpus_gets_the_model_runner_that_survives_there():
 
 def test_experts_on_an_h100_get_tiles_under_the_name_by_which_vllm_looks_for_them():
     name, line = "VLLM_TUNED_CONFIG_FOLDER", ["model=qwen3-30b-a3b", "precision=fp8-linear"]
-    folder = Path(plan(*line).nemo.environment[name])
-    shape = plan(*line).recipe.model.shape
+    recipe = plan(*line).recipe
+    folder, shape = Path(path_variables(recipe)[name]), recipe.model.shape
     [file] = folder.iterdir()
     where = f"E={shape.experts},N={shape.expert_ffn},device_name=NVIDIA_H100_80GB_HBM3"
     assert file.name == f"{where},dtype=fp8_w8a8,block_shape=[128,128].json"
@@ -1038,7 +1070,7 @@ def test_experts_on_an_h100_get_tiles_under_the_name_by_which_vllm_looks_for_the
         128 % each["BLOCK_SIZE_N"] == 0 == each["BLOCK_SIZE_K"] % 128 for each in tiles.values()
     )
     for other in ("cluster.gpu=h200", "precision=bf16", "model=llama31-8b"):
-        assert name not in plan(*line, other).nemo.environment
+        assert not path_variables(plan(*line, other).recipe)
 
 
 def test_the_changes_and_the_stock_command_name_absolute_folders(tmp_path):

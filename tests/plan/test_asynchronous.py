@@ -32,7 +32,33 @@ def test_the_loop_and_its_engine_are_chosen_together_and_nothing_is_updated_in_f
     assert ahead[f"{LOOP}.max_trajectory_age_steps"] == 1
     assert (usual[f"{LOOP}.enabled"], usual[ENGINE]) == (False, False)
     assert f"{LOOP}.max_trajectory_age_steps" not in usual
+    prefixes = f"{LOOP}.recompute_kv_cache_after_weight_updates"
+    assert ahead[prefixes] is True and prefixes not in usual
     assert not ahead.get(f"{LOOP}.in_flight_weight_updates")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("algorithm.stop_properly_penalty_coef=0", "algorithm.stop_properly_penalty_coef=0.0: "),
+        ("algorithm.reward_target_min=0", "algorithm.reward_target_min=0.0: "),
+        ("algorithm.overlong_buffer=0.5", "algorithm.overlong_buffer=0.5: "),
+        ("algorithm.use_dynamic_sampling=true", "algorithm.use_dynamic_sampling=true: "),
+        ("+nemo.grpo.use_dynamic_sampling=true", "nemo.grpo.use_dynamic_sampling=true: "),
+        ("+nemo.grpo.reward_shaping.enabled=true", "nemo.grpo.reward_shaping.enabled=true: "),
+        ("+nemo.grpo.reward_scaling.enabled=true", "nemo.grpo.reward_scaling.enabled=true: "),
+        (
+            f"+nemo.{LOOP}.recompute_kv_cache_after_weight_updates=false",
+            f"nemo.{LOOP}.recompute_kv_cache_after_weight_updates=false: must be true",
+        ),
+    ],
+)
+def test_what_the_loop_would_silently_leave_out_is_refused(word, said):
+    with pytest.raises(ComposeError) as caught:
+        plan(AGE, word)
+    line = str(caught.value).splitlines()[0]
+    assert line.startswith(said) and ("synchronous" in line or "older weights" in line)
+    assert word.startswith("+nemo.") or plan(word)  # those want a checkout, to be known
 
 
 @pytest.mark.parametrize("correction", ["tis", "seq-mis"])

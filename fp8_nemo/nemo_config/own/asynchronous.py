@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fp8_nemo.nemo_config.keys import ASYNC, VLLM
@@ -11,6 +11,14 @@ from fp8_nemo.nemo_config.versions import Limit
 from fp8_nemo.recipe.settled import Settled
 
 SYNCHRONOUS = "grpo.max_sample_age=null"
+CLEARS_PREFIXES = f"{ASYNC}.recompute_kv_cache_after_weight_updates"
+EXCLUDED = {
+    "grpo.use_dynamic_sampling": ("use_dynamic_sampling",),
+    "grpo.reward_shaping.enabled": ("overlong_buffer", "stop_properly_penalty_coef"),
+    "grpo.reward_scaling.enabled": ("reward_target_min",),
+}
+"""Keys that NeMo RL's `run_grpo.py` refuses beside its asynchronous loop, which ignores them, and
+the options that set each."""
 
 
 def asynchronous_keys(settled: Settled) -> dict[str, Any]:
@@ -18,11 +26,19 @@ def asynchronous_keys(settled: Settled) -> dict[str, Any]:
     age = settled.recipe.grpo.max_sample_age
     found: dict[str, Any] = {f"{ASYNC}.enabled": age is not None}
     found[f"{VLLM}.async_engine"] = age is not None
-    return found if age is None else found | {f"{ASYNC}.max_trajectory_age_steps": age}
+    if age is None:
+        return found
+    # Else the prefixes that prompts share keep K and V of older weights from refit to refit.
+    return found | {f"{ASYNC}.max_trajectory_age_steps": age, CLEARS_PREFIXES: True}
 
 
-def asynchronous_limits(settled: Settled) -> Iterator[Limit]:
-    """Yield the limits of asynchronous steps, all kept by a synchronous run."""
+def asynchronous_limits(settled: Settled, written: Mapping[str, Any]) -> Iterator[Limit]:
+    """Yield the limits of asynchronous steps, all kept by a synchronous run.
+
+    Args:
+        settled: the run's recipe.
+        written: every key of NeMo RL's, the base's and the user's own among them.
+    """
     recipe, at = settled.recipe, settled.layout
     age, here = recipe.grpo.max_sample_age, recipe.grpo.is_asynchronous
     yield Limit(
@@ -57,20 +73,25 @@ def asynchronous_limits(settled: Settled) -> Iterator[Limit]:
         SEAMS["async-correction"].path,
         f"choose correction=tis, or {SYNCHRONOUS}",
     )
-    algorithm = recipe.algorithm
-    shaped = (
-        *("overlong_buffer", "stop_properly_penalty_coef", "reward_target_min"),
-        "use_dynamic_sampling",
-    )
-    for name in shaped:
+    for key, options in EXCLUDED.items():
+        given = {f"algorithm.{name}": getattr(recipe.algorithm, name) for name in options}
+        set_by = next((name for name, value in given.items() if value is not None), f"nemo.{key}")
         yield Limit(
-            f"algorithm.{name}",
-            given := getattr(algorithm, name),
-            here and given not in (None, False),
+            set_by,
+            given.get(set_by, written.get(key)),
+            here and bool(written.get(key)),
             "NeMo RL has it in synchronous steps alone",
             SEAMS["async-algorithms"].path,
-            f"set it to null, or {SYNCHRONOUS}",
+            f"set it to {'null' if set_by in given else 'false'}, or {SYNCHRONOUS}",
         )
+    yield Limit(
+        f"nemo.{CLEARS_PREFIXES}",
+        written.get(CLEARS_PREFIXES),
+        here and not written.get(CLEARS_PREFIXES),
+        "must be true: else prompts that begin alike are sampled with K and V of older weights",
+        SEAMS["async-prefixes"].path,
+        f"leave it out, or {SYNCHRONOUS}",
+    )
     yield Limit(
         "model.parallel.rollout_expert",
         at.rollout_expert,

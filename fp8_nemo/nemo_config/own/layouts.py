@@ -95,9 +95,15 @@ def _of_gpus(settled: Settled) -> Iterator[Limit]:
         "model.parallel.rollout_expert",
         at.rollout_expert,
         at.rollout_expert != 1
-        and (at.rollout_expert % at.rollout_tensor != 0 or rollout % at.rollout_expert != 0),
+        and (
+            not shape.experts
+            or at.rollout_expert % at.rollout_tensor != 0
+            or rollout % at.rollout_expert != 0
+        ),
         f"must be 1, or a multiple of rollout_tensor={at.rollout_tensor} that divides "
-        f"{apart or 'the GPUs'}, {rollout}",
+        f"{apart or 'the GPUs'}, {rollout}"
+        if shape.experts
+        else "must be 1 without experts",
         SEAMS["expert-ranks"].path,
     )
     yield Limit(
@@ -118,6 +124,16 @@ def _of_shape(settled: Settled) -> Iterator[Limit]:
     yield _divides(at, "pipeline", shape.layers, "the layers", "megatron/core/transformer")
     yield _divides(at, "tensor", shape.kv_heads, "the K/V heads", "megatron/core/transformer")
     yield _divides(at, "rollout_tensor", shape.heads, "the heads", "vllm, model config")
+    yield Limit(
+        "model.parallel.rollout_tensor",
+        at.rollout_tensor,
+        max(shape.kv_heads, at.rollout_tensor) % min(shape.kv_heads, at.rollout_tensor) != 0,
+        f"must divide the K/V heads, {shape.kv_heads}, or be a multiple of them",
+        "vllm/model_executor/models/llama.py, LlamaAttention",
+    )
+    if at.rollout_expert == 1:  # else experts stay whole
+        width = shape.expert_ffn if shape.experts else shape.ffn
+        yield _divides(at, "rollout_tensor", width, "the MLP's width", "vllm, divide")
     yield Limit(
         "lora.rank",
         recipe.lora.rank,
