@@ -60,7 +60,10 @@ METRICS = {
         SHARE, "of the Q, K and V ranges of all layers: those beyond the scale in force"
     ),
     "recalibrate/max_drift": Metric(SHARE, "largest relative change of a KV scale"),
-    "train/grad_norm": Metric("norm", "largest gradient norm of the step's updates, unclipped"),
+    "train/grad_norm": Metric(
+        "norm",
+        "largest gradient norm of the step's updates, inside NeMo RL the last one's, unclipped",
+    ),
     "train/loss_scale": Metric("factor", "on the loss after the step's updates; FP16 alone"),
     "train/skipped_updates": Metric("updates", "left out, as an FP16 gradient overflowed"),
     "train/entropy": Metric("nats per token", "of the policy, estimated on the sampled tokens"),

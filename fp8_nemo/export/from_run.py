@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from fp8_nemo.export.make_model import save_model
 from fp8_nemo.export.source import ConversionError
-from fp8_nemo.glue.quantize import plain_dtype
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.checkpoint import TENSORS
 from fp8_nemo.local.modules.lora import Adapters
@@ -40,7 +39,7 @@ def last_checkpoint(run_dir: Path, plan: Plan) -> Path:
 
 
 def exported(run_dir: Path, plan: Plan) -> Path:
-    """Write `RUN_DIR/model-STEP` from the last checkpoint, as the trainer computed with it.
+    """Write `RUN_DIR/model-STEP` from the last checkpoint, its FP32 weights rounded once to BF16.
 
     Made once; a run that has gone on since gets another, and a checkpoint saved again replaces it.
 
@@ -53,7 +52,7 @@ def exported(run_dir: Path, plan: Plan) -> Path:
         start = model_path(plan.recipe.model)
         transformers.logging.disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
-            start, dtype=plain_dtype(plan.recipe.precision), local_files_only=True
+            start, dtype=torch.bfloat16, local_files_only=True
         )
         _load_masters(dict(model.named_parameters()), plan.recipe.lora, file)
         shutil.rmtree(folder, ignore_errors=True)

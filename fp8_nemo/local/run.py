@@ -52,6 +52,10 @@ NOTHING_LEARNED = (
     "grpo.max_new_tokens may cut right answers off, the model's tokenizer may lack characters of "
     "the problems, or the model solves none of them, or all"
 )
+NOTHING_FITTED = (
+    "note: no update was made: every gradient overflowed in FP16. The loss scale halves at each; "
+    "train longer, or begin with a smaller precision.loss_scale"
+)
 
 
 def run(plan: Plan, path: Path) -> int:
@@ -84,8 +88,8 @@ def run(plan: Plan, path: Path) -> int:
     tell(f"{path}: finished, {plan.recipe.grpo.steps} steps")
     if health := summary(rows):
         tell(f"health: {health}")
-    if _learned_nothing([row for row in rows if row["step"]]):
-        tell(NOTHING_LEARNED)
+    if note := _learned_nothing([row for row in rows if row["step"]]):
+        tell(note)
     return 0
 
 
@@ -110,10 +114,13 @@ def _stop_on_signals(path: Path) -> threading.Event:
     return stop
 
 
-def _learned_nothing(rows: list[dict[str, Any]]) -> bool:
-    """Return whether no step had a gradient, though a correction left tokens to learn from."""
+def _learned_nothing(rows: list[dict[str, Any]]) -> str:
+    """Return the note on a run of no gradient, though a correction left tokens to learn from."""
     rejected = any(row.get("correction/masked_fraction") == 1 for row in rows)
-    return bool(rows) and not rejected and all(row.get("train/grad_norm") == 0 for row in rows)
+    if not rows or rejected or any(row.get("train/grad_norm") != 0 for row in rows):
+        return ""
+    skipped = any(row.get("train/skipped_updates") for row in rows)
+    return NOTHING_FITTED if skipped else NOTHING_LEARNED
 
 
 def _attempt(plan: Plan, path: Path, stop: threading.Event) -> int:

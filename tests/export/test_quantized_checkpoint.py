@@ -645,6 +645,18 @@ def test_a_local_runs_last_checkpoint_is_exported_and_converted(make_plan, tmp_p
     assert not list(model_mistakes(asked, pads=True))
 
 
+def test_a_run_in_fp16_is_exported_in_bf16_rounded_once(make_plan, tmp_path):
+    plan = make_plan("precision=fp16", "grpo.learning_rate=1e-2")
+    [frozen] = run_dir.freeze([plan])
+    run = GrpoLoop(plan, frozen.path)
+    run.train(lambda row: None)
+    assert recipe.main([str(frozen.path), str(tmp_path / "fp8"), "precision=fp8-linear"]) == 0
+    trained = {name: x.bfloat16() for name, x in run.policy.masters.items()}
+    twice = {name: x.half().bfloat16() for name, x in run.policy.masters.items()}
+    assert not same(trained, twice)
+    assert same(tensors_of(frozen.path / "model-2"), trained)
+
+
 def test_a_run_is_converted_to_what_it_was_rolled_out_in(make_plan, tmp_path, capsys):
     plan = make_plan("precision=fp8-e2e-kv-attn", "precision.last_layers_bf16=1")
     [frozen] = run_dir.freeze([plan])

@@ -159,6 +159,7 @@ def test_what_is_not_driven_is_refused_by_what_it_is(copy, name):
         ("qwen2", {"use_sliding_window": True}, "attention over a sliding window"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "over a sliding"),
         ("qwen3", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type=llama3"),
+        ("llama", {"rope_parameters": "longrope"}, "rope_type=longrope"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "layers with experts among layers without"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "layers with experts among layers without"),
     ],

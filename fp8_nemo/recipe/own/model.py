@@ -157,6 +157,8 @@ def what_else(config: Mapping[str, Any]) -> str:
 def rope_type(config: Mapping[str, Any]) -> str:
     """Return the rotary embedding of a `config.json`, in transformers' older spellings too."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        return str(rope)  # of no known kind, which the reader refuses
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
