@@ -12,6 +12,7 @@ from fp8_nemo.glue.wire import RefitError, named_shapes, wire_specs
 from fp8_nemo.recipe.options import Grpo, Noise, Precision, Shape
 
 AQN = Noise("aqn", sigma_start=1e-2, sigma_end=1e-4, stages=10, steps=100)
+FP8 = Precision(rollout_linear="fp8")
 UNSEEN = Grpo(steps=10**6, validate_every=10**6)
 SHAPE = Shape(
     layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=64, qk_norm=True
@@ -27,8 +28,7 @@ def trainer():
     return {name: torch.randn(shape, generator=draw).bfloat16() for name, shape in SHAPES.items()}
 
 
-def noisy(named, trained, sigma=0.1, seed=42, **other):
-    precision = Precision(**{"rollout_linear": "fp8"} | other)
+def noisy(named, trained, precision=FP8, sigma=0.1, seed=42):
     stream = with_noise(named.items(), sigma, precision, num_layers=2, seed=seed, trained=trained)
     return dict(stream)
 
@@ -78,9 +78,11 @@ def test_seed_step_and_name_decide_a_draw_and_what_came_before_does_not():
 
 def test_layers_and_engines_that_are_not_quantized_get_none():
     named = trainer()
-    assert changed(named, noisy(named, 7, first_layers_bf16=1)) == NORMS[2:]
-    assert changed(named, noisy(named, 7, last_layers_bf16=1)) == NORMS[:2]
-    assert not changed(named, noisy(named, 7, rollout_linear="bf16"))
+    first = dataclasses.replace(FP8, first_layers_bf16=1)
+    last = dataclasses.replace(FP8, last_layers_bf16=1)
+    assert changed(named, noisy(named, 7, first)) == NORMS[2:]
+    assert changed(named, noisy(named, 7, last)) == NORMS[:2]
+    assert not changed(named, noisy(named, 7, Precision()))
     assert not changed(named, noisy(named, 7, sigma=0.0))
 
 
@@ -92,7 +94,7 @@ def test_the_proof_is_of_the_noisy_bytes_and_refits_do_not_add_up(held):
 
     def refit(trained, clean=None):
         ledger = Ledger(specs, Destination(engine, specs))
-        sent = noisy(named, trained, rollout_linear=held)
+        sent = noisy(named, trained, precision)
         for name, tensor in refit_stream(sent.items(), precision, None, num_layers=2):
             if ledger.receive(name, tensor):
                 engine[name].copy_(named[name] if name == clean else tensor)

@@ -57,9 +57,9 @@ def test_an_engine_holds_the_trainers_norms_and_its_own_steps_noise(make_plan, m
         assert all(torch.equal(held[name], x) for name, x in norms.items())
         differs = [name for name in norms if not torch.equal(norms[name], wanted[name])]
         seen[trained, validates] = len(differs)
-        masters = run.policy.adapters is None and run.policy.masters
-        for name, x in wanted.items() if masters else ():
-            assert torch.equal(x, masters[name].bfloat16()), "the trainer's are its own"
+        masters = {} if run.policy.adapters else run.policy.masters
+        for name, master in masters.items():
+            assert torch.equal(wanted[name], master.bfloat16()), "the trainer's are its own"
         return sample(problems, generator)
 
     monkeypatch.setattr(run, "_sample", watched)
