@@ -232,13 +232,8 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
             f"{trained:,} parameters are trained, {trained / counts.parameters:.2%} of all; "
             f"{_as_typed(recipe.lora)}; a refit sends merged weights, as many bytes as without"
         )
-    if (noise := recipe.noise).is_on and precision.rollout.is_quantized:
-        assert noise.steps and noise.stages  # else it is refused
-        first = -(-noise.steps // noise.stages)
-        rows["noise"] = (
-            f"{_as_typed(noise)}; none in the first {first} steps, nor in a validation and the "
-            "rollout after it"
-        )
+    if recipe.noise.is_on:
+        rows["noise"] = f"{_as_typed(recipe.noise)}; none in a validation and the rollout after it"
     rows |= _nemo_rows(plan, host) if plan.nemo else {}
     return [*rows.items(), *(("note", note) for note in plan.notes)]
 
