@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,15 @@ from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.recipe.options.precision import Precision
 
-__all__ = ["Ledger", "RefitError", "RefitProof", "encode", "in_groups", "refit_stream"]
+__all__ = [
+    "Ledger",
+    "RefitError",
+    "RefitProof",
+    "encode",
+    "in_groups",
+    "refit_stream",
+    "with_noise",
+]
 
 GROUP_BYTES = 2**28
 """Trainer weights that wait for one launch: 256 MiB, 0.2% of a GPU, a layer of 8B or of experts."""
@@ -100,6 +109,36 @@ def refit_stream(
         yield from zip(scales, together_N.split(1), strict=True)
     digests = [each.digests_T for each in verdicts if each.digests_T is not None]
     yield MANIFEST, manifest(number, names, scales, digests, device)
+
+
+def with_noise(
+    named_weights: Iterable[tuple[str, Tensor]],
+    sigma: float,
+    precision: Precision,
+    *,
+    num_layers: int,
+    seed: int,
+    trained: int,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a refit's weights, with N(0, sigma^2) added to norms of the engine (QeRL's AQN).
+
+    The trainer's tensors stay as they are, so nothing accumulates. Seed, step and name decide a
+    draw: every rank, and every attempt at a step, makes the same one.
+
+    Args:
+        named_weights: the trainer's, for `refit_stream`.
+        sigma: standard deviation; 0 adds nothing.
+        precision: the recipe's, not that of the wire.
+        num_layers: layers of the model.
+        seed: the recipe's.
+        trained: steps that the weights have been trained.
+    """
+    for name, weight in named_weights:
+        if sigma and weights.takes_noise(name, precision, num_layers):
+            draw = np.random.default_rng([seed, trained, *name.encode()])
+            noise = torch.from_numpy(draw.normal(0, sigma, tuple(weight.shape)))
+            weight = (weight.float() + noise.to(weight.device, torch.float32)).to(weight.dtype)
+        yield name, weight
 
 
 def encode(

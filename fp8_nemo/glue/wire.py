@@ -62,6 +62,7 @@ _CUT_ALONG_IN = {"o_proj", "down_proj"}
 """Projections of which a tensor-parallel rank holds some in-features; of others, some out."""
 _NEVER_FP8 = {"mlp.gate", "mlp.shared_expert_gate"}
 """Modules that stay in BF16: routers."""
+_NOISY = {"input_layernorm", "post_attention_layernorm"}
 _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -88,12 +89,29 @@ def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_l
         precision: the recipe's precision.
         num_layers: layers of the model, for `precision.last_layers_bf16`.
     """
+    return _in_quantized_layer(name, precision, num_layers) and is_linear(name, shape)
+
+
+def takes_noise(name: str, precision: Precision, num_layers: int) -> bool:
+    """Return whether a weight is of a norm in front of linears that the engine holds quantized.
+
+    These are the norms of a layer that QeRL's noise is in (arXiv 2510.11696, figure 6): not those
+    of Q and K, and not the model's last one, behind which is `lm_head`.
+
+    Args:
+        name: Hugging Face name.
+        precision: the recipe's precision.
+        num_layers: layers of the model, for `precision.last_layers_bf16`.
+    """
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    return module in _NOISY and _in_quantized_layer(name, precision, num_layers)
+
+
+def _in_quantized_layer(name: str, precision: Precision, num_layers: int) -> bool:
     found = _in_layer(name)
     if not precision.rollout.is_quantized or not found:
         return False
-    if not precision.first_layers_bf16 <= found[0] < num_layers - precision.last_layers_bf16:
-        return False
-    return is_linear(name, shape)
+    return precision.first_layers_bf16 <= found[0] < num_layers - precision.last_layers_bf16
 
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:

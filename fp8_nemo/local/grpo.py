@@ -35,7 +35,7 @@ from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_m
 from fp8_nemo.correction.routing import RouteCount, is_missing, replay_shares
 from fp8_nemo.correction.update import policy_ratio
 from fp8_nemo.glue import recalibrate
-from fp8_nemo.glue.refit import refit_stream
+from fp8_nemo.glue.refit import refit_stream, with_noise
 from fp8_nemo.local import checkpoint
 from fp8_nemo.local.chat import Chat
 from fp8_nemo.local.engine import Batch, Engine, pad_left
@@ -144,12 +144,12 @@ class GrpoLoop:
         saved = run_dir.rewind(self.path, "local")
         if saved:
             checkpoint.load(saved, self.policy, self.progress)
-            self._refit()
+            self._refit(self.progress.step)
             return
         row: dict[str, Any] = {"step": 0}
         if self.fp8_kv:
             self.progress.kv_scales = self._scales_of_prompts()
-        row |= self._refit()
+        row |= self._refit(0)
         if self.recipe.grpo.validate_first:
             row["val/accuracy"] = self._validate()
         metrics.append_metrics(self.path, row)
@@ -181,22 +181,18 @@ class GrpoLoop:
             )
             row |= advantage_metrics(multiplier, pair, advantages)
             row |= self._replay_metrics(batch)
-            if self._validates(step):
+            if self.recipe.grpo.validates(step):
                 with metrics.replaced(pair_file(self.path, step)) as file:
                     file.write_bytes(packed(pair))
             if self.fp8_kv:
                 with clock("recalibrate"):
                     row |= self._recalibrate(batch)
             with clock("refit"):
-                row |= self._refit()
+                row |= self._refit(step)
         self.progress.step = step
-        if self._validates(step):
+        if self.recipe.grpo.validates(step):
             row["val/accuracy"] = self._validate()
         return row | clock.times
-
-    def _validates(self, step: int) -> bool:
-        grpo = self.recipe.grpo
-        return step % grpo.validate_every == 0 or step == grpo.steps
 
     def _problems_of(self, first: int, prompts: int) -> list[Problem]:
         """Return problems from `first` on, each `generations_per_prompt` times, group by group."""
@@ -341,12 +337,20 @@ class GrpoLoop:
             "recalibrate/max_drift": recalibrate.max_drift(before, self.progress.kv_scales),
         }
 
-    def _refit(self) -> dict[str, float]:
-        verify = self.recipe.glue.verify
+    def _refit(self, trained: int) -> dict[str, float]:
+        recipe, verify = self.recipe, self.recipe.glue.verify
         self.refits += 1
-        stream = refit_stream(
+        named_weights = with_noise(
             self.policy.named_weights(),
-            self.recipe.precision,
+            recipe.noise.sigma(trained, recipe.grpo),
+            recipe.precision,
+            num_layers=self.num_layers,
+            seed=recipe.seed,
+            trained=trained,
+        )
+        stream = refit_stream(
+            named_weights,
+            recipe.precision,
             self.progress.kv_scales,
             num_layers=self.num_layers,
             kv_groups=self.engine.kv_groups,

@@ -79,6 +79,7 @@ class WatchedPolicy(Policy):
         self.refit_info: dict[str, Any] = {}
         self.proofs: Callable[[], list[dict[str, Any]]] = list
         self.keep_rows: Callable[[Path], None] = lambda folder: None
+        self.trained = trained_steps(arguments.get("weights_path"))
         self.kv_scales = KvScales(settings.shape.layers, settings.glue.recalibrate)
         if settings.needs_plugin:
             arguments["worker_extension_cls_fqn"] = WORKER
@@ -114,6 +115,7 @@ class WatchedPolicy(Policy):
             results.get("all_mb_metrics", {}), has_ratio=not loss_fn.disable_ppo_ratio
         )
         self.kv_scales.trained()
+        self.trained += 1
         if self.settings.precision.plain.scales_loss:
             scale, skipped = self.run_all_workers_single_data("fp8_nemo_take_loss_scale")[0]
             self.row |= {"train/loss_scale": scale, "train/skipped_updates": skipped}
@@ -185,8 +187,11 @@ class WatchedPolicy(Policy):
     def _note_refit(self) -> None:
         """Record that a refit came before this step's `train`, so that it belongs to this step.
 
-        A refit after `train` belongs to the validation that follows.
+        A refit after `train` belongs to the validation that follows. Workers that add noise are
+        told the step first.
         """
+        if self.settings.noise.is_on:
+            self.run_all_workers_single_data("fp8_nemo_set_trained", trained=self.trained)
         if "train/grad_norm" not in self.row:
             self.row[OPENED] = True
 
@@ -283,6 +288,11 @@ def refit_bytes(info: dict[str, Any]) -> int:
 def ranges_file(weights_path: str | os.PathLike[str]) -> Path:
     """Return the path of a checkpoint's ranges, beside the folder of its weights."""
     return Path(weights_path).parent / RANGES
+
+
+def trained_steps(weights_path: str | os.PathLike[str] | None) -> int:
+    """Return the step of a checkpoint by its folder, `step_7/policy/weights`; 0 without one."""
+    return int(Path(weights_path).parents[1].name.rpartition("_")[2]) if weights_path else 0
 
 
 def refit_metrics(proofs: list[dict[str, Any]], info: dict[str, Any]) -> dict[str, float]:

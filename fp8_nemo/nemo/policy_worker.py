@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8_nemo.correction.routing import RouteCount
 from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.recalibrate import AmaxObserver
-from fp8_nemo.glue.refit import refit_stream
+from fp8_nemo.glue.refit import refit_stream, with_noise
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.kv_scales import watched
 from fp8_nemo.nemo.optimizer_state import HostState
@@ -71,6 +71,8 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     fp8_nemo_refused: RefitError | None = None
     fp8_nemo_refits = 0
     """Since the handshake; the engine's receiver counts them too."""
+    fp8_nemo_trained = 0
+    """Steps that the weights have been trained, as the driver last said."""
     fp8_nemo_observer: AmaxObserver | None = None
     fp8_nemo_routes: RouteCount | None = None
     fp8_nemo_is_reference = False
@@ -150,8 +152,17 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         left_out = KV_SUFFIXES
         if settings.shape.tied:
             left_out += ("lm_head.weight",)  # some checkpoints hold it twice
-        stream = refit_stream(
+        trained = self.fp8_nemo_trained
+        named_weights = with_noise(
             ((name, x) for name, x in exported if not name.endswith(left_out)),
+            settings.noise.sigma(trained, settings.grpo),
+            settings.precision,
+            num_layers=settings.shape.layers,
+            seed=settings.seed,
+            trained=trained,
+        )
+        stream = refit_stream(
+            named_weights,
             settings.wire_precision,
             kv_scales,
             num_layers=settings.shape.layers,
@@ -160,6 +171,10 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             number=self.fp8_nemo_refits,
         )
         yield from self.fp8_nemo_to_the_end(stream)
+
+    def fp8_nemo_set_trained(self, trained: int) -> None:
+        """Take the steps that the weights have been trained, on which a refit's noise depends."""
+        self.fp8_nemo_trained = trained
 
     def fp8_nemo_to_the_end(
         self, stream: Iterator[tuple[str, Tensor]]

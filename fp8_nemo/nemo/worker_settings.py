@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import fp8_nemo
@@ -17,6 +17,7 @@ from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Glue, Precision
 from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import Grpo, Noise
 from fp8_nemo.recipe.plain import from_plain, to_json
 
 VARIABLE = "FP8_NEMO_WORKERS"
@@ -37,6 +38,9 @@ class WorkerSettings:
     """Whether NeMo RL's own loss applies the correction; else ours multiplies the advantages."""
     replays: bool = False
     """Whether the policy's workers count the routes that they would have chosen otherwise."""
+    seed: int = 0
+    noise: Noise = field(default_factory=Noise)
+    grpo: Grpo = field(default_factory=Grpo)
 
     @classmethod
     def of(cls, recipe: Recipe, *, loss_corrects: bool) -> WorkerSettings:
@@ -48,6 +52,9 @@ class WorkerSettings:
             recipe.correction,
             loss_corrects,
             recipe.replay.is_on,
+            recipe.seed,
+            recipe.noise,
+            recipe.grpo,
         )
 
     @classmethod

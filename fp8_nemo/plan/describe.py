@@ -220,6 +220,8 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
             f"{trained:,} parameters are trained, {trained / counts.parameters:.2%} of all; "
             f"{_as_typed(recipe.lora)}; a refit sends merged weights, as many bytes as without"
         )
+    if recipe.noise.is_on:
+        rows["noise"] = f"{_as_typed(recipe.noise)}; none in a validation and the rollout after it"
     rows |= _nemo_rows(plan, host) if plan.nemo else {}
     return [*rows.items(), *(("note", note) for note in plan.notes)]
 

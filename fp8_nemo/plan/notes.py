@@ -15,6 +15,7 @@ from fp8_nemo.plan.model import adapters
 from fp8_nemo.recipe.options.cluster import SBATCH_KEYS
 from fp8_nemo.recipe.options.precision import Recalibrate
 from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.options.training import Noise
 from fp8_nemo.recipe.problems import longest_answer, shared_problems
 from fp8_nemo.recipe.settled import KEEPS_OPTIMIZER, PROMPT, SHARE, Settled
 
@@ -230,6 +231,10 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         "precision.scales": (
             not precision.rollout.block and precision.scales != "fp32",
             "nothing is quantized" if bf16 else "blocks of FP8 alone have a choice",
+        ),
+        "noise": (
+            (bf16 or not recipe.noise.is_on) and recipe.noise != Noise(recipe.noise.name),
+            "nothing is quantized" if bf16 else "without noise.sigma_start there is none",
         ),
         "precision.first_layers_bf16": (bf16 and precision.first_layers_bf16, "all are BF16"),
         "precision.last_layers_bf16": (bf16 and precision.last_layers_bf16, "all are BF16"),

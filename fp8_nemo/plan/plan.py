@@ -30,7 +30,7 @@ from fp8_nemo.plan.notes import local_notes, nemo_notes
 from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.options.cluster import Cluster
 from fp8_nemo.recipe.options.recipe import Recipe
-from fp8_nemo.recipe.options.training import TASKS, Algorithm, Lora, Replay
+from fp8_nemo.recipe.options.training import TASKS, Algorithm, Lora, Noise, Replay
 from fp8_nemo.recipe.plain import from_plain, leaves
 from fp8_nemo.recipe.settled import LOCAL_BASE, PROMPT, VALIDATED, Layout, Settled, settle
 
@@ -45,6 +45,7 @@ LATER_GROUPS = {
     "algorithm": asdict(Algorithm()),
     "replay": asdict(Replay()),
     "lora": asdict(Lora()),
+    "noise": asdict(Noise()),
 }
 """Groups that earlier versions lacked, at the values that such a run had."""
 LATER_KEYS = {("precision", "kv_scales"): "layer", ("precision", "align"): "none"}
@@ -106,9 +107,10 @@ class Plan:
         """Six hex digits over the backend and most of the recipe.
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
-        null, `algorithm=grpo`, `replay=none`, `lora=none`, `precision.kv_scales=layer`,
-        `precision.align=none`, cluster, logging, outputs, `grpo.steps`, `grpo.stop_when_unstable`,
-        `correction.measurement` and `correction.max_reject`.
+        null, `algorithm=grpo`, `replay=none`, `lora=none`, `noise=none`,
+        `precision.kv_scales=layer`, `precision.align=none`, cluster, logging, outputs,
+        `grpo.steps`, `grpo.stop_when_unstable`, `correction.measurement` and
+        `correction.max_reject`.
         """
         content = self.to_json()["recipe"]
         for group in NOT_IN_HASH:

@@ -45,6 +45,7 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
         *_algorithm_mistakes(recipe),
         *_replay_mistakes(recipe),
         *_lora_mistakes(recipe),
+        *_noise_mistakes(recipe),
         *_data_mistakes(recipe.data),
         *cluster_mistakes(recipe.cluster),
         *_nemo_mistakes(recipe.nemo),
@@ -233,6 +234,27 @@ def _lora_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             "trainer would compute fp8(W) x + B A x, the engine fp8(W + B A) x",
             "choose precision=fp8-linear or fp8-kv-attn",
         )
+
+
+def _noise_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    noise, grpo = recipe.noise, recipe.grpo
+    if not (noise.is_on and recipe.precision.rollout.is_quantized):
+        return
+    for key in (key for key, value in vars(noise).items() if value is None):
+        remedy = f"give a number, as grpo.steps={grpo.steps}" if key == "steps" else "give a number"
+        yield Mistake(f"noise.{key}", None, "is part of the schedule", remedy)
+    if not recipe.correction.is_on:
+        text = "must correct: noise of the engine alone is a mismatch with the trainer"
+        yield Mistake("correction", recipe.correction.name, text, "choose correction=tis")
+    if not recipe.glue.has_receiver:
+        text = "must be ours: NeMo RL's refit sends the trainer's norms as they are"
+        yield Mistake("glue", recipe.glue.name, text, "choose glue=ours, or noise=none")
+    if grpo.is_asynchronous:
+        text = "which step a sample's noise is of was not tested in asynchronous GRPO"
+        yield Mistake("grpo.max_sample_age", grpo.max_sample_age, text, "set null, or noise=none")
+    if grpo.validate_every == 1:
+        text = "leaves no rollout with noise: the one after a validation has none"
+        yield Mistake("grpo.validate_every", 1, text, "raise it, or set noise=none")
 
 
 def unusable(path: str) -> str | None:

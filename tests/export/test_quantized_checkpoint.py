@@ -701,6 +701,19 @@ def test_a_run_in_four_bits_is_shipped_in_the_bytes_that_its_engine_held(
     assert made[Q].dtype == torch.bfloat16
 
 
+def test_a_policy_that_was_rolled_out_with_noise_is_shipped_without(make_plan, tmp_path):
+    words = ("noise=aqn", "noise.sigma_end=0.1", "noise.stages=3", "noise.steps=3")
+    plan = make_plan("precision=fp8-linear", *words, "grpo.steps=5", "grpo.validate_every=5")
+    [frozen] = run_dir.freeze([plan])
+    run = GrpoLoop(plan, frozen.path)
+    run.train(lambda row: None, stop=lambda: run.progress.step == 2)  # 5 is validated, without
+    assert recipe.main([str(frozen.path), str(tmp_path / "fp8")]) == 0
+    made, held = tensors_of(tmp_path / "fp8"), run.engine.wire_tensors()
+    assert same(made, stream_of(frozen.path / "model-2")), "a refit's bytes, but for its noise"
+    noisy = {name for name in made if not torch.equal(made[name], held[name])}
+    assert noisy == {name for name in made if name.endswith("layernorm.weight")}
+
+
 def test_a_damaged_checkpoint_or_a_run_of_nemo_rl_is_no_source(make_plan, tmp_path, capsys):
     plan = make_plan()
     [frozen] = run_dir.freeze([plan])

@@ -314,6 +314,7 @@ def test_a_step_of_the_policy_hands_routes_through_and_writes_every_metric(polic
     loss_fn = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
     made.train(data, loss_fn)
     [(given, used, in_worker)] = sent
+    assert made.trained == 1
     assert given["routed_experts"] is data["routed_experts"]
     assert isinstance(used, ClippedPGLossFn) and loss_fn.__class__ is ClippedPGLossFn
     row = made.take_row()

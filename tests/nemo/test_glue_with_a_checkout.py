@@ -348,7 +348,9 @@ def watched_policy(nemo_path, monkeypatch):
     monkeypatch.setattr(Policy, "run_all_workers_single_data", answer)
     monkeypatch.setattr(Policy, "stream_weights_via_ipc_zmq", send)
     monkeypatch.setattr(Policy, "broadcast_weights_for_collective", send)
-    monkeypatch.setattr(Policy, "save_checkpoint", lambda self, path: Path(path).mkdir())
+    monkeypatch.setattr(
+        Policy, "save_checkpoint", lambda self, path: Path(path).mkdir(parents=True)
+    )
 
     def make(**arguments):
         from fp8_nemo.nemo.worker_settings import WorkerSettings
@@ -469,15 +471,17 @@ def test_a_resumed_run_starts_with_the_saved_ranges_and_scales(watched_policy, t
     step(policy)
     kept = []
     policy.keep_rows = kept.append
-    policy.save_checkpoint(str(tmp_path / "weights"))
-    assert kept == [tmp_path.parent], "the checkpoint's own folder, above the policy's"
-    resumed, workers = watched_policy(weights_path=str(tmp_path / "weights"))
+    saved = tmp_path / "step_7"
+    policy.save_checkpoint(str(saved / "policy" / "weights"))
+    assert kept == [saved], "the checkpoint's own folder, above the policy's"
+    resumed, workers = watched_policy(weights_path=str(saved / "policy" / "weights"))
+    assert resumed.trained == 7
     assert resumed.kv_scales.in_force == policy.kv_scales.in_force
     assert resumed.calibrate_qkv_fp8_scales("prompts")["layers"] == policy.kv_scales.in_force
     assert workers.forwards == 0
     workers.ranges = 2.0
     assert step(resumed)[K] == pytest.approx(8.0 * 1.05 / 448), "its history came along"
-    fresh, _ = watched_policy(weights_path=str(tmp_path / "elsewhere" / "weights"))
+    fresh, _ = watched_policy(weights_path=str(tmp_path / "step_8" / "policy" / "weights"))
     assert fresh.kv_scales.in_force == {}
 
 

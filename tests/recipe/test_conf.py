@@ -13,7 +13,7 @@ from fp8_nemo.recipe.options.recipe import Recipe
 CONF = Path(__file__).parents[2] / "conf"
 GROUPS = (
     *("model", "precision", "correction", "data", "grpo", "algorithm", "replay", "glue"),
-    *("lora", "cluster"),
+    *("lora", "noise", "cluster"),
 )
 
 
@@ -26,6 +26,7 @@ def options(group: str) -> list[str]:
 def arguments(group: str, option: str) -> list[str]:
     more = {"jsonl": ["data.path=somewhere"], "r3": ["model=tiny-qwen3-moe"]}
     more |= {key: ["precision=fp8-linear"] for key in ("all-linear", "attention")}
+    more |= {"aqn": ["noise.steps=30"]}
     return [f"{group}={option}", *more.get(option, ())]
 
 

@@ -10,7 +10,7 @@ from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.options.fields import number, one_of
 from fp8_nemo.recipe.options.model import Model
 from fp8_nemo.recipe.options.precision import Glue, Precision
-from fp8_nemo.recipe.options.training import Algorithm, Data, Grpo, Lora, Replay
+from fp8_nemo.recipe.options.training import Algorithm, Data, Grpo, Lora, Noise, Replay
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Recipe:
     algorithm: Algorithm = field(default_factory=Algorithm)
     replay: Replay = field(default_factory=Replay)
     lora: Lora = field(default_factory=Lora)
+    noise: Noise = field(default_factory=Noise)
     glue: Glue = field(default_factory=Glue)
     logging: Logging = field(default_factory=Logging)
     cluster: Cluster = field(default_factory=Cluster)

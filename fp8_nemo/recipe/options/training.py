@@ -93,6 +93,10 @@ class Grpo:
         """Return whether engines sample the next step's answers while this one's train."""
         return self.max_sample_age is not None
 
+    def validates(self, step: int) -> bool:
+        """Return whether a validation follows this step."""
+        return step % self.validate_every == 0 or step == self.steps
+
 
 @dataclass
 class Algorithm:
@@ -215,3 +219,39 @@ LORA_MODULES = {
     "linear_fc2": ("down_proj",),
 }
 """Megatron's linears to Hugging Face's; those of one row share an adapter's `A`."""
+
+
+@dataclass
+class Noise:
+    """Add noise to the norms of a quantized engine: QeRL's Adaptive Quantization Noise (AQN)."""
+
+    name: str = short_name("none")
+    """`none`, or where the schedule is from."""
+    sigma_start: float | None = number(None, above=0, most=1)
+    """Standard deviation in the second stage, the first with noise; null: there is none."""
+    sigma_end: float | None = number(None, above=0, most=1)
+    """Standard deviation in the last stage, and after it; in between it decays exponentially."""
+    stages: int | None = number(None, least=3)
+    """Equal parts of `steps`."""
+    steps: int | None = number(None, least=1)
+    """Steps of all stages; QeRL takes those of the run."""
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether norms get noise."""
+        return self.sigma_start is not None
+
+    def sigma(self, trained: int, grpo: Grpo) -> float:
+        """Return the standard deviation in a refit after so many steps; 0: no noise.
+
+        QeRL's (`trl_trainer/noise_scheduler.py`, `get_sigma_by_step`), but 0 where a validation
+        reads the refit. The rollout after that validation has the same engine.
+        """
+        if not (self.sigma_start and self.sigma_end and self.stages and self.steps):
+            return 0.0
+        stage = min(trained * self.stages // self.steps, self.stages - 1)
+        if stage == 0 or grpo.validates(trained):
+            return 0.0
+        return self.sigma_start * (self.sigma_end / self.sigma_start) ** (
+            (stage - 1) / (self.stages - 2)
+        )
