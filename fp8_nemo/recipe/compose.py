@@ -27,7 +27,6 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -100,8 +99,7 @@ def choices(groups: Collection[str] = ()) -> str:
     Args:
         groups: those to list; all unless given.
     """
-    folder = option_folder("")
-    groups = groups or sorted(each.name for each in folder.iterdir() if any(each.glob("*.yaml")))
+    groups = groups or group_names()
     wide = max(map(len, groups)) + 2
     options = (f"  {group:{wide}}{' '.join(option_names(group))}" for group in groups)
     indent = " " * (wide + 2)
@@ -118,6 +116,12 @@ def choices(groups: Collection[str] = ()) -> str:
 def option_folder(group: str) -> Path:
     """Return where a group's options stand: `conf/GROUP` of the clone, or as it was installed."""
     return Path(str(resources.files("fp8_nemo.conf"))) / group
+
+
+def group_names() -> list[str]:
+    """Return the groups of options."""
+    folders = option_folder("").iterdir()
+    return sorted(each.name for each in folders if any(each.glob("*.yaml")))
 
 
 def option_names(group: str) -> list[str]:
@@ -140,7 +144,7 @@ def compose_cells(arguments: Iterable[str]) -> list[Cell]:
     with initialize_config_module("fp8_nemo.conf", version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         overrides = _parse(texts, loader)
-        _refuse_repeated(overrides, loader, multirun=bool(flags))
+        _refuse_repeated(overrides, multirun=bool(flags))
         swept = _sweep_of(overrides, loader)
         cells = _cells(overrides + swept, multirun=bool(flags or swept))
         trees = Trees(CONFIG, loader, _plain_keys())
@@ -155,7 +159,7 @@ def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
     parser = OverridesParser.create(config_loader=loader)
 
     def options() -> dict[str, list[str]]:
-        return {group: option_names(group) for group in loader.list_groups("")}
+        return {group: option_names(group) for group in group_names()}
 
     overrides, lines = list[Override](), list[str]()
     for text in texts:
@@ -166,7 +170,7 @@ def _parse(texts: list[str], loader: ConfigLoader) -> list[Override]:
             continue
         override.config_loader = loader  # `glob` asks it for the options
         overrides.append(override)
-        lines += [str(mistake) for mistake in _override_mistakes(override, loader)]
+        lines += [str(mistake) for mistake in _override_mistakes(override)]
     if lines:
         raise ComposeError(lines)
     return [each for each in overrides if not _chooses_nothing(each)]
@@ -178,10 +182,10 @@ def _chooses_nothing(override: Override) -> bool:
     return chosen and override.value() is None
 
 
-def _refuse_repeated(overrides: list[Override], loader: ConfigLoader, *, multirun: bool) -> None:
+def _refuse_repeated(overrides: list[Override], *, multirun: bool) -> None:
     """Refuse two options of a group: an axis is meant, or a slip; Hydra would take the last."""
     by_key: dict[str, list[str]] = {}
-    groups = {*loader.list_groups("")} - {SET_AGAIN}
+    groups = {*group_names()} - {SET_AGAIN}
     for each in overrides:
         if each.key_or_group in groups:
             by_key.setdefault(each.key_or_group, []).append(each.get_value_string())
@@ -195,18 +199,18 @@ def _refuse_repeated(overrides: list[Override], loader: ConfigLoader, *, multiru
         raise ComposeError(lines)
 
 
-def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
+def _override_mistakes(override: Override) -> Iterator[Mistake]:
     """Yield what Hydra says less clearly, or only of the first mistake, or not at all."""
     key, typed = override.key_or_group, override.get_key_element()
     if override.is_delete():
         yield Mistake(typed, "", "nothing can be deleted, every key has a value")
         return
     value, adds = override.get_value_string(), override.is_add() or override.is_force_add()
-    groups = loader.list_groups("")
+    groups = group_names()
     if key in groups:
         if adds:
             yield Mistake(typed, value, f"{key} is always there", f"write {key}=...")
-        yield from _option_mistakes(override, loader)
+        yield from _option_mistakes(override)
     elif key.split(".")[0] == "hydra":
         yield Mistake(typed, value, "Hydra only composes here", "set outputs=FOLDER")
     elif key not in _fields() and not key.startswith(OPEN + "."):
@@ -215,11 +219,11 @@ def _override_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mis
         yield Mistake(key, value, "nemo starts empty", f"write +{key}=...")
 
 
-def _option_mistakes(override: Override, loader: ConfigLoader) -> Iterator[Mistake]:
+def _option_mistakes(override: Override) -> Iterator[Mistake]:
     group = override.key_or_group
     if override.is_sweep_override() and not override.is_discrete_sweep():
         return  # an interval, which `_cells` refuses
-    options = loader.get_group_options(group, ObjectType.CONFIG)
+    options = option_names(group)
     values = (
         override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
     )
