@@ -15,9 +15,9 @@ from benchmarks.speed import draw_decode, draw_steps
 from fp8_nemo.correction.health import GROWTH, SIGNALS
 from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.describe import precisions
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, memory_per_gpu
 from fp8_nemo.plan.model import count
+from fp8_nemo.plan.own.other_ways import precisions
 from fp8_nemo.plan.step_time import Lengths, step_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.precision import Precision
@@ -140,7 +140,7 @@ def planned(gpu, tokens, gpus=8):
         "model=llama31-8b", f"cluster.gpu={gpu}", f"grpo.max_new_tokens={tokens}",
         f"cluster.gpus_per_node={gpus}",
     ])  # fmt: skip
-    [(_, said)] = precisions(plan, MAIN)
+    said = dict(precisions(plan, MAIN))["precisions"]
     return dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))
 
 
@@ -155,7 +155,7 @@ def planned_lora():
     """Times as fast as BF16 that README's line of one H100 is to be, by the plan."""
     [line] = re.findall(r"recipes.grpo (.*lora=.*)", (ROOT / "README.md").read_text())
     [plan] = compose_plans(line.split())
-    [(_, said)] = precisions(plan, MAIN)
+    said = dict(precisions(plan, MAIN))["precisions"]
     return dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))[KV]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from fp8_nemo.plan.layout import Choice, choose
 from fp8_nemo.plan.memory import (
     GPU_GIB,
     HEADROOM,
-    MemoryByPhase,
     checkpoint_gib,
     host_gib,
     kv_cache_tokens,
@@ -31,19 +29,23 @@ from fp8_nemo.plan.memory import (
     trained_parameters,
 )
 from fp8_nemo.plan.model import Counts, count
-from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
+from fp8_nemo.plan.own.other_ways import (
+    BASELINE,
+    against_bf16,
+    fit,
+    if_shared,
+    in_precision,
+    precisions,
+    times,
+)
+from fp8_nemo.plan.plan import Plan
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import step_seconds, usual_lengths
-from fp8_nemo.recipe.checks import mistakes
-from fp8_nemo.recipe.compose import compose, option_names
 from fp8_nemo.recipe.mistake import as_typed
 from fp8_nemo.recipe.options.precision import FORMATS, Precision
-from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")
-BASELINE = "bf16"
-"""Precision that the others' steps are compared with."""
 
 
 class Difference(NamedTuple):
@@ -87,14 +89,9 @@ def _in_short(plan: Plan, host: Host) -> tuple[str, str, str, str]:
     """Return whether a run fits, what its worst phase needs, and how fast a step is."""
     memory, seconds = memory_per_gpu(plan.settled), step_seconds(plan.settled).total
     needed = f"{memory.needed_gib(memory.worst):.0f} of {memory.gpu_gib:.0f}"
-    plain = _in_precision(BASELINE, plan, host)
-    gain = f"{_times(plan.settled, plain):.2f}x" if plain else "-"
-    return _fit(memory), needed, f"{seconds:.0f}", gain
-
-
-def _fit(memory: MemoryByPhase) -> str:
-    free = memory.headroom(memory.worst)
-    return "yes" if free >= HEADROOM else "TIGHT" if free >= 0 else "NO"
+    plain = in_precision(BASELINE, plan, host)
+    gain = f"{times(plan.settled, plain):.2f}x" if plain else "-"
+    return fit(memory), needed, f"{seconds:.0f}", gain
 
 
 def change_lines(found: list[Difference]) -> list[str]:
@@ -120,74 +117,10 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     if plan.recipe.grpo.is_asynchronous:
         seconds += ", the longer of rollout and the others, then the refit; no such step was timed"
     return [
-        ("fits", f"{_fit(memory)}: {needs} on {gpus}, by estimate"),
-        ("step", f"{seconds}; {_against_bf16(plan, host)}"),
-        *([] if settled.shares_gpus else [("shared", _if_shared(plan, host))]),
+        ("fits", f"{fit(memory)}: {needs} on {gpus}, by estimate"),
+        ("step", f"{seconds}; {against_bf16(plan, host)}"),
+        *([] if settled.shares_gpus else [("shared", if_shared(plan, host))]),
     ]
-
-
-def _if_shared(plan: Plan, host: Host) -> str:
-    """Compare a step with one in which every GPU trains and samples, in the layout it would get."""
-    cluster = replace(plan.recipe.cluster, rollout_gpus=0)
-    grpo = replace(plan.recipe.grpo, max_sample_age=None)
-    shared = _settled(replace(plan.recipe, cluster=cluster, grpo=grpo), host)
-    asynchronous = plan.recipe.grpo.is_asynchronous
-    typed = "cluster.rollout_gpus=0" + (", grpo.max_sample_age=null" if asynchronous else "")
-    how = f"if every GPU did both by turns ({typed})"
-    if shared is None:
-        return f"refused {how}"
-    said = f"{step_seconds(shared).total:.0f} s, {_times(shared, plan.settled):.2f} times as fast"
-    return f"{said}, {how}; fits: {_fit(memory_per_gpu(shared))}"
-
-
-def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
-    """Return how fast a step is in each shipped precision that fits, against BF16, as one row."""
-    if not plan.nemo or not (plain := _in_precision(BASELINE, plan, host)):
-        return []
-    timed = [each for each in option_names("precision") if not _shipped(each).rollout.group]
-    others = filter(None, (_in_precision(name, plan, host) for name in timed))  # not four bits
-    gains = {
-        each.recipe.precision.name: _times(each, plain)
-        for each in others
-        if each.recipe.precision != plain.recipe.precision and _fit(memory_per_gpu(each)) == "yes"
-    }
-    fastest = sorted(gains, key=lambda name: -gains[name])
-    texts = ", ".join(f"{name} {gains[name]:.2f}x" for name in fastest)
-    said = f"against BF16, each in its fastest layout: {texts}" if texts else "no FP8 fits"
-    return [("precisions", said)]
-
-
-def _against_bf16(plan: Plan, host: Host) -> str:
-    """Compare a step with BF16's, in the layout that BF16 would get on the same GPUs."""
-    precision = plan.recipe.precision
-    if not (precision.rollout.is_quantized or precision.keeps_masters):
-        return "the baseline, BF16"
-    plain = _in_precision(BASELINE, plan, host)
-    return f"{_times(plan.settled, plain):.2f} times as fast as BF16" if plain else "BF16: refused"
-
-
-def _times(settled: Settled, plain: Settled) -> float:
-    return step_seconds(plain).total / step_seconds(settled).total
-
-
-def _in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
-    """Return the same run in a shipped precision, in that one's layout; None if it cannot run."""
-    recipe = replace(plan.recipe, precision=_shipped(name))
-    return None if mistakes(recipe) else _settled(recipe, host)  # LoRA excludes FP8 training
-
-
-def _settled(recipe: Recipe, host: Host) -> Settled | None:
-    """Settle a recipe in the layout that it gets there; None if it is refused."""
-    try:
-        return plan_recipe(recipe, host).settled
-    except PlanError:
-        return None
-
-
-@cache
-def _shipped(name: str) -> Precision:
-    [recipe] = compose([f"precision={name}"])
-    return recipe.precision
 
 
 def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:

@@ -182,9 +182,13 @@ def _lora_notes(settled: Settled) -> Iterator[str]:
 
 
 def _slow_experts(recipe: Recipe) -> Iterator[str]:
-    """Note where FP8 makes experts slower than BF16."""
+    """Note how rough the estimates of experts are, and where FP8 makes them slower than BF16."""
     if not recipe.model.shape.experts:
         return
+    yield (
+        "model: estimates of how long experts train were up to 80% too short (docs/speed.md), so "
+        "the step's seconds and the precisions' gains are rough"
+    )
     if recipe.precision.train.is_quantized:
         yield (
             "precision.train_linear: FP8 training of experts was slower than BF16's wherever it "

@@ -111,7 +111,7 @@ def test_training_makes_no_gradient_of_frozen_weights_and_adapters_take_their_ow
 
 
 def test_the_gains_of_other_precisions_leave_out_those_that_lora_excludes():
-    [(_, told)] = precisions(plan(*LORA), MAIN)
+    told = dict(precisions(plan(*LORA), MAIN))["precisions"]
     assert "fp8-kv-attn" in told and "e2e" not in told
     assert "fp8-e2e" in precisions(plan(*LLAMA, "cluster.gpu=h200"), MAIN)[0][1]
 

@@ -10,9 +10,10 @@ import pytest
 from fp8_nemo.nemo_config.host import MAIN, Host
 from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.describe import decision, describe, overview, precisions
+from fp8_nemo.plan.describe import decision, describe, overview
 from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, host_gib, memory_per_gpu
+from fp8_nemo.plan.own.other_ways import precisions
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
 from fp8_nemo.plan.step_time import ATTENTION, LINEARS, Lengths, step_seconds
 from fp8_nemo.recipe.compose import ComposeError, compose, option_names
@@ -105,15 +106,30 @@ def test_the_plan_says_the_layout_and_the_next_two():
 
 
 def test_the_plan_says_what_every_precision_that_fits_gains():
-    [(_, said)] = precisions(plan("precision=fp8-linear", "grpo.max_new_tokens=8192"), MAIN)
+    found = precisions(plan("precision=fp8-linear", "grpo.max_new_tokens=8192"), MAIN)
+    said = dict(found)["precisions"]
     gains = dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))
     assert gains.keys() == {*option_names("precision")} - {"bf16", *NOT_COMPARED}
     for name, gain in gains.items():
         row = dict(decision(plan(f"precision={name}", "grpo.max_new_tokens=8192"), MAIN))["step"]
         assert row.endswith(f"; {gain} times as fast as BF16")
-    [(_, said)] = precisions(plan("precision=bf16", "cluster.gpu=b200"), MAIN)
+    said = dict(precisions(plan("precision=bf16", "cluster.gpu=b200"), MAIN))["precisions"]
     assert said.endswith("layout: fp8-linear 1.00x, fp16 1.00x")  # the others are refused there
     assert not precisions(plan_recipe(compose([])[0]), MAIN)
+
+
+def test_the_plan_says_what_to_take_where_its_own_precision_gains_too_little():
+    def told(*words):
+        return dict(precisions(plan(*words), MAIN)).get("take")
+
+    short = ("grpo.max_new_tokens=2048", "cluster.gpu=h200")
+    advice, _, why = str(told(*short)).partition(": ")
+    assert advice.startswith("precision=bf16, or fp8-e2e-kv-attn ") and "fp8-linear" not in advice
+    assert why.startswith("fp8-kv-attn's 1.0") and "too little" in why
+    [small] = compose_plans(["model=llama32-1b", "grpo=one-gpu"], lambda recipe: MAIN)
+    assert dict(precisions(small, MAIN))["take"].startswith("precision=bf16: ")
+    for worth in (["precision=fp8-e2e"], ["precision=bf16"], ["precision=fp16"]):
+        assert told(*short, *worth) is None
 
 
 def test_the_run_directory_is_the_same_on_other_gpus_and_keeps_its_first_layout(tmp_path):

@@ -1,0 +1,1 @@
+"""What a plan's description is made from."""

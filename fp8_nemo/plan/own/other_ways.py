@@ -1,0 +1,104 @@
+"""Compare a plan with the same run in another precision, or with its GPUs shared out otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from fp8_nemo.nemo_config.host import Host
+from fp8_nemo.plan.memory import HEADROOM, MemoryByPhase, memory_per_gpu
+from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
+from fp8_nemo.plan.step_time import step_seconds
+from fp8_nemo.recipe.checks import mistakes
+from fp8_nemo.recipe.compose import compose, option_names
+from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.settled import Settled
+
+BASELINE = "bf16"
+"""Precision that the others' steps are compared with."""
+WORTH = 1.1
+"""Times as fast as BF16 that a step should be: below, all of the gain could be the estimate's error
+(docs/speed.md), and what FP8 costs in accuracy is not known at 8B."""
+
+
+def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
+    """Return how fast a step is in each shipped precision that fits, against BF16, as one row.
+
+    A second row says what to take where the plan's own gains too little.
+    """
+    if not plan.nemo or not (plain := in_precision(BASELINE, plan, host)):
+        return []
+    timed = [each for each in option_names("precision") if not _shipped(each).rollout.group]
+    others = filter(None, (in_precision(name, plan, host) for name in timed))  # not four bits
+    gains = {
+        each.recipe.precision.name: times(each, plain)
+        for each in others
+        if each.recipe.precision != plain.recipe.precision and fit(memory_per_gpu(each)) == "yes"
+    }
+    fastest = sorted(gains, key=lambda name: -gains[name])
+    texts = [f"{name} {gains[name]:.2f}x" for name in fastest]
+    said = f"against BF16, each in its fastest layout: {', '.join(texts)}"
+    mine = plan.recipe.precision
+    own_gain = times(plan.settled, plain) if mine.rollout.is_quantized else WORTH
+    more = [text for name, text in zip(fastest, texts, strict=True) if gains[name] >= WORTH]
+    advice = ", or ".join(["precision=bf16", *([", ".join(more)] if more else [])])
+    why = f"{mine.name}'s {own_gain:.2f}x is too little to risk accuracy for"
+    return [
+        ("precisions", said if texts else "no FP8 fits"),
+        *([("take", f"{advice}: {why}")] if own_gain < WORTH else []),
+    ]
+
+
+def against_bf16(plan: Plan, host: Host) -> str:
+    """Compare a step with BF16's, in the layout that BF16 would get on the same GPUs."""
+    precision = plan.recipe.precision
+    if not (precision.rollout.is_quantized or precision.keeps_masters):
+        return "the baseline, BF16"
+    plain = in_precision(BASELINE, plan, host)
+    return f"{times(plan.settled, plain):.2f} times as fast as BF16" if plain else "BF16: refused"
+
+
+def if_shared(plan: Plan, host: Host) -> str:
+    """Compare a step with one in which every GPU trains and samples, in the layout it would get."""
+    cluster = replace(plan.recipe.cluster, rollout_gpus=0)
+    grpo = replace(plan.recipe.grpo, max_sample_age=None)
+    shared = _settled(replace(plan.recipe, cluster=cluster, grpo=grpo), host)
+    asynchronous = plan.recipe.grpo.is_asynchronous
+    typed = "cluster.rollout_gpus=0" + (", grpo.max_sample_age=null" if asynchronous else "")
+    how = f"if every GPU did both by turns ({typed})"
+    if shared is None:
+        return f"refused {how}"
+    said = f"{step_seconds(shared).total:.0f} s, {times(shared, plan.settled):.2f} times as fast"
+    return f"{said}, {how}; fits: {fit(memory_per_gpu(shared))}"
+
+
+def fit(memory: MemoryByPhase) -> str:
+    """Return `yes`, `TIGHT` below the headroom that a layout should have, or `NO`."""
+    free = memory.headroom(memory.worst)
+    return "yes" if free >= HEADROOM else "TIGHT" if free >= 0 else "NO"
+
+
+def times(settled: Settled, plain: Settled) -> float:
+    """Return how many times as fast a step is as another."""
+    return step_seconds(plain).total / step_seconds(settled).total
+
+
+def in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
+    """Return the same run in a shipped precision, in that one's layout; None if it cannot run."""
+    recipe = replace(plan.recipe, precision=_shipped(name))
+    return None if mistakes(recipe) else _settled(recipe, host)  # LoRA excludes FP8 training
+
+
+def _settled(recipe: Recipe, host: Host) -> Settled | None:
+    """Settle a recipe in the layout that it gets there; None if it is refused."""
+    try:
+        return plan_recipe(recipe, host).settled
+    except PlanError:
+        return None
+
+
+@cache
+def _shipped(name: str) -> Precision:
+    [recipe] = compose([f"precision={name}"])
+    return recipe.precision
