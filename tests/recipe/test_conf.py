@@ -35,7 +35,10 @@ MODELS = [
     option for option in options("model") if option != "auto"
 ]  # tests/recipe/test_own_model.py
 CORRECTIONS = ("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mis")  # not everybody's presets
-CELLS = list(product(options("precision"), CORRECTIONS))
+CELLS = [
+    *product(options("precision"), ("none", "tis")),
+    *product(("fp8-kv-attn",), CORRECTIONS[2:]),
+]  # all pairs: tests/nemo_config/test_plans.py
 REFUSED = {
     "nvfp4-w4a16": lambda recipe: (
         "is for dense models" if recipe.model.shape.experts
