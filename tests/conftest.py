@@ -1,8 +1,10 @@
 """Shared fixtures: plans of the tiny models, small enough to run in a test."""
 
+import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 os.environ.setdefault(
@@ -27,6 +29,20 @@ SMALL = [
     "grpo.validate_first=false",
     "data.difficulty=1",
 ]
+
+
+IDLE = 0.3
+"""Seconds that `slowed` took on the machine for which limits of seconds were written, idle."""
+
+
+def slowed() -> float:
+    """Return how many times as long as on that machine Python's own work takes here and now."""
+    start = time.process_time()
+    tree = [{"number": number, "text": str(number) * 3} for number in range(400)]
+    for _ in range(750):
+        tree = json.loads(json.dumps(tree))
+        sorted(map(str, tree))
+    return max(1.0, (time.process_time() - start) / IDLE)
 
 
 def small_plan(outputs: Path, *arguments: str) -> Plan:

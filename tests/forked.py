@@ -34,10 +34,18 @@ FORKING.set_forkserver_preload(list(LOADED))
 class Typed:
     """`python -m MODULE WORDS` in the clone, forked; the runs that it starts are forked too."""
 
-    def __init__(self, module: str, *words: object) -> None:
-        """Start it."""
+    def __init__(self, module: str, *words: object, terminal: Path | None = None) -> None:
+        """Start it.
+
+        Args:
+            module: to be run.
+            words: its arguments.
+            terminal: where it writes, instead of files.
+        """
         self._folder = tempfile.TemporaryDirectory()
-        self._files = [Path(self._folder.name, name) for name in ("out", "err")]
+        files = [Path(self._folder.name, name) for name in ("out", "err")]
+        self._files = files if terminal is None else [terminal, terminal]
+        self._reads = terminal is None
         self._line = [module, *map(str, words)]
         arguments = self._line, self._files, dict(os.environ)
         self._process = FORKING.Process(target=_typed, args=arguments)
@@ -59,7 +67,7 @@ class Typed:
         self._process.join(seconds)
         self._process.kill()
         self._process.join()
-        said = [file.read_text() for file in self._files]
+        said = [file.read_text() if self._reads else "" for file in self._files]
         self._folder.cleanup()
         return subprocess.CompletedProcess(self._line, self._process.exitcode or 0, *said)
 

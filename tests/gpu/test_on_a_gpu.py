@@ -219,7 +219,7 @@ def test_a_replayed_step_gives_what_a_launched_one_gives(make_plan, monkeypatch,
     [frozen] = run_dir.freeze([plan := make_plan(f"model={model}", f"precision={precision}")])
     run = GrpoLoop(plan, frozen.path)
     run.progress.kv_scales = run._scales_of_prompts() if run.fp8_kv else {}
-    run._refit()
+    run._refit(0)
     run.chat.end = -1  # nothing ends before the second width
     prompts = [run.chat.prompt(each.input) for each in run.problems.validation[:8]]
 
@@ -302,7 +302,7 @@ def test_a_model_with_fused_norms_says_what_transformers_says(make_plan, model):
 def test_texts_are_scored_the_same_with_gradients_and_without(make_plan, model):
     [frozen] = run_dir.freeze([plan := make_plan(f"model={model}", "precision=fp8-e2e")])
     run = GrpoLoop(plan, frozen.path)
-    run._refit()
+    run._refit(0)
     batch = run._sample(run.problems.validation[:8], torch.Generator("cuda").manual_seed(0))
     assert torch.equal(run.policy.logprobs(batch), run.policy._score(batch).detach())
 

@@ -261,7 +261,7 @@ def test_scales_of_heads_arrive_are_recalibrated_and_survive_a_stop(make_plan, t
 
 def test_fp16_is_what_both_sides_hold_and_what_travels(make_plan, tmp_path):
     loop = GrpoLoop(make_plan("precision=fp16", "model=tiny-qwen3-moe"), tmp_path)
-    loop._refit()
+    loop._refit(0)
     held = [*loop.policy.model.parameters(), *loop.engine.wire_tensors().values()]
     assert {each.dtype for each in held} == {torch.float16}
     computed = set()

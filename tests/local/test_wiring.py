@@ -89,7 +89,7 @@ def test_the_optimizer_is_handed_the_gradient_of_the_loss_as_defined(make_plan, 
     correction = ["correction=mis", f"correction.renormalize_denominator={renormalize}"]
     grpo = [f"grpo.updates_per_step={updates}", f"grpo.kl_penalty={penalty}"]
     run = run_of(make_plan("precision=bf16", *correction, *grpo))
-    run._refit()
+    run._refit(0)
     problems = run._problems_of(0, run.settled.prompts_per_step)
     batch = run._sample(problems, run.progress.sampler)
     mask, size = batch.response_mask_BR, len(batch.tokens_BT) // updates
@@ -180,7 +180,7 @@ def test_a_step_hands_each_quantity_of_its_own_sequences_to_the_update(make_plan
 
 def test_rewarded_answers_become_likelier_and_others_less(make_plan):
     run = run_of(make_plan("precision=bf16", "grpo.prompts_per_step=8", "grpo.steps=6"))
-    run._refit()
+    run._refit(0)
     problems = [each for each in run._problems_of(0, 8) for _ in range(2)]
     answered = run._answered(problems, torch.Generator().manual_seed(1))
     batch, right = answered.batch, answered.right_B == 1
@@ -193,7 +193,7 @@ def test_rewarded_answers_become_likelier_and_others_less(make_plan):
 
 def test_tokens_are_drawn_as_often_as_their_logprobs_say(make_plan):
     run, draws = run_of(make_plan("precision=bf16", "grpo.max_new_tokens=1")), 20_000
-    run._refit()
+    run._refit(0)
     forward, one = run.engine.model.forward, slice(1)
     shapes = ("input_ids", "attention_mask", "position_ids")
 

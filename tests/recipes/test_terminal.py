@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from fp8_nemo.runs.terminal import command, table
 from tests.conftest import SMALL
+from tests.forked import Typed
 
 ROOT = Path(__file__).parents[2]
 ARCHIVE = ROOT / "benchmarks" / "results" / "runs.jsonl.gz"
@@ -23,19 +25,18 @@ def seen(columns, *words, kind="dumb"):
     """What a verb writes to a terminal of so many columns, lines as they are shown."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (50, columns))
-    own = os.environ | {"TERM": kind, "NO_COLOR": "1"}
-    own.pop("COLUMNS", None)
-    line = [sys.executable, "-m", "recipes.cli", *map(str, words)]
-    child = subprocess.Popen(line, cwd=ROOT, stdout=theirs, stderr=theirs, env=own)
-    os.close(theirs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", kind)
+        patch.setenv("NO_COLOR", "1")
+        patch.delenv("COLUMNS", raising=False)
+        child = Typed("recipes.cli", *words, terminal=Path(os.ttyname(theirs)))
     text = b""
-    try:
-        while part := os.read(ours, 1 << 16):
-            text += part
-    except OSError:  # Linux says so when the other side has closed
-        pass
+    while child.is_alive or select.select([ours], [], [], 0)[0]:
+        if select.select([ours], [], [], 0.02)[0]:
+            text += os.read(ours, 1 << 16)
+    child.end()
+    os.close(theirs)
     os.close(ours)
-    child.wait(timeout=60)
     return text.decode().replace("\r\n", "\n").replace("\r", "\n").splitlines()
 
 

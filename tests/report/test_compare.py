@@ -28,6 +28,7 @@ from fp8_nemo.report.page import comparison_table, to_markdown
 from fp8_nemo.report.runs import find_runs, read_run, read_runs
 from fp8_nemo.runs import provenance, run_dir
 from fp8_nemo.runs.metrics import append_metrics
+from tests.conftest import slowed
 
 BF16 = Precision("bf16")
 KV = Precision("fp8-kv-attn", rollout_linear="fp8", rollout_kv="fp8")
@@ -606,7 +607,7 @@ def test_30_runs_of_1000_steps_compare_in_under_5_seconds(make, capsys, tmp_path
                 file.writelines(json.dumps(row) + "\n" for row in rows)
     start = time.process_time()  # not the clock on the wall: tests share cores
     assert main([str(tmp_path / "outputs")]) == 0
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 5 * slowed()
     assert capsys.readouterr().err == ""
 
 

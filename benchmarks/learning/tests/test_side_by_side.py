@@ -59,6 +59,7 @@ def test_a_run_that_cannot_begin_gives_its_place_back(tmp_path):
     assert runs.run(cell).code == 130 and not runs.under_way
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_end_it_starts_none_and_what_runs_saves(tmp_path, number):
     pytest.importorskip("torch")

@@ -71,6 +71,7 @@ def test_a_run_that_fails_costs_no_other(tmp_path, capsys):
     assert plans[0].run_name in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_cut_off_it_keeps_whole_runs_and_the_same_line_does_the_others(tmp_path):
     script = [sys.executable, "-m", "benchmarks.learning.study", str(tmp_path)]
     line = [*script, *SETTINGS, "experiment=bf16", "seed=1,2,3"]
