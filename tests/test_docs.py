@@ -141,7 +141,7 @@ def planned(gpu, tokens, gpus=8):
         f"cluster.gpus_per_node={gpus}",
     ])  # fmt: skip
     said = dict(precisions(plan, MAIN))["precisions"]
-    return dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))
+    return dict(re.findall(r"(\S+) ([\d.]+)x", said))
 
 
 def short_on_h100():
@@ -156,7 +156,7 @@ def planned_lora():
     [line] = re.findall(r"recipes.grpo (.*lora=.*)", (ROOT / "README.md").read_text())
     [plan] = compose_plans(line.split())
     said = dict(precisions(plan, MAIN))["precisions"]
-    return dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))[KV]
+    return dict(re.findall(r"(\S+) ([\d.]+)x", said))[KV]
 
 
 def planned_row(precision):

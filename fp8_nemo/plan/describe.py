@@ -302,7 +302,7 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
         yield f"{gpu} {there.tokens_per_second:,.0f} tokens/s"
     if recipe.precision.rollout.is_quantized:
         ratio = found.tokens_per_second / plain.tokens_per_second
-        yield f"{ratio:.2f} times BF16, whose cache holds {plain.running}"
+        yield f"{ratio:.2f} times BF16 in this layout, whose cache holds {plain.running}"
     if is_fitted(settled):
         yield "estimates, fitted on an H200"
     else:

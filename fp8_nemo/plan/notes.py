@@ -77,6 +77,8 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
                 f"bytes in four bits, and this is {settled.learning_rate:g}: the engine lags "
                 "behind the trainer until updates add up (refit/changed_bytes)"
             )
+    if recipe.noise.is_on and recipe.precision.rollout.is_quantized:
+        yield "noise: no run on a GPU had it, and tiny Llama gained nothing (docs/precision.md)"
     yield from _slow_experts(recipe)
     yield from _mixed_blocks(recipe)
     yield from _without_effect(recipe)
@@ -199,7 +201,8 @@ def _slow_experts(recipe: Recipe) -> Iterator[str]:
             "precision.rollout_linear: on an H100 FP8 experts of 128, 256 and 512 rows took 1.10, "
             "0.92 and 0.80 of BF16's time with the tiles that ship for engines of one GPU, and "
             "1.25 to 1.64 with vLLM's default (benchmarks/results/experts-h100.json, the kernel "
-            "alone); the step's estimate does not know it, and no engine ran with them"
+            "alone); the estimate ignores this, and no engine has run with these tiles: take "
+            "precision=bf16 until you have timed yours"
         )
 
 

@@ -108,7 +108,7 @@ def test_the_plan_says_the_layout_and_the_next_two():
 def test_the_plan_says_what_every_precision_that_fits_gains():
     found = precisions(plan("precision=fp8-linear", "grpo.max_new_tokens=8192"), MAIN)
     said = dict(found)["precisions"]
-    gains = dict(re.findall(r"(\S+) ([\d.]+)", said.rpartition(": ")[2]))
+    gains = dict(re.findall(r"(\S+) ([\d.]+)x", said))
     assert gains.keys() == {*option_names("precision")} - {"bf16", *NOT_COMPARED}
     for name, gain in gains.items():
         row = dict(decision(plan(f"precision={name}", "grpo.max_new_tokens=8192"), MAIN))["step"]
@@ -123,11 +123,15 @@ def test_the_plan_says_what_to_take_where_its_own_precision_gains_too_little():
         return dict(precisions(plan(*words), MAIN)).get("take")
 
     short = ("grpo.max_new_tokens=2048", "cluster.gpu=h200")
-    advice, _, why = str(told(*short)).partition(": ")
-    assert advice.startswith("precision=bf16, or fp8-e2e-kv-attn ") and "fp8-linear" not in advice
-    assert why.startswith("fp8-kv-attn's 1.0") and "too little" in why
+    why, _, others = str(told(*short)).partition("; ")
+    assert why.startswith("precision=bf16: fp8-kv-attn's 1.0") and why.endswith("accuracy for")
+    assert others.startswith("by estimate, at the same risk: fp8-e2e-kv-attn 1.")
+    assert "fp8-linear" not in others
     [small] = compose_plans(["model=llama32-1b", "grpo=one-gpu"], lambda recipe: MAIN)
     assert dict(precisions(small, MAIN))["take"].startswith("precision=bf16: ")
+    [experts] = compose_plans(["model=qwen3-30b-a3b"], lambda recipe: MAIN)
+    assert "not timed in an engine" in dict(precisions(experts, MAIN))["take"]
+    assert "too large: fp" in dict(precisions(experts, MAIN))["precisions"]
     for worth in (["precision=fp8-e2e"], ["precision=bf16"], ["precision=fp16"]):
         assert told(*short, *worth) is None
 

@@ -31,23 +31,38 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
         return []
     timed = [each for each in option_names("precision") if not _shipped(each).rollout.group]
     others = filter(None, (in_precision(name, plan, host) for name in timed))  # not four bits
-    gains = {
-        each.recipe.precision.name: times(each, plain)
-        for each in others
-        if each.recipe.precision != plain.recipe.precision and fit(memory_per_gpu(each)) == "yes"
-    }
+    gains, too_large = dict[str, float](), list[str]()
+    for each in others:
+        name = each.recipe.precision.name
+        if name != BASELINE and fit(memory_per_gpu(each)) == "yes":
+            gains[name] = times(each, plain)
+        elif name != BASELINE:
+            too_large.append(name)
     fastest = sorted(gains, key=lambda name: -gains[name])
-    texts = [f"{name} {gains[name]:.2f}x" for name in fastest]
-    said = f"against BF16, each in its fastest layout: {', '.join(texts)}"
-    mine = plan.recipe.precision
-    own_gain = times(plan.settled, plain) if mine.rollout.is_quantized else WORTH
-    more = [text for name, text in zip(fastest, texts, strict=True) if gains[name] >= WORTH]
-    advice = ", or ".join(["precision=bf16", *([", ".join(more)] if more else [])])
-    why = f"{mine.name}'s {own_gain:.2f}x is too little to risk accuracy for"
+    texts = {name: f"{name} {gains[name]:.2f}x" for name in fastest}
+    said = f"against BF16, each in its fastest layout: {', '.join(texts.values())}"
+    said += f"; too large: {', '.join(too_large)}" if too_large else ""
+    why_not = _why_not(plan, times(plan.settled, plain))
+    more = ", ".join(text for name, text in texts.items() if gains[name] >= WORTH)
+    advice = f"precision=bf16: {why_not}" + (
+        f"; by estimate, at the same risk: {more}" if more and not plan.recipe.model.shape.experts
+        else ""
+    )  # fmt: skip
     return [
         ("precisions", said if texts else "no FP8 fits"),
-        *([("take", f"{advice}: {why}")] if own_gain < WORTH else []),
+        *([("take", advice)] if why_not else []),
     ]
+
+
+def _why_not(plan: Plan, gain: float) -> str:
+    """Say why a plan's precision is not worth its risk; nothing if it is, or has none."""
+    recipe = plan.recipe
+    name, experts = recipe.precision.name, recipe.model.shape.experts
+    if not recipe.precision.rollout.is_quantized:
+        return ""
+    if experts and recipe.cluster.gpu == "h100":
+        return "FP8 experts were not timed in an engine on an H100"
+    return f"{name}'s {gain:.2f}x is too little to risk accuracy for" if gain < WORTH else ""
 
 
 def against_bf16(plan: Plan, host: Host) -> str:
