@@ -121,7 +121,7 @@ def test_a_job_that_saves_nothing_before_its_limit_is_not_requeued_for_ever(slur
 
 
 def test_a_job_that_loses_one_node_of_two_goes_on_when_there_are_two_again(slurm, small):
-    often = ["grpo.steps=250", "grpo.checkpoint_every=20", "cluster.nodes=2", "seed=25"]
+    often = ["grpo.steps=600", "grpo.checkpoint_every=20", "cluster.nodes=2", "seed=25"]
     [job] = slurm.submit(*small, *SIZE, *often)
     job.wait(120, until=lambda job: steps(job) >= 45)
     slurm.kill_node("node2")
@@ -130,4 +130,4 @@ def test_a_job_that_loses_one_node_of_two_goes_on_when_there_are_two_again(slurm
     finally:
         slurm.start_node("node2")
     job.wait(180, until=lambda job: "restart 1" in job.log).finished(300)
-    assert rows(job) == [*range(251)]
+    assert rows(job) == [*range(601)]
