@@ -132,14 +132,14 @@ def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path):
 
 def test_a_job_whose_node_is_lost_goes_on_on_another(slurm, small, tmp_path):
     """Its processes live on behind the dead slurmd, and must not write beside the new attempt."""
-    size = ["grpo.steps=600", "grpo.checkpoint_every=20", "grpo.validate_every=300", "seed=4"]
+    size = ["grpo.steps=800", "grpo.checkpoint_every=20", "grpo.validate_every=400", "seed=4"]
     [job] = slurm.submit(*small, *size, FAST)
     job.wait(90, until=lambda job: steps(job) >= 30)
     first = job.state["NodeList"]
     slurm.kill_node(first)
     try:
         job.wait(120, until=lambda job: "restart 1" in job.log)
-        assert job.state["NodeList"] != first and "from step 600 of" not in job.log
+        assert job.state["NodeList"] != first and "from step 800 of" not in job.log
         job.finished(240)
     finally:
         slurm.start_node(first)
