@@ -1180,7 +1180,9 @@ def test_a_plan_says_what_a_measured_model_decodes_and_that_a_full_cache_halves_
     held = [int(sequences.search(text)[1]) for text in (plain, fp8)]
     assert held[0] < 256 and held[1] == min(256, 2 * held[0])  # half the bytes a token
     rates = [int(rate.search(text)[1].replace(",", "")) for text in (plain, fp8)]
-    assert f"{rates[1] / rates[0]:.2f} times BF16 in this layout, whose cache holds {held[0]};" in fp8
+    assert (
+        f"{rates[1] / rates[0]:.2f} times BF16 in this layout, whose cache holds {held[0]};" in fp8
+    )
     assert rates[1] > 1.5 * rates[0] and "times BF16" not in plain
     assert all("h100" in text and "fitted on an H200" in text for text in (plain, fp8))
 
