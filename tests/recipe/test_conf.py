@@ -35,6 +35,7 @@ MODELS = [
     option for option in options("model") if option != "auto"
 ]  # tests/recipe/test_own_model.py
 CORRECTIONS = ("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mis")  # not everybody's presets
+CELLS = list(product(options("precision"), CORRECTIONS))
 REFUSED = {
     "nvfp4-w4a16": lambda recipe: (
         "is for dense models" if recipe.model.shape.experts
@@ -78,9 +79,8 @@ def test_an_option_file_sets_only_keys_of_its_group(group, option):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_precision_plans_on_every_model_and_every_correction_on_one(model):
     """All pairs with NeMo RL's own keys: tests/nemo_config/test_plans.py."""
-    cells = [(each, correction) for each in options("precision") for correction in ("tis", "none")]
-    cells = cells if model == "llama31-8b" else cells[::2]
-    cells += product(["fp8-kv-attn"], CORRECTIONS) if model == "llama31-8b" else []
+    one = model == "llama31-8b"
+    cells = CELLS if one else [(each, "tis") for each in options("precision")]
     extra = ["model.layout=null"]  # what it chooses is the matter of tests/plan
     extra += ["model.path=somewhere"] if model == "small-llama" else []
     for precision, correction in cells:
