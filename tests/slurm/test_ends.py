@@ -34,22 +34,23 @@ def preempt(slurm, job: Job) -> None:
     slurm.call("sbatch", *urgent, "--wrap=sleep 5")
 
 
-def saved_and_went_on(job: Job) -> None:
+def saved_and_went_on(job: Job) -> list[int]:
+    """Wait for the second attempt, which goes on from what was saved; return all steps."""
     job.wait(120, until=lambda job: "restart 1" in job.log).finished(240)
-    assert rows(job) == [*range(151)]
     again = job.log.partition("restart 1")[2].partition("from step ")[2]
     assert int(again.split()[0]) >= 30, job.log
     assert "Ray did not end" not in job.log
     for process in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             assert f"RAY_TMPDIR=/tmp/fp8-nemo-{job.id}-".encode() not in process.read_bytes()
+    return rows(job)
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_job_that_is_preempted_at_once_saves_and_goes_on(slurm, small, nodes):
     [job] = slurm.submit(*small, *SIZE, f"cluster.nodes={nodes}", "seed=21")
     preempt(slurm, job)
-    saved_and_went_on(job)
+    assert saved_and_went_on(job) == [*range(151)]
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -61,7 +62,7 @@ def test_a_preempted_cell_gives_its_nodes_back_before_its_grace_ends(slurm, smal
     first.wait(60, until=lambda job: job.state["JobState"] == "PENDING")
     assert time.monotonic() - began < 30, "the nodes were held for the whole GraceTime"
     assert "preempted; back into the queue" in first.log
-    saved_and_went_on(first)
+    assert saved_and_went_on(first) == [*range(151)]
     second.wait(240).finished()
     assert second.state["Restarts"] == "0"
 

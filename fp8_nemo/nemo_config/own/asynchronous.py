@@ -39,7 +39,36 @@ def asynchronous_limits(settled: Settled, written: Mapping[str, Any]) -> Iterato
         settled: the run's recipe.
         written: every key of NeMo RL's, the base's and the user's own among them.
     """
+    yield from _of_placement(settled)
+    yield from _of_samples(settled)
+    yield from _of_loop(settled, written)
+
+
+def _of_placement(settled: Settled) -> Iterator[Limit]:
+    """Yield the limits of which GPUs sample, and how."""
     recipe, at = settled.recipe, settled.layout
+    age, here = recipe.grpo.max_sample_age, recipe.grpo.is_asynchronous
+    yield Limit(
+        "grpo.max_sample_age",
+        age,
+        here and settled.shares_gpus,
+        "needs GPUs that sample while others train",
+        SEAMS["async-apart"].path,
+        f"set cluster.rollout_gpus=N, or {SYNCHRONOUS}",
+    )
+    yield Limit(
+        "model.parallel.rollout_expert",
+        at.rollout_expert,
+        here and at.rollout_expert not in (1, at.rollout_tensor),
+        f"must be 1 or rollout_tensor={at.rollout_tensor} with grpo.max_sample_age={age}",
+        SEAMS["async-experts"].path,
+        f"lower it, or {SYNCHRONOUS}",
+    )
+
+
+def _of_samples(settled: Settled) -> Iterator[Limit]:
+    """Yield the limits of samples that are a step old."""
+    recipe = settled.recipe
     age, here = recipe.grpo.max_sample_age, recipe.grpo.is_asynchronous
     yield Limit(
         "grpo.max_sample_age",
@@ -48,14 +77,6 @@ def asynchronous_limits(settled: Settled, written: Mapping[str, Any]) -> Iterato
         "must be 1: without updates in flight, older samples make nothing faster",
         SEAMS["async-age"].path,
         f"set 1, or {SYNCHRONOUS}",
-    )
-    yield Limit(
-        "grpo.max_sample_age",
-        age,
-        here and settled.shares_gpus,
-        "needs GPUs that sample while others train",
-        SEAMS["async-apart"].path,
-        f"set cluster.rollout_gpus=N, or {SYNCHRONOUS}",
     )
     yield Limit(
         "precision.rollout_kv",
@@ -73,6 +94,11 @@ def asynchronous_limits(settled: Settled, written: Mapping[str, Any]) -> Iterato
         SEAMS["async-correction"].path,
         f"choose correction=tis, or {SYNCHRONOUS}",
     )
+
+
+def _of_loop(settled: Settled, written: Mapping[str, Any]) -> Iterator[Limit]:
+    """Yield the limits of keys that NeMo RL's asynchronous loop ignores, or that it needs."""
+    recipe, here = settled.recipe, settled.recipe.grpo.is_asynchronous
     for key, options in EXCLUDED.items():
         given = {f"algorithm.{name}": getattr(recipe.algorithm, name) for name in options}
         set_by = next((name for name, value in given.items() if value is not None), f"nemo.{key}")
@@ -91,12 +117,4 @@ def asynchronous_limits(settled: Settled, written: Mapping[str, Any]) -> Iterato
         "must be true: else prompts that begin alike are sampled with K and V of older weights",
         SEAMS["async-prefixes"].path,
         f"leave it out, or {SYNCHRONOUS}",
-    )
-    yield Limit(
-        "model.parallel.rollout_expert",
-        at.rollout_expert,
-        here and at.rollout_expert not in (1, at.rollout_tensor),
-        f"must be 1 or rollout_tensor={at.rollout_tensor} with grpo.max_sample_age={age}",
-        SEAMS["async-experts"].path,
-        f"lower it, or {SYNCHRONOUS}",
     )
