@@ -20,11 +20,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, suppress
-from pathlib import Path
 
-import fp8_nemo
 from fp8_nemo.launch.preflight import visible_gpus
 from fp8_nemo.nemo_config.seams import SEAMS
+from fp8_nemo.recipe.model_dir import SHIPPED
 
 RESOURCE = "slurm-"
 
@@ -152,7 +151,7 @@ def connect(limit: int) -> None:
     deadline = time.monotonic() + limit
     while True:
         try:
-            with own_code_first():
+            with outside_code():
                 ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
             return
         except ConnectionError:
@@ -162,13 +161,14 @@ def connect(limit: int) -> None:
 
 
 @contextmanager
-def own_code_first() -> Iterator[None]:
-    """Run the block in the folder of this code, so that Ray's workers import this code.
+def outside_code() -> Iterator[None]:
+    """Run the block in a folder without Python, so that Ray's workers import by `PYTHONPATH`.
 
     Ray puts the driver's working directory before `PYTHONPATH` (`worker.py`, `code_paths`). A job's
-    is the clone that it was submitted from, which may have been edited since.
+    is the clone that it was submitted from, which may have been edited since. The folder of this
+    package, if it is installed, has the driver's other packages, which would hide a worker's own.
     """
-    with chdir(Path(fp8_nemo.__file__).parents[1]):
+    with chdir(SHIPPED):
         yield
 
 

@@ -30,7 +30,7 @@ from fp8_nemo.launch.engine_checks import (
     stop_if_it_cannot_sleep_or_wake,
 )
 from fp8_nemo.launch.environments import settings_of, workers_of
-from fp8_nemo.launch.ray_cluster import open_for_anyone, own_code_first
+from fp8_nemo.launch.ray_cluster import open_for_anyone, outside_code
 from fp8_nemo.nemo_config.checkout import config_of
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.nemo_config.own.environments import classes
@@ -183,7 +183,7 @@ def _set_up(plan: Plan, path: Path, root: Path) -> Session:
     written = plan.nemo.overrides | path_overrides(plan.recipe, path, root)
     config = MasterConfig(**config_of(root, plan.nemo.base_config, written))
     config.logger["log_dir"] = get_next_experiment_dir(config.logger["log_dir"])
-    with own_code_first():
+    with outside_code():
         init_ray()
     _register_workers(workers_of(plan.recipe).values())
     stop_if_it_cannot_sleep_or_wake(VllmGeneration)

@@ -1,9 +1,11 @@
 """A run's own Ray: it gets the run's GPUs and no others, and ends with the run."""
 
 import os
+from pathlib import Path
 
 import pytest
 
+import fp8_nemo
 from fp8_nemo.launch import driver
 from fp8_nemo.launch.ray_cluster import take, wrong_numbers
 
@@ -57,3 +59,34 @@ def test_an_interrupt_stays_an_interrupt_when_the_cluster_is_gone(monkeypatch, t
     monkeypatch.setattr(driver.sys, "executable", str(short_lived))
     with pytest.raises(KeyboardInterrupt), driver.own_ray():
         raise KeyboardInterrupt
+
+
+def test_a_worker_imports_in_the_order_of_the_path_whatever_lies_beside_this_package(
+    answers_with_ray, monkeypatch, tmp_path
+):
+    """Beside an installed package lie the driver's others, which a worker may have of its own."""
+    first, site, submitted = folders = [tmp_path / name for name in ("first", "site", "submitted")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "neighbour.py").write_text(f"PLACE = {folder.name!r}\n")
+    (site / "fp8_nemo").symlink_to(Path(fp8_nemo.__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [first, site])))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(submitted)
+    code = f"""
+import sys
+sys.path = [each for each in sys.path if each not in ("", {str(submitted)!r})]
+import ray, fp8_nemo
+from fp8_nemo.launch.ray_cluster import connect
+connect(0)
+
+@ray.remote(num_cpus=0)
+def place():
+    import neighbour
+    return neighbour.PLACE
+
+answers += [fp8_nemo.__file__, ray.get(place.remote(), timeout=60)]
+"""
+    package, place = answers_with_ray(code)[0]
+    assert Path(package).parents[1] == site, "the driver's is the installed one"
+    assert place == "first"
