@@ -56,7 +56,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/shellcheck --severity=warning --shell=bash slurm/*.sbatch slurm/*.sh slurm/container/*.sh benchmarks/glue/node_job.sh
+	$(BIN)/shellcheck --severity=warning --shell=bash slurm/*.sbatch slurm/*.sh slurm/container/*.sh benchmarks/glue/*.sh
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

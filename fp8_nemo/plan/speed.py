@@ -215,8 +215,8 @@ def decode_of_engine(settled: Settled, context: float) -> Decode:
 def fitted_for(model: Model) -> Fitted:
     """Return the fitted constants of a model, else those of the most similar one.
 
-    Of a model with fewer or more layers, half of a step's costs go by layers: so 8 layers of 8B come
-    out 3% too long on an H100, and 16 on an H200 7% too short, in NeMo RL
+    Of a model with fewer or more layers, half of a step's costs go by layers. So 8 layers of 8B
+    come out 3% too long on an H100 and 16 on an H200 7% too short, in NeMo RL
     (real-steps-8b8-stock-h100.json, real-steps-8b16-h200.json).
     """
     if found := FITTED.get((model.name, model.shape.layers)):
