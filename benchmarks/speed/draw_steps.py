@@ -1,10 +1,10 @@
-"""Draw the seconds of a step by phase: two pairs that NeMo RL ran, and sums of phases.
+"""Draw the seconds of a step by phase: pairs that NeMo RL ran, and sums of phases.
 
 python -m benchmarks.speed.draw_steps
 
-Writes docs/figures/real-step-8b.svg, which README shows, from `benchmarks.speed.real_steps`, and
-docs/figures/step-8b.svg, which docs/speed.md shows, from `benchmarks.speed.step`. Every number in
-the figures is a text that `tests/test_docs.py` compares with the files.
+Writes docs/figures/real-step-8b.svg, which README shows, and beside-nemo-rl.svg from
+`benchmarks.speed.real_steps`, and step-8b.svg from `benchmarks.speed.step`. Every number in the
+figures is a text that `tests/test_docs.py` compares with the files.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ DRAWINGS = {
         11,
         2.4,
     ),
+    "beside-nemo-rl": Drawing(
+        "8 layers of Llama 3.1 8B in NeMo RL, FP8 in rollout and training (black: each step)",
+        {"one H100, 64 answers of 3,880 tokens": "real-steps-8b8-stock-h100.json"},
+        9,
+        2.4,
+    ),
     "step-8b": Drawing(
         "Llama 3.1 8B: FP8 shortens a step where answers are long",
         {
@@ -50,15 +56,23 @@ DRAWINGS = {
         3.4,
     ),
 }
-CELLS = ("bf16", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn")
-COLORS = {"rollout": "#0072B2", "logprob": "#E69F00", "train": "#009E73", "refit": "#CC79A7"}
+STOCK = "NeMo RL's own recipe"
+CELLS = ("bf16", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn", STOCK)
+COLORS = {
+    "rollout": "#0072B2",
+    "logprob": "#E69F00",
+    "train": "#009E73",
+    "refit": "#CC79A7",
+    "rest": "#999999",
+}
 """Okabe and Ito's, which the colour-blind tell apart."""
 
 
 def rows_of(file: str) -> dict[str, dict[str, Any]]:
     """Return a results file's rows by precision: `{"bf16": {"rollout": 36.7, ...}}`."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["rows"]
-    return {row.get("precision") or cell_precision(row["cell"]): row for row in rows}
+    content = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+    rows = {row.get("precision") or cell_precision(row["cell"]): row for row in content["rows"]}
+    return rows | {STOCK: row for row in content.get("stock", [])}
 
 
 def drawn(file: str) -> dict[str, dict[str, Any]]:
@@ -84,6 +98,8 @@ def draw_panel(axes: Axes, title: str, rows: dict[str, dict[str, Any]], longest:
     for place, row in enumerate(reversed(rows.values())):
         left = 0.0
         for phase, color in COLORS.items():
+            if phase not in row:
+                continue
             name = phase if place == 0 else None
             axes.barh(place, row[phase], left=left, color=color, label=name, height=0.7)
             left += row[phase]
@@ -108,7 +124,7 @@ def draw(name: str, drawing: Drawing) -> None:
     for axes, (title, rows) in zip(panels, workloads.items(), strict=True):
         draw_panel(axes, title, rows, longest)
     figure.suptitle(drawing.title, weight="bold")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     FOLDER.mkdir(exist_ok=True)
     figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None}, facecolor="white")
 
