@@ -72,7 +72,7 @@ def rows_of(file: str) -> dict[str, dict[str, Any]]:
     """Return a results file's rows by precision: `{"bf16": {"rollout": 36.7, ...}}`."""
     content = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
     rows = {row.get("precision") or cell_precision(row["cell"]): row for row in content["rows"]}
-    return rows | {STOCK: row for row in content.get("stock", [])}
+    return rows | dict(zip([STOCK], content.get("stock", []), strict=False))
 
 
 def drawn(file: str) -> dict[str, dict[str, Any]]:
