@@ -223,8 +223,8 @@ def fitted_for(model: Model) -> Fitted:
         return found
     alike = MOST_ALIKE[model.shape.experts > 0]
     share = (1 + model.shape.layers / alike[1]) / 2
-    decode, sequence, quantize, refit = FITTED[alike]
-    return Fitted(decode * share, sequence * share, quantize * share, refit)
+    decode, sequence, quantize, _ = FITTED[alike]
+    return Fitted(decode * share, sequence * share, quantize * share)
 
 
 def is_fitted(settled: Settled) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fp8_nemo.plan.memory import moved_bytes
 from fp8_nemo.plan.model import adapters, census, count
-from fp8_nemo.plan.speed import GPU_SPEED, decode_of_engine, fitted_for, refit_seconds
+from fp8_nemo.plan.speed import FITTED, GPU_SPEED, decode_of_engine, refit_seconds
 from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.settled import Settled
@@ -84,8 +84,12 @@ DOUBLED = 1.15
 """Assumed factor on the rollout for each doubling of an engine's GPUs. None was measured: NeMo RL
 runs such engines by Ray's executor, and they lack vLLM's second model runner."""
 REFIT_REST = 0.6
-"""Seconds of a refit beside its transfer, in which trainer and engine change places on a GPU
+"""Seconds of a refit of 8B beside its transfer, in which trainer and engine change places on a GPU
 (benchmarks/results/glue-8b-h200.json)."""
+REFIT_LEAST, REFIT_PARAMETERS = 0.15, 8.03e9
+"""What a refit of no weights would take of 8B's seconds, and 8B's parameters; the rest goes by
+them. So 0.42 s for 8 of 8B's layers, which took 0.37, 0.59 for 16 (0.52 and 0.68), 0.28 for Llama
+3.2 1B (0.29) and 0.14 for tiny models (0.13) in NeMo RL; a larger one than 8B was not measured."""
 REFIT_APART = 0.208
 """Seconds of a refit to other GPUs that its bytes do not explain: both hosts' launches, of 8B's
 tensors, with names alone compared (the row `ledger` of benchmarks/results/glue-8b-nccl-h200.json).
@@ -145,12 +149,14 @@ def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSecond
     recipe = settled.recipe
     shape, gpu = recipe.model.shape, recipe.cluster.gpu
     wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
-    fixed = (fitted_for(recipe.model).refit or 0.0) + REFIT_REST
+    sent = count(shape, wire)
+    share = REFIT_LEAST + (1 - REFIT_LEAST) * sent.parameters / REFIT_PARAMETERS
+    fixed = share * ((FITTED["llama31-8b", 32].refit or 0.0) + REFIT_REST)
     if not settled.shares_gpus:
-        fixed = REFIT_APART + count(shape, wire).refit_bytes / NVLINK
+        fixed = REFIT_APART + sent.refit_bytes / NVLINK
     refit = refit_seconds(shape, wire, gpu, fixed)
     if recipe.lora.is_on:
-        refit += MERGE_BYTES * count(shape, wire).parameters / GPU_SPEED[gpu].reached().weights
+        refit += MERGE_BYTES * sent.parameters / GPU_SPEED[gpu].reached().weights
     passes = 2 if settled.kl_penalty else 1
     phases = OverlappedSeconds if recipe.grpo.is_asynchronous else StepSeconds
     return phases(
