@@ -60,9 +60,10 @@ LAUNCH = {
 }
 """Least seconds of a layer's pass: what the host needs to launch it. Not fitted: read off by hand
 (bench-train-8b-tp2-h200.json and bench-train-30b-ep8-h200.json); of `dense` in BF16, assumed."""
-PAUSE = 0.053
-"""Seconds that NeMo RL's host adds to each micro-batch of training, with the GPU idle: 33 of two
-answers took 1.7 s less than 64 of one (real-steps-8b-2-h200.json)."""
+PAUSE = 0.053 / 32
+"""Seconds that NeMo RL's host adds to each micro-batch of training for each layer, with the GPU
+idle: 33 of two answers took 1.7 s less than 64 of one of 8B's 32 layers (real-steps-8b-2-h200.json).
+By layers, training of 8 of them comes out 1% too long (real-steps-8b8-stock-h100.json)."""
 LOGIT_BYTES = Reached(58, 11)
 """Memory traffic of one logit in the loss, beside the product that makes it."""
 CHUNKED_BYTES = 60
@@ -202,7 +203,8 @@ def _passes(settled: Settled, lengths: Lengths, sequences: int, *, trains: bool)
     each = tokens / micro_batches
     seconds = _pass_seconds(settled, lengths, each, 0)
     if trains:
-        seconds += _pass_seconds(settled, lengths, each, 1) + PAUSE
+        layers = settled.recipe.model.shape.layers / settled.layout.pipeline
+        seconds += _pass_seconds(settled, lengths, each, 1) + PAUSE * layers
     if trains and settled.layout.recompute:
         seconds += stack_seconds(settled, lengths, each, 0)
     return micro_batches * seconds
