@@ -62,8 +62,8 @@ LAUNCH = {
 (bench-train-8b-tp2-h200.json and bench-train-30b-ep8-h200.json); of `dense` in BF16, assumed."""
 PAUSE = 0.053 / 32
 """Seconds that NeMo RL's host adds to each micro-batch of training for each layer, with the GPU
-idle: 33 of two answers took 1.7 s less than 64 of one of 8B's 32 layers (real-steps-8b-2-h200.json).
-By layers, training of 8 of them comes out 1% too long (real-steps-8b8-stock-h100.json)."""
+idle: with 8B's 32, 33 of two answers took 1.7 s less than 64 of one (real-steps-8b-2-h200.json). By
+layers, training of 8 of them comes out 1% too long (real-steps-8b8-stock-h100.json)."""
 LOGIT_BYTES = Reached(58, 11)
 """Memory traffic of one logit in the loss, beside the product that makes it."""
 CHUNKED_BYTES = 60
