@@ -22,7 +22,7 @@ def test_two_runs_listen_on_one_port_and_see_an_empty_tmp():
         pytest.skip("namespaces need root")
     line = [APART, "python3", "-c", LISTENS]
     both = [
-        subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
         for _ in range(2)
     ]
     said = [run.stdout.readline().strip() for run in both if run.stdout]
