@@ -7,6 +7,7 @@ every one.
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ def put(image: Path, disk: Path) -> None:
     shutil.copytree(image, disk)
 
 
-def runs(tmp_path: Path, parts: int | None) -> None:
+def runs(tmp_path: Path, parts: int | None) -> Iterator[str]:
+    """Yield each moment after which a resumed run is not what it is without a loss."""
     disk = tmp_path / "disk"
     disk.mkdir()
     call = (trained, *RUN, f"outputs={disk}/outputs")
@@ -58,11 +60,13 @@ def runs(tmp_path: Path, parts: int | None) -> None:
         child = Child(tmp_path / "output", *call)
         assert child.end() == 0, f"{where}: {child.error}"
         [path] = disk.glob("outputs/*/*/*")
-        assert [row["step"] for row in rows(path / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5], where
-        assert tree(disk, OF_AN_ATTEMPT) == whole, where
+        steps = [row["step"] for row in rows(path / "metrics.jsonl")]
+        if steps != [0, 1, 2, 3, 4, 5] or tree(disk, OF_AN_ATTEMPT) != whole:
+            yield where
 
 
-def conversions(tmp_path: Path, parts: int | None) -> None:
+def conversions(tmp_path: Path, parts: int | None) -> Iterator[str]:
+    """Yield each moment after which a conversion that is done again is not whole."""
     disk = tmp_path / "disk"
     disk.mkdir()
     call = (verb, "quantize_checkpoint", str(SHIPPED / "tiny-qwen3-moe"), f"{disk}/new/fp8")
@@ -74,7 +78,8 @@ def conversions(tmp_path: Path, parts: int | None) -> None:
             assert tree(image) == whole, f"{where}: it can be loaded, and is not whole"
         put(image, disk)
         undisturbed(tmp_path / "output", *call)
-        assert tree(disk) == whole, where
+        if tree(disk) != whole:
+            yield where
 
 
 def loads(folder: Path) -> bool:
@@ -90,13 +95,13 @@ LOST = {"runs": runs, "conversions": conversions}
 
 @pytest.mark.parametrize(("what", "parts"), [("runs", 1), ("conversions", 6)])
 def test_after_a_loss_of_power_at_some_moments_it_goes_on_without_a_hole(what, parts, tmp_path):
-    LOST[what](tmp_path, parts)
+    assert list(LOST[what](tmp_path, parts)) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("what", LOST)
 def test_after_a_loss_of_power_at_any_moment_it_goes_on_without_a_hole(what, tmp_path):
-    LOST[what](tmp_path, None)
+    assert list(LOST[what](tmp_path, None)) == []
 
 
 def test_what_was_not_synced_is_lost(tmp_path):
