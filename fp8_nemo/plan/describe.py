@@ -242,15 +242,19 @@ def _others(settled: Settled, host: Host) -> dict[str, str]:
     """Return the next best layouts if the plan chooses the layout; else nothing."""
     if settled.recipe.model.layout != "auto":
         return {}
-    best: dict[tuple[int, int, int, bool], Choice] = {}  # batches alone make no new layout
+    best: dict[tuple[int, int, int, bool], Choice] = {}
     for each in choose(settled, host):
-        at = each.layout
-        if at != settled.layout:
-            best.setdefault((at.tensor, at.context, at.rollout_tensor, at.recompute), each)
+        best.setdefault(_kind(each.layout), each)
+    best.pop(_kind(settled.layout), None)
     return {
         f"layout {n}": f"{each.seconds.total:.0f} s: {_layout_text(settled, each.layout)}"
         for n, each in enumerate([*best.values()][:2], 2)
     }
+
+
+def _kind(layout: Layout) -> tuple[int, int, int, bool]:
+    """Return what makes a layout another: not its batches, chunks of logits or optimizer alone."""
+    return layout.tensor, layout.context, layout.rollout_tensor, layout.recompute
 
 
 def _with(settled: Settled, gpu: str, precision: Precision) -> Settled:

@@ -55,11 +55,14 @@ LAUNCH = {
     ("dense", "fp8"): Reached(2.4e-3, 3.6e-3),
     ("tensor", "bf16"): Reached(3.0e-3, 2.9e-3),
     ("tensor", "fp8"): Reached(5.1e-3, 3.6e-3),
-    ("experts", "bf16"): Reached(5.4e-3, 7.2e-3),
-    ("experts", "fp8"): Reached(8.5e-3, 10.0e-3),
+    ("experts", "bf16"): Reached(4.3e-3, 5.1e-3),
+    ("experts", "fp8"): Reached(6.7e-3, 7.0e-3),
 }
 """Least seconds of a layer's pass: what the host needs to launch it. Not fitted: read off by hand
 (bench-train-8b-tp2-h200.json and bench-train-30b-ep8-h200.json); of `dense` in BF16, assumed."""
+LAUNCH_EXPERT = {"bf16": Reached(0.07e-3, 0.13e-3), "fp8": Reached(0.11e-3, 0.19e-3)}
+"""What each expert that a GPU holds adds to it: 16 of Qwen3-30B-A3B's took 5.4 and 7.2 ms a layer
+in BF16, all 128 took 13 and 22 (bench-train-30b-h200.json)."""
 PAUSE = 0.053 / 32
 """Seconds that NeMo RL's host adds to each micro-batch of training for each layer, with the GPU
 idle: with 8B's 32, 33 of two answers took 1.7 s less than 64 of one (real-steps-8b-2-h200.json). By
@@ -237,7 +240,8 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
     each_token = _products(settled, way) * linear + attention + _adapter_seconds(settled, way)
     device = tokens / (layout.tensor * layout.context) * each_token
     kind = "experts" if shape.experts else "tensor" if layout.tensor > 1 else "dense"
-    each = max(device, LAUNCH[kind, name][way]) + _exchange(settled, tokens) / NVLINK
+    host = LAUNCH[kind, name][way] + LAUNCH_EXPERT[name][way] * shape.experts / layout.expert
+    each = max(device, host) + _exchange(settled, tokens) / NVLINK
     return shape.layers / layout.pipeline * each
 
 

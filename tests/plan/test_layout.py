@@ -105,6 +105,14 @@ def test_the_plan_says_the_layout_and_the_next_two():
     assert "layout 2" not in given
 
 
+def test_the_next_two_layouts_read_otherwise_than_the_first():
+    words = ("model=qwen3-30b-a3b", "cluster.gpu=h100", "grpo.max_new_tokens=16384")
+    [found] = compose_plans(words)
+    rows = dict(describe(found, MAIN))
+    texts = [rows[name].split("s: ")[-1] for name in ("layout", "layout 2", "layout 3")]
+    assert len(set(texts)) == 3
+
+
 def test_the_plan_says_what_every_precision_that_fits_gains():
     found = precisions(plan("precision=fp8-linear", "grpo.max_new_tokens=8192"), MAIN)
     said = dict(found)["precisions"]
@@ -193,6 +201,10 @@ def test_the_rates_are_those_of_the_results_file_and_hold_where_nothing_was_fitt
     dense = [row for row in content["rows"] if row["half"] == "tested" and not row["experts"]]
     late = [row for row in dense if abs(row["error"]) > 0.2]
     assert len(dense) >= 20 and [row["file"] for row in late] == ["bench-train-8b-4k-h200.json"]
+    experts = [row for row in content["rows"] if row["experts"]]
+    assert max(abs(row["error"]) for row in experts) < 0.4
+    all_on_one = [row for row in experts if (row["experts"], row["format"]) == (128, "bf16")]
+    assert len(all_on_one) == 8 and max(abs(row["error"]) for row in all_on_one) < 0.21
 
 
 def test_a_sweep_opens_with_one_row_a_cell():
