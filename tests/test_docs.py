@@ -167,6 +167,21 @@ def beside(phase, shown=None):
     return f"| {bold}{shown or phase}{bold} | {ours[phase]:.1f} s | {theirs[phase]:.1f} s |"
 
 
+def beside_bf16():
+    """The same 8 layers of 8B in BF16, timed on another machine: docs/speed.md."""
+    bf16 = draw_steps.rows_of("real-steps-8b8-bf16-h100.json")["bf16"]
+    ours = draw_steps.rows_of("real-steps-8b8-stock-h100.json")[BOTH]
+    gain = {phase: bf16[phase] / ours[phase] for phase in ("rollout", "step")}
+    return (
+        f"{bf16['step']:.1f} s](../benchmarks/results/real-steps-8b8-bf16-h100.json) by the same "
+        f"line on another machine of that kind: rollout {bf16['rollout']:.1f}, logprobs "
+        f"{bf16['logprob']:.1f}, training {bf16['train']:.1f}, the last two at "
+        f"{bf16['mfu_train']:.0%} of the\n  GPU's peak. Ours was {gain['step']:.2f} times as fast "
+        f"as that, its rollout {gain['rollout']:.2f} times. Some of it may be the machines: the "
+        f"plan says {bf16['plan']['step'] / ours['plan']['step']:.2f} times."
+    )
+
+
 def planned_lora():
     """Times as fast as BF16 that README's line of one H100 is to be, by the plan."""
     [line] = re.findall(r"recipes.grpo (.*lora=.*)", (ROOT / "README.md").read_text())
@@ -361,6 +376,7 @@ SAID = {
         *(partial(beside, phase) for phase in ("rollout", "refit", "step")),
         *(partial(beside, *row) for row in (("logprob", "logprobs"), ("train", "training"))),
         partial(beside, "rest", "between phases"),
+        beside_bf16,
         lambda: f"{real_gain('step')} as fast as in BF16",
         lambda: f"`fp8-kv-attn` {real_gain('step', ADAPTERS)}",
         *(partial(real_row, *each, pair) for pair in (ALL_TRAINED, ADAPTERS) for each in REAL_ROWS),

@@ -163,8 +163,8 @@ def _alignment(precision: Precision) -> str:
     if not precision.is_aligned:
         return ""
     quantizer = ", FP8 quantizer" if precision.rollout.is_quantized else ""
-    cache = ", nor with an FP8 cache" if precision.cache.is_quantized else ""
-    ran = f"measured in vLLM and Megatron, not yet run inside NeMo RL{cache}"
+    cache = "; not with an FP8 cache" if precision.cache.is_quantized else ""
+    ran = f"measured in vLLM and Megatron; inside NeMo RL it ran, its gain not measured{cache}"
     return f"; RoPE, SiLU{quantizer} by the trainer's formulas ({ran})"
 
 

@@ -188,7 +188,7 @@ def _slow_experts(recipe: Recipe) -> Iterator[str]:
     if not recipe.model.shape.experts:
         return
     yield (
-        "model: estimates of how long experts train were up to 80% too short (docs/speed.md), so "
+        "model: estimates of how long experts train were up to 40% off (docs/speed.md), so "
         "the step's seconds and the precisions' gains are rough"
     )
     if recipe.precision.train.is_quantized:
@@ -201,7 +201,7 @@ def _slow_experts(recipe: Recipe) -> Iterator[str]:
             "precision.rollout_linear: on an H100 FP8 experts of 128, 256 and 512 rows took 1.10, "
             "0.92 and 0.80 of BF16's time with the tiles that ship for engines of one GPU, and "
             "1.25 to 1.64 with vLLM's default (benchmarks/results/experts-h100.json, the kernel "
-            "alone); the estimate ignores this, and no engine has run with these tiles: take "
+            "alone); the estimate ignores this, and no engine was timed beside BF16's: take "
             "precision=bf16 until you have timed yours"
         )
 

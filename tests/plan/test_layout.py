@@ -138,7 +138,7 @@ def test_the_plan_says_what_to_take_where_its_own_precision_gains_too_little():
     [small] = compose_plans(["model=llama32-1b", "grpo=one-gpu"], lambda recipe: MAIN)
     assert dict(precisions(small, MAIN))["take"].startswith("precision=bf16: ")
     [experts] = compose_plans(["model=qwen3-30b-a3b"], lambda recipe: MAIN)
-    assert "not timed in an engine" in dict(precisions(experts, MAIN))["take"]
+    assert "not timed beside BF16's" in dict(precisions(experts, MAIN))["take"]
     assert "too large: fp" in dict(precisions(experts, MAIN))["precisions"]
     for worth in (["precision=fp8-e2e"], ["precision=bf16"], ["precision=fp16"]):
         assert told(*short, *worth) is None

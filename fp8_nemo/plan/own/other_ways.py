@@ -61,7 +61,7 @@ def _why_not(plan: Plan, gain: float) -> str:
     if not recipe.precision.rollout.is_quantized:
         return ""
     if experts and recipe.cluster.gpu == "h100":
-        return "FP8 experts were not timed in an engine on an H100"
+        return "FP8 experts were not timed beside BF16's in an engine on an H100"
     return f"{name}'s {gain:.2f}x is too little to risk accuracy for" if gain < WORTH else ""
 
 
