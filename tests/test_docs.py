@@ -177,8 +177,8 @@ def beside_bf16():
         f"line on another machine of that kind: rollout {bf16['rollout']:.1f}, logprobs "
         f"{bf16['logprob']:.1f}, training {bf16['train']:.1f}, the last two at "
         f"{bf16['mfu_train']:.0%} of the\n  GPU's peak. Ours was {gain['step']:.2f} times as fast "
-        f"as that, its rollout {gain['rollout']:.2f} times. Some of it may be the machines: the "
-        f"plan says {bf16['plan']['step'] / ours['plan']['step']:.2f} times."
+        f"as that, its rollout {gain['rollout']:.2f} times. Some of it may be the machine: "
+        f"the\n  plan says {bf16['plan']['step'] / ours['plan']['step']:.2f} times."
     )
 
 
@@ -368,7 +368,7 @@ SAID = {
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",
         lambda: f"[decode alone {MOE_DECODE().replace(' to', 'x to')}x]",
         lambda: "from {low:+.1f} to {high:+.1f}".format_map(again("dense", "fp8-e2e-tis", LLAMA)),
-        lambda: f"lost {losses()} in stress tests",
+        lambda: f"lost {losses()} in two stress tests",
         lambda: f"{disk('llama31-8b')} GB",
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],

@@ -65,6 +65,7 @@ def long_job(request, slurm, tmp_path_factory):
 
 
 def test_jobs_of_one_and_of_two_nodes_train_as_a_machine_without_slurm_does(slurm, small, tmp_path):
+    alone = [undisturbed(tmp_path / f"here{seed}", *SMALL, f"seed={seed}") for seed in (1, 2)]
     [two] = slurm.submit(*small, "cluster.nodes=2", "seed=1")
     two.finished()
     assert "Ray: 2 of 2 nodes: node1, node2" in two.log
@@ -77,9 +78,8 @@ def test_jobs_of_one_and_of_two_nodes_train_as_a_machine_without_slurm_does(slur
     [one] = slurm.submit(*small, "seed=2", FAST)
     one.finished()
     assert "check_cluster" not in one.log
+    assert [each.wait() for each in alone] == [0, 0]
     for seed, job in ((1, two), (2, one)):
-        here = undisturbed(tmp_path / f"here{seed}", *SMALL, f"seed={seed}")
-        assert here.wait() == 0
         assert of(tmp_path / f"here{seed}") == curve(job.path)
     assert "SLURM" not in (one.path / "log" / "attempt-1.log").read_text()
 
@@ -119,13 +119,14 @@ def test_a_sweep_is_queued_once_finishes_and_compares(slurm, small, tmp_path):
     assert all(f"{job.path.parent.name}" in table.stdout for job in jobs)
 
 
+@pytest.mark.long  # a preempted job and one whose node is lost go on likewise
 def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path):
     size = ["grpo.steps=150", "grpo.checkpoint_every=20", "grpo.validate_every=100", "seed=3"]
+    here = undisturbed(tmp_path / "here", *SMALL, *size)
     [job] = slurm.submit(*small, *size, FAST)
     job.wait(90, until=lambda job: steps(job) >= 30)
     slurm.call("scontrol", "requeue", job.id)
     job.wait(90, until=lambda job: "restart 1" in job.log).finished(180)
-    here = undisturbed(tmp_path / "here", *SMALL, *size)
     assert here.wait() == 0
     assert of(tmp_path / "here") == curve(job.path)
 
@@ -133,6 +134,7 @@ def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path):
 def test_a_job_whose_node_is_lost_goes_on_on_another(slurm, small, tmp_path):
     """Its processes live on behind the dead slurmd, and must not write beside the new attempt."""
     size = ["grpo.steps=800", "grpo.checkpoint_every=20", "grpo.validate_every=400", "seed=4"]
+    here = undisturbed(tmp_path / "here", *SMALL, *size)
     [job] = slurm.submit(*small, *size, FAST)
     job.wait(90, until=lambda job: steps(job) >= 30)
     first = job.state["NodeList"]
@@ -143,7 +145,6 @@ def test_a_job_whose_node_is_lost_goes_on_on_another(slurm, small, tmp_path):
         job.finished(240)
     finally:
         slurm.start_node(first)
-    here = undisturbed(tmp_path / "here", *SMALL, *size)
     assert here.wait() == 0
     assert of(tmp_path / "here") == curve(job.path)
 
