@@ -259,6 +259,31 @@ def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name):
     assert gains[0] == pytest.approx(gains[1], rel=0.06)
 
 
+SHORT = ("data=arithmetic", "grpo=demo", "+nemo.data.max_input_seq_length=64")
+EIGHT = (*SHORT, "model=llama31-8b", "model.shape.layers=8", "grpo.prompts_per_step=8",
+         "grpo.generations_per_prompt=8", "grpo.max_new_tokens=4032")  # fmt: skip
+LONG = ("model=llama31-8b", "model.shape.layers=8", "grpo.prompts_per_step=8",
+        "grpo.generations_per_prompt=2", "grpo.max_new_tokens=15360")  # fmt: skip
+ONE_B = (*SHORT, "model=llama32-1b", "grpo.prompts_per_step=8", "grpo.generations_per_prompt=8",
+         "grpo.max_new_tokens=960")  # fmt: skip
+EXPERTS = (*SHORT, "model=qwen3-30b-a3b", "model.shape.layers=3", "model.parallel.expert=1",
+           "replay=r3", "grpo.prompts_per_step=16", "grpo.generations_per_prompt=8",
+           "grpo.max_new_tokens=960")  # fmt: skip
+SINGLE = {"8b8-stock": EIGHT, "8b8-bf16": EIGHT, "16k": LONG, "1b": ONE_B, "30b3": EXPERTS}
+"""Timed inside NeMo RL on one H100, one precision each; docs/speed.md tells how near."""
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_step_on_one_h100_took_what_a_plan_says_within_a_fifth(name):
+    [row] = json.loads((RESULTS / f"real-steps-{name}-h100.json").read_text())["rows"]
+    words = (f"precision={row['precision']}", "cluster.gpu=h100", "cluster.gpus_per_node=1")
+    [found] = compose_plans(("backend=nemo", *words, *SINGLE[name]))
+    settled = dataclasses.replace(found.settled, layout=Layout(**row["layout"]))
+    said = step_seconds(settled, Lengths(17, row["answer"])).total
+    assert said == pytest.approx(row["step"], rel=0.2)
+    assert said == pytest.approx(row["plan"]["step"], rel=1e-3)  # which pages tell
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "phase", "begins", "ends"),
     [
