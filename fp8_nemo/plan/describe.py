@@ -164,7 +164,7 @@ def _alignment(precision: Precision) -> str:
         return ""
     quantizer = ", FP8 quantizer" if precision.rollout.is_quantized else ""
     cache = "; not with an FP8 cache" if precision.cache.is_quantized else ""
-    ran = f"measured in vLLM and Megatron; inside NeMo RL it ran, its gain not measured{cache}"
+    ran = f"measured in vLLM and Megatron; inside NeMo RL fp8-e2e ran, no gain measured{cache}"
     return f"; RoPE, SiLU{quantizer} by the trainer's formulas ({ran})"
 
 
@@ -242,7 +242,7 @@ def _others(settled: Settled, host: Host) -> dict[str, str]:
     """Return the next best layouts if the plan chooses the layout; else nothing."""
     if settled.recipe.model.layout != "auto":
         return {}
-    best: dict[tuple[int, int, int, bool], Choice] = {}
+    best: dict[tuple[int, int, int, int, bool], Choice] = {}
     for each in choose(settled, host):
         best.setdefault(_kind(each.layout), each)
     best.pop(_kind(settled.layout), None)
@@ -252,9 +252,10 @@ def _others(settled: Settled, host: Host) -> dict[str, str]:
     }
 
 
-def _kind(layout: Layout) -> tuple[int, int, int, bool]:
+def _kind(layout: Layout) -> tuple[int, int, int, int, bool]:
     """Return what makes a layout another: not its batches, chunks of logits or optimizer alone."""
-    return layout.tensor, layout.context, layout.rollout_tensor, layout.recompute
+    spread = layout.tensor, layout.context, layout.expert, layout.rollout_tensor
+    return *spread, layout.recompute
 
 
 def _with(settled: Settled, gpu: str, precision: Precision) -> Settled:

@@ -58,8 +58,9 @@ LAUNCH = {
     ("experts", "bf16"): Reached(4.3e-3, 5.1e-3),
     ("experts", "fp8"): Reached(6.7e-3, 7.0e-3),
 }
-"""Least seconds of a layer's pass: what the host needs to launch it. Not fitted: read off by hand
-(bench-train-8b-tp2-h200.json and bench-train-30b-ep8-h200.json); of `dense` in BF16, assumed."""
+"""Least seconds of a layer's pass: what the host needs to launch it, beside `LAUNCH_EXPERT`. Not
+fitted: read off by hand (bench-train-8b-tp2-h200.json and bench-train-30b-*.json); of `dense` in
+BF16, assumed."""
 LAUNCH_EXPERT = {"bf16": Reached(0.07e-3, 0.13e-3), "fp8": Reached(0.11e-3, 0.19e-3)}
 """What each expert that a GPU holds adds to it: 16 of Qwen3-30B-A3B's took 5.4 and 7.2 ms a layer
 in BF16, all 128 took 13 and 22 (bench-train-30b-h200.json)."""
@@ -96,7 +97,8 @@ them. So 0.42 s for 8 of 8B's layers, which took 0.37, 0.59 for 16 (0.52 and 0.6
 3.2 1B (0.29) and 0.14 for tiny models (0.13) in NeMo RL; a larger one than 8B was not measured."""
 REFIT_EXPERT = 0.33e-3
 """Seconds that each weight of an expert adds to a refit: the hosts launch them apart. Taken from
-one run, whose 1,152 made a refit of 0.39 s one of 0.77 (real-steps-30b3-h100.json)."""
+one run with 1,152 of them, whose refit took 0.77 s where the rest explains 0.39
+(real-steps-30b3-h100.json). All layers of Qwen3-30B-A3B have 16 times as many."""
 REFIT_APART = 0.208
 """Seconds of a refit to other GPUs that its bytes do not explain: both hosts' launches, of 8B's
 tensors, with names alone compared (the row `ledger` of benchmarks/results/glue-8b-nccl-h200.json).

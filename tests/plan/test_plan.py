@@ -251,10 +251,10 @@ def test_an_aligned_engine_is_hashed_shown_and_has_no_effect_on_the_local_backen
     assert "align" not in dict(describe(stock, MAIN))["rollout"]
     assert dict(describe(aligned, MAIN))["rollout"] == (
         "linear fp8, attention and KV bf16; RoPE, SiLU, FP8 quantizer by the trainer's formulas "
-        "(measured in vLLM and Megatron; inside NeMo RL it ran, its gain not measured)"
+        "(measured in vLLM and Megatron; inside NeMo RL fp8-e2e ran, no gain measured)"
     )
     kv = plan("model=llama31-8b", "precision=fp8-kv-attn", "precision.align=cheap")
-    assert dict(describe(kv, MAIN))["rollout"].endswith("not measured; not with an FP8 cache)")
+    assert dict(describe(kv, MAIN))["rollout"].endswith("no gain measured; not with an FP8 cache)")
     [note] = plan("precision=fp8-e2e", "precision.align=cheap").notes
     assert note.startswith("precision.align: no effect, the local backend's engine has")
     assert plan_from_json(json.loads(json.dumps(aligned.to_json()))) == aligned

@@ -26,11 +26,21 @@ def curve(path: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
-def undisturbed(folder: Path, *arguments: str) -> subprocess.Popen:
-    """The same run on this machine, without Slurm."""
-    command = [sys.executable, "-m", "recipes.grpo", *arguments, f"outputs={folder}"]
-    quiet = {"stdout": subprocess.DEVNULL, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
-    return subprocess.Popen(command, cwd=ROOT, **quiet)
+@pytest.fixture
+def undisturbed():
+    """Start the same run on this machine, without Slurm, beside the jobs; it ends with the test."""
+    started = []
+
+    def start(folder: Path, *arguments: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "recipes.grpo", *arguments, f"outputs={folder}"]
+        quiet = {"stdout": subprocess.DEVNULL, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+        started.append(subprocess.Popen(command, cwd=ROOT, **quiet))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def of(folder: Path) -> list[dict]:
@@ -64,7 +74,9 @@ def long_job(request, slurm, tmp_path_factory):
     return job
 
 
-def test_jobs_of_one_and_of_two_nodes_train_as_a_machine_without_slurm_does(slurm, small, tmp_path):
+def test_jobs_of_one_and_of_two_nodes_train_as_a_machine_without_slurm_does(
+    slurm, small, tmp_path, undisturbed
+):
     alone = [undisturbed(tmp_path / f"here{seed}", *SMALL, f"seed={seed}") for seed in (1, 2)]
     [two] = slurm.submit(*small, "cluster.nodes=2", "seed=1")
     two.finished()
@@ -119,8 +131,8 @@ def test_a_sweep_is_queued_once_finishes_and_compares(slurm, small, tmp_path):
     assert all(f"{job.path.parent.name}" in table.stdout for job in jobs)
 
 
-@pytest.mark.long  # a preempted job and one whose node is lost go on likewise
-def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path):
+@pytest.mark.long  # a preempted job goes on likewise, and one whose node is lost with this curve
+def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path, undisturbed):
     size = ["grpo.steps=150", "grpo.checkpoint_every=20", "grpo.validate_every=100", "seed=3"]
     here = undisturbed(tmp_path / "here", *SMALL, *size)
     [job] = slurm.submit(*small, *size, FAST)
@@ -131,7 +143,7 @@ def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path):
     assert of(tmp_path / "here") == curve(job.path)
 
 
-def test_a_job_whose_node_is_lost_goes_on_on_another(slurm, small, tmp_path):
+def test_a_job_whose_node_is_lost_goes_on_on_another(slurm, small, tmp_path, undisturbed):
     """Its processes live on behind the dead slurmd, and must not write beside the new attempt."""
     size = ["grpo.steps=800", "grpo.checkpoint_every=20", "grpo.validate_every=400", "seed=4"]
     here = undisturbed(tmp_path / "here", *SMALL, *size)
