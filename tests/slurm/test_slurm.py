@@ -131,7 +131,6 @@ def test_a_sweep_is_queued_once_finishes_and_compares(slurm, small, tmp_path):
     assert all(f"{job.path.parent.name}" in table.stdout for job in jobs)
 
 
-@pytest.mark.long  # a preempted job goes on likewise, and one whose node is lost with this curve
 def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path, undisturbed):
     size = ["grpo.steps=150", "grpo.checkpoint_every=20", "grpo.validate_every=100", "seed=3"]
     here = undisturbed(tmp_path / "here", *SMALL, *size)
@@ -143,6 +142,7 @@ def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path, undisturbed
     assert of(tmp_path / "here") == curve(job.path)
 
 
+@pytest.mark.long  # one that loses a node of two goes on likewise
 def test_a_job_whose_node_is_lost_goes_on_on_another(slurm, small, tmp_path, undisturbed):
     """Its processes live on behind the dead slurmd, and must not write beside the new attempt."""
     size = ["grpo.steps=800", "grpo.checkpoint_every=20", "grpo.validate_every=400", "seed=4"]
