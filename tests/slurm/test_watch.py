@@ -30,7 +30,7 @@ def shown(ours: int, seconds: float, until: str) -> str:
 
 
 def test_a_watched_queue_is_looked_at_until_nothing_is_in_it(slurm, small, tmp_path):
-    words = ["cluster.setup='sleep 15; exit 3'", FAST, "cluster.requeue=false"]
+    words = ["cluster.setup='sleep 10; exit 3'", FAST, "cluster.requeue=false"]
     [job] = slurm.submit(*small, *words)
     started = time.monotonic()
     watched = slurm.verb("queue", tmp_path / "o", "--watch")
