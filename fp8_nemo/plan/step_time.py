@@ -96,7 +96,7 @@ REFIT_LEAST, REFIT_PARAMETERS = 0.15, 8.03e9
 them. So 0.42 s for 8 of 8B's layers, which took 0.37, 0.59 for 16 (0.52 and 0.68), 0.28 for Llama
 3.2 1B (0.29) and 0.14 for tiny models (0.13) in NeMo RL; a larger one than 8B was not measured."""
 REFIT_EXPERT = 0.33e-3
-"""Seconds that each weight of an expert adds to a refit: the hosts launch them apart. Taken from
+"""Seconds that each weight of an expert adds to a refit, by assumption for its launches. Taken from
 one run with 1,152 of them, whose refit took 0.77 s where the rest explains 0.39
 (real-steps-30b3-h100.json). All layers of Qwen3-30B-A3B have 16 times as many."""
 REFIT_APART = 0.208
