@@ -290,7 +290,7 @@ def bounds(signal):
     return f"| `{signal.key}` | {word} {signal.watch:g} | {last}|"
 
 
-ALL_TRAINED, ADAPTERS = "8b-2-h200", "8b-lora-h100"
+FOUR, TWO, ADAPTERS = "8b-4-h200", "8b-2-h200", "8b-lora-h100"
 
 
 @cache
@@ -310,15 +310,16 @@ def real_row(name, phase, digits, pair):
     return f"| {name} | {' | '.join(texts)} |"
 
 
-def real_gain(phase, pair=ALL_TRAINED):
+def real_gain(phase, pair=FOUR, precision=-1):
     """How many times as fast as BF16 a phase of a pair was."""
-    [*_, row] = real(pair).values()
+    row = [*real(pair).values()][precision]
     return f"{row['times_bf16'][phase]:.2f} times"
 
 
 def real_plans(pair):
     """What a plan says of a pair's steps."""
-    return "{:.0f} and {:.0f} s".format(*(row["plan"]["step"] for row in real(pair).values()))
+    *first, last = (f"{row['plan']['step']:.0f}" for row in real(pair).values())
+    return f"{', '.join(first)} and {last} s"
 
 
 REAL_ROWS = (("rollout", "rollout", 1), ("logprobs", "logprob", 1), ("training", "train", 1),
@@ -346,16 +347,25 @@ SAID = {
     "README.md": [
         lambda: f"**{real_gain('step')}** as fast with FP8 in rollout and training",
         lambda: f"{real_gain('step', ADAPTERS)} with an FP8 rollout",
-        lambda: f"The plan says {real_plans(ALL_TRAINED)} of the first pair",
-        lambda: f"and {real_plans(ADAPTERS)} of the second",
-        lambda: f"whole steps on two H200 {real_gain('step').removesuffix(' times')}x",
+        lambda: f"and {real_gain('step', FOUR, 1)} with training left in BF16",
+        lambda: f"The plan says {real_plans(FOUR)} of the first three",
+        lambda: f"and {real_plans(ADAPTERS)} of the pair",
+        lambda: (
+            "[whole steps](docs/speed.md) {}x on two and {}x on four; `fp8-kv-attn` {}x on four"
+            .format(*(real_gain("step", *each).removesuffix(" times")
+                      for each in ((TWO,), (FOUR,), (FOUR, 1))))
+        ),  # fmt: skip
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
             f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
         ),
         short_on_h100,
         long_on_h100,
-        lambda: f"2 H200, up to 4k | `fp8-e2e-kv-attn` | {planned('h200', 4096, 2)[BOTH]}x |",
+        lambda: (
+            "2 or 4 H200, up to 4k | `fp8-e2e-kv-attn` | {}x on two, {}x on four |".format(
+                *(planned("h200", 4096, gpus)[BOTH] for gpus in (2, 4))
+            )
+        ),
         lambda: f"8 H200, up to 2k | `fp8-e2e` | {planned('h200', 2048)[E2E]}x |",
         lambda: (
             f"(benchmarks/results/step-8b-again-h200.json) {times(AGAIN, E2E):.2f}x to "
@@ -379,9 +389,10 @@ SAID = {
         *(partial(beside, *row) for row in (("logprob", "logprobs"), ("train", "training"))),
         partial(beside, "rest", "between phases"),
         beside_bf16,
-        lambda: f"{real_gain('step')} as fast as in BF16",
+        lambda: f"{real_gain('step')} as fast as in\nBF16",
+        lambda: f"(`fp8-kv-attn`) it was {real_gain('step', FOUR, 1)} as fast",
         lambda: f"`fp8-kv-attn` {real_gain('step', ADAPTERS)}",
-        *(partial(real_row, *each, pair) for pair in (ALL_TRAINED, ADAPTERS) for each in REAL_ROWS),
+        *(partial(real_row, *each, run) for run in (FOUR, TWO, ADAPTERS) for each in REAL_ROWS),
         lambda: f"cache and attention {h100_decode()} times",
         lambda: f"it is {decode('rollout-8b-h200', KV)} times",
         *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),
@@ -427,7 +438,9 @@ SAID = {
     ],
     "docs/precision.md": [
         lambda: f"its KL is {late_kl('fp8-e2e-tis') / late_kl('fp8-linear-tis'):.1f} times that",
-        lambda: f"Rollouts were {rollout_share(ALL_TRAINED)} of a",
+        lambda: f"Rollouts were {rollout_share(FOUR)} of a",
+        lambda: f"on four H200s, {rollout_share(TWO)} on two,",
+        lambda: f"timed there: {real_gain('step', TWO)}".replace(" times", " and "),
         lambda: f"and {rollout_share(ADAPTERS)} with LoRA",
         lambda: f"the layers trained {slower_at_tensor_2()} times as long",
         lambda: f"for {ranges():.2%} of that pass",

@@ -34,11 +34,11 @@ DRAWINGS = {
     "real-step-8b": Drawing(
         "Llama 3.1 8B in NeMo RL: what FP8 saves of a step (black: each step)",
         {
-            "two H200, all weights, 128 answers of 3,900 tokens": "real-steps-8b-2-h200.json",
+            "four H200, all weights, 128 answers of 3,900 tokens": "real-steps-8b-4-h200.json",
             "one H100, LoRA, 64 answers of 4,000 tokens": "real-steps-8b-lora-h100.json",
         },
         11,
-        2.4,
+        2.6,
     ),
     "beside-nemo-rl": Drawing(
         "8 layers of Llama 3.1 8B in NeMo RL, FP8 in rollout and training (black: each step)",
@@ -93,8 +93,9 @@ def label(row: dict[str, Any]) -> str:
     return f"{row['step']:.0f} s" + (f", {gain:.2f}x" if gain else "")
 
 
-def draw_panel(axes: Axes, title: str, rows: dict[str, dict[str, Any]], longest: float) -> None:
-    """Draw one workload: a bar of phases for each precision, the first on top, up to `longest`."""
+def draw_panel(axes: Axes, title: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Draw one workload, on a scale of its own: a bar of phases a precision, the first on top."""
+    longest = max(row["step"] for row in rows.values())
     for place, row in enumerate(reversed(rows.values())):
         left = 0.0
         for phase, color in COLORS.items():
@@ -120,9 +121,8 @@ def draw(name: str, drawing: Drawing) -> None:
     workloads = {title: drawn(file) for title, file in drawing.panels.items()}
     alike = len({tuple(rows) for rows in workloads.values()}) == 1
     panels = figure.subplots(1, len(workloads), sharey=alike, squeeze=False)[0]
-    longest = max(row["step"] for rows in workloads.values() for row in rows.values())
     for axes, (title, rows) in zip(panels, workloads.items(), strict=True):
-        draw_panel(axes, title, rows, longest)
+        draw_panel(axes, title, rows)
     figure.suptitle(drawing.title, weight="bold")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     FOLDER.mkdir(exist_ok=True)

@@ -235,7 +235,9 @@ TWO_H200 = ("grpo.prompts_per_step=16", "grpo.max_new_tokens=4032",
             "cluster.gpus_per_node=2", "cluster.gpu=h200")  # fmt: skip
 ONE_H200 = ("model.shape.layers=16", "grpo.prompts_per_step=8", "grpo.max_new_tokens=4032",
             "cluster.gpus_per_node=1", "cluster.gpu=h200")  # fmt: skip
-TIMED = {"8b-lora-h100": ONE_H100, "8b-2-h200": TWO_H200}
+FOUR_H200 = ("grpo.prompts_per_step=16", "grpo.max_new_tokens=4032",
+             "cluster.gpus_per_node=4", "cluster.gpu=h200")  # fmt: skip
+TIMED = {"8b-lora-h100": ONE_H100, "8b-2-h200": TWO_H200, "8b-4-h200": FOUR_H200}
 """Timed inside NeMo RL: device-NAME.json has the line, real-steps-NAME.json the seconds."""
 CELLS = TIMED | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
@@ -249,18 +251,21 @@ def timed(name):
         yield row, dataclasses.replace(found.settled, layout=Layout(**row["layout"]))
 
 
-@pytest.mark.parametrize("name", TIMED)
-def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name):
+@pytest.mark.parametrize(
+    ("name", "near"), [("8b-lora-h100", 0.06), ("8b-2-h200", 0.06), ("8b-4-h200", 0.1)]
+)
+def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name, near):
     steps = []
     for row, settled in timed(name):
         said = step_seconds(settled, Lengths(17, row["answer"]))
         phases = said._asdict() | {"step": said.total}
         for phase in ("rollout", "logprob", "train"):
             assert phases[phase] == pytest.approx(row[phase], rel=0.15), phase
-        assert said.total == pytest.approx(row["step"], rel=0.06)
+        assert said.total == pytest.approx(row["step"], rel=near)
         steps.append((said.total, row["step"]))
-    gains = [baseline / fp8 for baseline, fp8 in zip(*steps, strict=True)]
-    assert gains[0] == pytest.approx(gains[1], rel=0.06)
+    (said_of_bf16, bf16), *of_fp8 = steps
+    for said_of_it, it in of_fp8:
+        assert said_of_bf16 / said_of_it == pytest.approx(bf16 / it, rel=0.06)
 
 
 SHORT = ("data=arithmetic", "grpo=demo", "+nemo.data.max_input_seq_length=64")
@@ -288,6 +293,15 @@ def test_a_step_on_one_h100_took_what_a_plan_says_within_a_fifth(name):
     assert said == pytest.approx(row["plan"]["step"], rel=1e-3)  # which pages tell
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_training_8b_on_four_h200_allocated_what_a_plan_says(place):
+    printed = json.loads((RESULTS / "device-8b-4-h200.json").read_text())["printed"]
+    row, settled = [*timed("8b-4-h200")][place]
+    found = max(gib for name, *_, gib, _, _ in printed if name == row["precision"])
+    said = memory_per_gpu(settled).phases["train"]
+    assert (sum(said.values()) - said["allowance"]) / 2**30 == pytest.approx(found, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "phase", "begins", "ends"),
     [
@@ -295,6 +309,9 @@ def test_a_step_on_one_h100_took_what_a_plan_says_within_a_fifth(name):
         ("8b-lora-h100", "bf16", "rollout", "18:12:40", "18:17:40"),
         ("8b-2-h200", "fp8-e2e-kv-attn", "train", "00:08:12", "00:08:27"),
         ("8b-2-h200", "bf16", "train", "00:15:53", "00:16:13"),
+        # Of fp8-kv-attn there the plan says 5% too much.
+        ("8b-4-h200", "bf16", "rollout", "05:00:48", "05:01:14"),
+        ("8b-4-h200", "fp8-e2e-kv-attn", "rollout", "05:14:12", "05:14:32"),
         # Of these two only training: before a refit their caches were not yet cleared.
         ("8b16-h200", "fp8-e2e-kv-attn", "logprob", "00:08:12", "00:08:16"),
         ("8b16-h200", "fp8-e2e-kv-attn", "train", "00:08:17", "00:08:26"),
