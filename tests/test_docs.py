@@ -22,7 +22,7 @@ from fp8_nemo.plan.step_time import Lengths, step_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.precision import Precision
 from tests.forked import typed
-from tests.plan.test_layout import timed
+from tests.plan.test_layout import CELLS, SINGLE, single, timed
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -147,8 +147,12 @@ def planned(gpu, tokens, gpus=8):
 def short_on_h100():
     """README's row of 8 H100 and short answers, where FP8 is not worth its risk."""
     gains = planned("h100", 2048)
-    assert max(float(gains[name]) for name in (LINEAR, KV)) < 1.1
-    return f"was never timed, {gains[BOTH]}x with an FP8 cache and {gains[E2E]}x without |"
+    assert max(float(gains[name]) for name in (LINEAR, KV)) < 1.1 * 1.04  # by which they are off
+    return (
+        f"{gains[KV]}x in `fp8-kv-attn`, too little beside the estimate's error; FP8 training, "
+        f"which recomputes there and was never timed, {gains[BOTH]}x with an FP8 cache and "
+        f"{gains[E2E]}x without |"
+    )
 
 
 def long_on_h100():
@@ -181,6 +185,17 @@ def beside_bf16():
         f"{gain['step']:.2f} times as fast as that, its rollout {gain['rollout']:.2f} times. Some "
         f"of it may be the machine: the\n  plan says "
         f"{bf16['plan']['step'] / ours['plan']['step']:.2f} times."
+    )
+
+
+def whole_steps():
+    """README's measurement of 8B on two and four H200."""
+    two, four, four_kv = (
+        real_gain("step", *each).removesuffix(" times") for each in ((TWO,), (FOUR,), (FOUR, 1))
+    )
+    return (
+        f"[whole steps](docs/speed.md) {two}x on two and {four}x on four; `fp8-kv-attn` "
+        f"{four_kv}x on four |"
     )
 
 
@@ -322,6 +337,29 @@ def real_plans(pair):
     return f"{', '.join(first)} and {last} s"
 
 
+def trust_row(file, row, settled):
+    """A row of docs/speed.md: what a plan says of a run's phases over what they took."""
+    said = step_seconds(settled, Lengths(17, row["answer"]))
+    phases = said._asdict() | {"step": said.total}
+    ratios = (f"{phases[each] / row[each]:.2f}" for each in ("rollout", "logprob", "train", "step"))
+    seconds = f"[{row['step']:.1f} s](../benchmarks/results/real-steps-{file}.json)"
+    return f"| `{row['precision']}` | {' | '.join(ratios)} | {seconds} |"
+
+
+@cache
+def trust_rows():
+    """All of them, but for their first column: runs inside NeMo RL that passed their first step."""
+    several = [(name, *pair) for name in CELLS for pair in timed(name)]
+    alone = [(f"{name}-h100", *single(name)) for name in SINGLE]
+    return [trust_row(*each) for each in several + alone]
+
+
+def missing_rows(rows, page):
+    """Nothing, which every page says, if it has all of the rows; else what it should have."""
+    text = (ROOT / page).read_text()
+    return "\n".join(row for row in rows if row not in text)
+
+
 REAL_ROWS = (("rollout", "rollout", 1), ("logprobs", "logprob", 1), ("training", "train", 1),
              ("refit", "refit", 2), ("**step**", "step", 1))  # fmt: skip
 SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
@@ -350,21 +388,15 @@ SAID = {
         lambda: f"and {real_gain('step', FOUR, 1)} with training left in BF16",
         lambda: f"The plan says {real_plans(FOUR)} of the first three",
         lambda: f"and {real_plans(ADAPTERS)} of the pair",
-        lambda: (
-            "[whole steps](docs/speed.md) {}x on two and {}x on four; `fp8-kv-attn` {}x on four"
-            .format(*(real_gain("step", *each).removesuffix(" times")
-                      for each in ((TWO,), (FOUR,), (FOUR, 1))))
-        ),  # fmt: skip
+        whole_steps,
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
             f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
         ),
         short_on_h100,
         long_on_h100,
-        lambda: (
-            "2 or 4 H200, up to 4k | `fp8-e2e-kv-attn` | {}x on two, {}x on four |".format(
-                *(planned("h200", 4096, gpus)[BOTH] for gpus in (2, 4))
-            )
+        lambda: "2 or 4 H200, up to 4k | `fp8-e2e-kv-attn` | {}x on two, {}x on four |".format(
+            *(planned("h200", 4096, gpus)[BOTH] for gpus in (2, 4))
         ),
         lambda: f"8 H200, up to 2k | `fp8-e2e` | {planned('h200', 2048)[E2E]}x |",
         lambda: (
@@ -393,6 +425,7 @@ SAID = {
         lambda: f"(`fp8-kv-attn`) it was {real_gain('step', FOUR, 1)} as fast",
         lambda: f"`fp8-kv-attn` {real_gain('step', ADAPTERS)}",
         *(partial(real_row, *each, run) for run in (FOUR, TWO, ADAPTERS) for each in REAL_ROWS),
+        lambda: missing_rows(trust_rows(), "docs/speed.md"),
         lambda: f"cache and attention {h100_decode()} times",
         lambda: f"it is {decode('rollout-8b-h200', KV)} times",
         *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),

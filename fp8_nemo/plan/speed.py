@@ -74,7 +74,7 @@ class Fitted(NamedTuple):
     refit: float | None = None
     """Seconds of a refit's transfer; None where none was measured."""
 
-    def of_step(self, precision: Precision, batch: int) -> float:
+    def of_step(self, precision: Precision, batch: float) -> float:
         """Seconds of one decode step of so many sequences."""
         quantize = self.quantize if precision.rollout.block else 0.0
         return self.decode + self.sequence * batch + quantize
@@ -99,7 +99,7 @@ class Host(NamedTuple):
 
 
 HOST = Host(0.3e-3, 46e-6)
-"""One thread of a 16-core Xeon, engine and worker in one process as in NeMo RL: 3.3 ms for 64
+"""One thread of a 16-core Xeon, engine and worker in one process as in NeMo RL: 3.2 ms for 64
 sequences (8 layers of 8B in FP8, real-steps-8b8-stock-h100.json), 6.5 for 128 (the same model, all
 of it Python), 12.0 for 256, beside the device's work (decode-kv-h100.json)."""
 
@@ -132,7 +132,7 @@ class DecodeWork:
         )
 
 
-def decode_work(shape: Shape, precision: Precision, batch: int, context: float) -> DecodeWork:
+def decode_work(shape: Shape, precision: Precision, batch: float, context: float) -> DecodeWork:
     """Count the bytes and operations of one step, which decodes one token of every sequence.
 
     It reads every weight once, except for the embedding (a row per token) and the experts. Of
@@ -168,7 +168,7 @@ def decode_work(shape: Shape, precision: Precision, batch: int, context: float) 
 
 
 def decode_seconds(
-    shape: Shape, precision: Precision, batch: int, context: float, gpu: str, fitted: Fitted
+    shape: Shape, precision: Precision, batch: float, context: float, gpu: str, fitted: Fitted
 ) -> float:
     """Estimate the device's seconds of one decode step on one GPU, at rates that kernels reach.
 
@@ -197,27 +197,38 @@ def decode_of_engine(settled: Settled, context: float) -> Decode:
     """Estimate an engine's speed while all its sequences are under way.
 
     Args:
-        settled: of the run. A model that was not measured gets the fixed cost of one that was;
-            engines of several GPUs share the work evenly, and exchange it in every layer.
+        settled: of the run.
         context: tokens of each sequence, on average.
     """
-    shape, layout = settled.recipe.model.shape, settled.layout
     cached = kv_cache_tokens(settled, memory_per_gpu(settled))
     running = int(max(1, min(settled.sequences_per_engine, cached // context)))
+    return Decode(running, running / engine_step_seconds(settled, running, context))
+
+
+def engine_step_seconds(settled: Settled, running: float, context: float) -> float:
+    """Estimate one decode step of an engine, by its device or its host, whichever takes longer.
+
+    Args:
+        settled: of the run. A model that was not measured gets the fixed cost of one that was;
+            engines of several GPUs share the work evenly, and exchange it in every layer.
+        running: sequences under way; a mean need not be whole.
+        context: tokens of each, on average.
+    """
+    shape, layout = settled.recipe.model.shape, settled.layout
     precision, fitted = settled.recipe.precision, fitted_for(settled.recipe.model)
     own = fitted.of_step(precision, running)
     step = decode_seconds(shape, precision, running, context, settled.recipe.cluster.gpu, fitted)
     exchange = 2 * shape.layers * EXCHANGE if layout.rollout_tensor > 1 else 0.0
     device = (step - own) / layout.rollout_tensor + own + exchange
-    return Decode(running, running / max(device, HOST.step + HOST.sequence * running))
+    return max(device, HOST.step + HOST.sequence * running)
 
 
 def fitted_for(model: Model) -> Fitted:
     """Return the fitted constants of a model, else those of the most similar one.
 
     Of a model with fewer or more layers, half of a step's costs go by layers. So 8 layers of 8B
-    come out 3% too long on an H100 and 16 on an H200 7% too short, in NeMo RL
-    (real-steps-8b8-stock-h100.json, real-steps-8b16-h200.json).
+    come out 10% too long in FP8 and 12% too short in BF16 on an H100, and 16 on an H200 6% too
+    short, in NeMo RL (real-steps-8b8-*-h100.json, real-steps-8b16-h200.json).
     """
     if found := FITTED.get((model.name, model.shape.layers)):
         return found

@@ -3,8 +3,8 @@
 A phase is operations over the rates that kernels reach, and no layer takes less than its launches
 take the host. Rates are fitted on 8B's layers on an H200, and tested on what else was measured
 (benchmarks/results/estimate-training-h200.json). An H100 multiplies as fast, and reads slower.
-Answers are taken as half of the longest on average. Left out: exchange between nodes, data,
-rewards, and the last long answers, when an engine is nearly empty.
+Answers are taken as half of the longest on average, and end one after the other. Left out:
+exchange between nodes, data and rewards.
 """
 
 from __future__ import annotations
@@ -14,13 +14,21 @@ from typing import NamedTuple
 
 from fp8_nemo.plan.memory import moved_bytes
 from fp8_nemo.plan.model import adapters, census, count
-from fp8_nemo.plan.speed import FITTED, GPU_SPEED, decode_of_engine, refit_seconds
+from fp8_nemo.plan.speed import (
+    FITTED,
+    GPU_SPEED,
+    decode_of_engine,
+    engine_step_seconds,
+    refit_seconds,
+)
 from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.settled import Settled
 
 PROMPT = 256
 """Assumed tokens of a prompt."""
+SLICES = 12
+"""Parts of a rollout, in each of which as many answers are under way as in its middle."""
 
 
 class Lengths(NamedTuple):
@@ -143,8 +151,11 @@ class LayerWork(NamedTuple):
 
 def usual_lengths(settled: Settled) -> Lengths:
     """Return the lengths that a plan assumes: answers half as long as the longest, on average."""
-    longest = min(settled.response_tokens, settled.sequence_tokens - PROMPT)
-    return Lengths(PROMPT, max(1.0, longest / 2))
+    return Lengths(PROMPT, max(1.0, _longest(settled, PROMPT) / 2))
+
+
+def _longest(settled: Settled, prompt: float) -> float:
+    return min(settled.response_tokens, settled.sequence_tokens - prompt)
 
 
 def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSeconds:
@@ -178,13 +189,24 @@ def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSecond
 
 
 def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
-    """Estimate the sampling of all of a step's answers, every engine at work."""
-    tokens = lengths.answer
-    decode = decode_of_engine(settled, lengths.prompt + tokens / 2)
-    slower = DOUBLED ** math.log2(settled.layout.rollout_tensor)
-    return (
-        slower * settled.sequences_per_batch / settled.engines * tokens / decode.tokens_per_second
-    )
+    """Estimate the sampling of all of a step's answers, every engine at work.
+
+    Answers end one after the other. At a share `x` of the longest one's tokens, `(1 - x)**k` of
+    them go on, with `k` such that their mean is that of `lengths`: half of the longest is a
+    straight line, k = 1. As long as some wait for the cache, others take the places of those that
+    end.
+    """
+    longest = max(_longest(settled, lengths.prompt), lengths.answer)
+    falls = longest / lengths.answer - 1
+    each = settled.sequences_per_batch / settled.engines
+    full = decode_of_engine(settled, lengths.prompt + lengths.answer / 2)
+    waiting = max(0.0, each - full.running)
+    seconds = waiting * lengths.answer / full.tokens_per_second
+    for share in ((place + 0.5) / SLICES for place in range(SLICES)):
+        running = (each - waiting) * (1 - share) ** falls
+        step = engine_step_seconds(settled, running, lengths.prompt + share * longest)
+        seconds += longest / SLICES * step
+    return DOUBLED ** math.log2(settled.layout.rollout_tensor) * seconds
 
 
 def layer_work(shape: Shape) -> LayerWork:

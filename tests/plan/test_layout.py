@@ -15,7 +15,8 @@ from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, host_gib, memory_per_gpu
 from fp8_nemo.plan.own.other_ways import precisions
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
-from fp8_nemo.plan.step_time import ATTENTION, LINEARS, Lengths, step_seconds
+from fp8_nemo.plan.speed import engine_step_seconds
+from fp8_nemo.plan.step_time import ATTENTION, LINEARS, Lengths, rollout_seconds, step_seconds
 from fp8_nemo.recipe.compose import ComposeError, compose, option_names
 from fp8_nemo.recipe.settled import Layout
 from fp8_nemo.runs.run_dir import freeze, layout_of
@@ -122,7 +123,7 @@ def test_the_plan_says_what_every_precision_that_fits_gains():
         row = dict(decision(plan(f"precision={name}", "grpo.max_new_tokens=8192"), MAIN))["step"]
         assert row.endswith(f"; {gain} times as fast as BF16")
     said = dict(precisions(plan("precision=bf16", "cluster.gpu=b200"), MAIN))["precisions"]
-    assert said.endswith("layout: fp8-linear 1.00x, fp16 1.00x")  # the others are refused there
+    assert said.endswith("layout: fp8-linear 1.02x, fp16 1.00x")  # the others are refused there
     assert not precisions(plan_recipe(compose([])[0]), MAIN)
 
 
@@ -252,7 +253,7 @@ def timed(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("8b-lora-h100", 0.06), ("8b-2-h200", 0.06), ("8b-4-h200", 0.1)]
+    ("name", "near"), [("8b-lora-h100", 0.06), ("8b-2-h200", 0.06), ("8b-4-h200", 0.08)]
 )
 def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name, near):
     steps = []
@@ -266,6 +267,18 @@ def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name, near):
     (said_of_bf16, bf16), *of_fp8 = steps
     for said_of_it, it in of_fp8:
         assert said_of_bf16 / said_of_it == pytest.approx(bf16 / it, rel=0.06)
+
+
+def test_a_rollout_lasts_until_its_longest_answer_ends():
+    settled = plan("precision=bf16", *FOUR_H200, "grpo.generations_per_prompt=8").settled
+    longest, each = settled.response_tokens, settled.sequences_per_engine
+    alike = longest * engine_step_seconds(settled, each, 17 + longest / 2)
+    assert rollout_seconds(settled, Lengths(17, longest)) == pytest.approx(alike, rel=1e-3)
+    # An engine reads its weights as often, whether all answers are long or half as long on average.
+    reads = longest * engine_step_seconds(settled, 0, 0)
+    # Of what goes by tokens half is left, and a third of what goes by tokens in the cache.
+    half = rollout_seconds(settled, Lengths(17, longest / 2))
+    assert reads + (alike - reads) / 3 < half < reads + (alike - reads) / 2
 
 
 SHORT = ("data=arithmetic", "grpo=demo", "+nemo.data.max_input_seq_length=64")
@@ -282,12 +295,17 @@ SINGLE = {"8b8-stock": EIGHT, "8b8-bf16": EIGHT, "16k": LONG, "1b": ONE_B, "30b3
 """Timed inside NeMo RL on one H100, one precision each; docs/speed.md tells how near."""
 
 
-@pytest.mark.parametrize("name", SINGLE)
-def test_a_step_on_one_h100_took_what_a_plan_says_within_a_fifth(name):
+def single(name):
+    """Return the row of a run on one H100, and the run in the layout that it had."""
     [row] = json.loads((RESULTS / f"real-steps-{name}-h100.json").read_text())["rows"]
     words = (f"precision={row['precision']}", "cluster.gpu=h100", "cluster.gpus_per_node=1")
     [found] = compose_plans(("backend=nemo", *words, *SINGLE[name]))
-    settled = dataclasses.replace(found.settled, layout=Layout(**row["layout"]))
+    return row, dataclasses.replace(found.settled, layout=Layout(**row["layout"]))
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_step_on_one_h100_took_what_a_plan_says_within_a_fifth(name):
+    row, settled = single(name)
     said = step_seconds(settled, Lengths(17, row["answer"])).total
     assert said == pytest.approx(row["step"], rel=0.2)
     assert said == pytest.approx(row["plan"]["step"], rel=1e-3)  # which pages tell

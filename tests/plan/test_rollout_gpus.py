@@ -76,7 +76,8 @@ def test_a_phase_takes_as_long_as_its_own_gpus_need():
     half = step_seconds(apart(4, "precision=bf16", *GIVEN).settled)
     assert half.train == pytest.approx(2 * whole.train, rel=0.05)
     assert half.logprob == pytest.approx(2 * whole.logprob, rel=0.05)
-    assert half.rollout == pytest.approx(2 * whole.rollout)  # the cache bounds what runs
+    # The cache bounds what runs, and the last of them end with an engine that empties.
+    assert 1.5 * whole.rollout < half.rollout < 2 * whole.rollout
     assert half.optimizer == 0
 
 
