@@ -40,7 +40,7 @@ from fp8_nemo.plan.own.other_ways import (
 )
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
-from fp8_nemo.plan.step_time import step_seconds, usual_lengths
+from fp8_nemo.plan.step_time import mean_context, step_seconds, usual_lengths
 from fp8_nemo.recipe.mistake import as_typed
 from fp8_nemo.recipe.options.precision import FORMATS, Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
@@ -295,7 +295,7 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
     """Yield decode's speed on the usual GPUs, and its ratio to BF16's."""
     recipe = settled.recipe
     lengths = usual_lengths(settled)
-    context = lengths.prompt + lengths.answer / 2
+    context = mean_context(settled, lengths)
     found = decode_of_engine(settled, context)
     plain = decode_of_engine(_with(settled, recipe.cluster.gpu, Precision()), context)
     yield (

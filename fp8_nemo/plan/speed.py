@@ -99,7 +99,7 @@ class Host(NamedTuple):
 
 
 HOST = Host(0.3e-3, 46e-6)
-"""One thread of a 16-core Xeon, engine and worker in one process as in NeMo RL: 3.2 ms for 64
+"""One thread of a 16-core Xeon, engine and worker in one process as in NeMo RL: 3.1 ms for 64
 sequences (8 layers of 8B in FP8, real-steps-8b8-stock-h100.json), 6.5 for 128 (the same model, all
 of it Python), 12.0 for 256, beside the device's work (decode-kv-h100.json)."""
 

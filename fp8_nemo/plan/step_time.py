@@ -154,6 +154,18 @@ def usual_lengths(settled: Settled) -> Lengths:
     return Lengths(PROMPT, max(1.0, _longest(settled, PROMPT) / 2))
 
 
+def mean_context(settled: Settled, lengths: Lengths) -> float:
+    """Return the tokens of a sequence under way, prompt included, by the mean over a rollout."""
+    longest, falls = _ends(settled, lengths)
+    return lengths.prompt + longest / (falls + 2)
+
+
+def _ends(settled: Settled, lengths: Lengths) -> tuple[float, float]:
+    """Return the longest answer's tokens, and the power `k` by which answers end."""
+    longest = max(_longest(settled, lengths.prompt), lengths.answer)
+    return longest, longest / lengths.answer - 1
+
+
 def _longest(settled: Settled, prompt: float) -> float:
     return min(settled.response_tokens, settled.sequence_tokens - prompt)
 
@@ -193,13 +205,13 @@ def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
 
     Answers end one after the other. At a share `x` of the longest one's tokens, `(1 - x)**k` of
     them go on, with `k` such that their mean is that of `lengths`: half of the longest is a
-    straight line, k = 1. As long as some wait for the cache, others take the places of those that
-    end.
+    straight line, k = 1. While some wait for the cache, one begins when another ends; the last to
+    run are taken as begun together. An engine of 8B simulated step by step takes as long within 5%.
+    For means below a tenth of the longest this is rough: few answers are the longest.
     """
-    longest = max(_longest(settled, lengths.prompt), lengths.answer)
-    falls = longest / lengths.answer - 1
+    longest, falls = _ends(settled, lengths)
     each = settled.sequences_per_batch / settled.engines
-    full = decode_of_engine(settled, lengths.prompt + lengths.answer / 2)
+    full = decode_of_engine(settled, mean_context(settled, lengths))
     waiting = max(0.0, each - full.running)
     seconds = waiting * lengths.answer / full.tokens_per_second
     for share in ((place + 0.5) / SLICES for place in range(SLICES)):
