@@ -148,15 +148,17 @@ def short_on_h100():
     """README's row of 8 H100 and short answers, where FP8 is not worth its risk."""
     gains = planned("h100", 2048)
     assert max(float(gains[name]) for name in (LINEAR, KV, E2E)) < WORTH
-    return ", ".join(f"`{name}` {gains[name]}x" for name in (KV, E2E, BOTH)) + ": without a timed"
+    return (
+        f"`{KV}` {gains[KV]}x, `{E2E}` {gains[E2E]}x: too little; `{BOTH}` {gains[BOTH]}x: if you"
+    )
 
 
 def long_on_h100():
     """README's row of 8 H100 and longer answers."""
     short, long = planned("h100", 4096), planned("h100", 8192)
     return (
-        f"| {short[KV]}x at 4k, {long[KV]}x at 8k (`fp8-e2e-kv-attn` {short[BOTH]}x and "
-        f"{long[BOTH]}x) |"
+        f"| {short[KV]}x at 4k, {long[KV]}x at 8k (FP8 training too: {short[BOTH]}x and "
+        f"{long[BOTH]}x, untimed) |"
     )
 
 
@@ -190,19 +192,31 @@ def beside_bf16():
 
 def on_h200(precision):
     """Times as fast as BF16 that the plan estimates 8B on two to eight H200, from case to case."""
-    cases = [(tokens, gpus) for tokens in (2048, 4096, 8192) for gpus in (2, 4, 8)]
+    lengths = (2048, 4096) if precision == E2E else (2048, 4096, 8192)
+    cases = [(tokens, gpus) for tokens in lengths for gpus in (2, 4, 8)]
     gains = [float(planned("h200", *case)[precision]) for case in cases]
     return f"{min(gains):.2f}x to {max(gains):.2f}x"
 
 
+def long_on_16k():
+    """README's row of 16k tokens: what the plan says on 8 H100 and 8 H200."""
+    gains = planned("h100", 16384)[KV], planned("h200", 16384)[BOTH]
+    return "H100: `{}`; H200: `{}` | {}x; {}x |".format(KV, BOTH, *gains)
+
+
+def kv_on_four():
+    """Times as fast as BF16 that `fp8-kv-attn` was on four H200, by its rollout, and all in all."""
+    plain, kv, _ = real(FOUR).values()
+    by_rollout = plain["step"] / (plain["step"] - plain["rollout"] + kv["rollout"])
+    return f"{by_rollout:.2f} to {plain['step'] / kv['step']:.2f}"
+
+
 def whole_steps():
     """README's measurement of 8B on two and four H200."""
-    two, four, four_kv = (
-        real_gain("step", *each).removesuffix(" times") for each in ((TWO,), (FOUR,), (FOUR, 1))
-    )
+    two, four = (real_gain("step", name).removesuffix(" times") for name in (TWO, FOUR))
     return (
         f"[whole steps](docs/speed.md) of 3,900 tokens: {four}x on four H200, {two}x on two; "
-        f"`fp8-kv-attn` {four_kv}x on four |"
+        f"`fp8-kv-attn` {kv_on_four().replace(' to', 'x to')}x on four |"
     )
 
 
@@ -394,7 +408,7 @@ SAID = {
             f"**{real_gain('step')}** as fast as in BF16 with FP8 in rollout, cache and training"
         ),
         lambda: f"{real_gain('step', ADAPTERS)} with an FP8 rollout",
-        lambda: f"and {real_gain('step', FOUR, 1)} with BF16 training",
+        lambda: f"and {kv_on_four()} with BF16 training",
         lambda: f"The plan says {real_plans(FOUR)} of the first three",
         lambda: f"and {real_plans(ADAPTERS)} with LoRA",
         whole_steps,
@@ -404,17 +418,21 @@ SAID = {
         ),
         short_on_h100,
         long_on_h100,
-        lambda: f"2 to 8 H200, up to 8k | `fp8-e2e` | {on_h200(E2E)} |",
-        lambda: f"at the risk of an FP8 cache | `fp8-e2e-kv-attn` | {on_h200(BOTH)} |",
+        lambda: f"2 to 8 H200, up to 4k | `fp8-e2e` | {on_h200(E2E)} |",
+        lambda: f"and 8k, at the risk of an FP8 cache | `fp8-e2e-kv-attn` | {on_h200(BOTH)} |",
         lambda: f"{times(AGAIN, E2E):.2f}x to {times(SHORT, E2E):.2f}x at 2k, [first]",
-        lambda: f"[{times(LONG, E2E):.2f}x](benchmarks/results/step-8b-long-h200.json) at 7k |",
+        lambda: (
+            f"[{times(LONG, E2E):.2f}x](benchmarks/results/step-8b-long-h200.json) at 7k on 32 |"
+        ),
         lambda: f"[whole rollouts {decode('rollout-8b-h200', KV, 'limited')}x]",
         lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",
         lambda: f"[decode alone {MOE_DECODE().replace(' to', 'x to')}x]",
         lambda: "(95%: {low:+.1f} to {high:+.1f})".format_map(again("dense", "fp8-e2e-tis", LLAMA)),
-        lambda: f"lost {losses()} in two stress tests",
+        lambda: "lost {} points uncorrected".format(losses().split(" to ")[0]),
+        lambda: "and {} with `tis`".format(losses().split(" to ")[1].removesuffix(" points")),
+        long_on_16k,
         lambda: f"{disk('llama31-8b')} GB",
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],
@@ -425,6 +443,7 @@ SAID = {
         beside_bf16,
         lambda: f"{real_gain('step')} as fast as in\nBF16",
         lambda: f"(`fp8-kv-attn`) it was {real_gain('step', FOUR, 1)} as fast",
+        lambda: f"So `fp8-kv-attn` gained {kv_on_four()} times.",
         lambda: f"`fp8-kv-attn` {real_gain('step', ADAPTERS)}",
         *(partial(real_row, *each, run) for run in (FOUR, TWO, ADAPTERS) for each in REAL_ROWS),
         lambda: missing_rows(trust_rows(), "docs/speed.md"),

@@ -43,7 +43,7 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     said = f"against BF16, each in its fastest layout: {', '.join(texts.values())}"
     said += f"; too large: {', '.join(too_large)}" if too_large else ""
     why_not = _why_not(plan, times(plan.settled, plain))
-    more = ", ".join(text for name, text in texts.items() if gains[name] >= WORTH)
+    more = ", ".join(text for name, text in texts.items() if round(gains[name], 2) >= WORTH)
     advice = f"precision=bf16: {why_not}" + (
         f"; by estimate, at the same risk: {more}" if more and not plan.recipe.model.shape.experts
         else ""
@@ -62,7 +62,7 @@ def _why_not(plan: Plan, gain: float) -> str:
         return ""
     if experts and recipe.cluster.gpu == "h100":
         return "FP8 experts were not timed beside BF16's in an engine on an H100"
-    return f"{name}'s {gain:.2f}x is too little to risk accuracy for" if gain < WORTH else ""
+    return f"{name}'s {gain:.2f}x is too little to risk accuracy for" if round(gain, 2) < WORTH else ""
 
 
 def against_bf16(plan: Plan, host: Host) -> str:
