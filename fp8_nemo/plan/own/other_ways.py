@@ -62,7 +62,9 @@ def _why_not(plan: Plan, gain: float) -> str:
         return ""
     if experts and recipe.cluster.gpu == "h100":
         return "FP8 experts were not timed beside BF16's in an engine on an H100"
-    return f"{name}'s {gain:.2f}x is too little to risk accuracy for" if round(gain, 2) < WORTH else ""
+    if round(gain, 2) >= WORTH:  # as it is shown
+        return ""
+    return f"{name}'s {gain:.2f}x is too little to risk accuracy for"
 
 
 def against_bf16(plan: Plan, host: Host) -> str:
