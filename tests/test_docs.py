@@ -420,15 +420,13 @@ SAID = {
         long_on_h100,
         lambda: f"2 to 8 H200, up to 4k | `fp8-e2e` | {on_h200(E2E)} |",
         lambda: f"and 8k, at the risk of an FP8 cache | `fp8-e2e-kv-attn` | {on_h200(BOTH)} |",
-        lambda: f"{times(AGAIN, E2E):.2f}x to {times(SHORT, E2E):.2f}x at 2k, [first]",
-        lambda: (
-            f"[{times(LONG, E2E):.2f}x](benchmarks/results/step-8b-long-h200.json) at 7k on 32 |"
-        ),
+        lambda: f"{times(AGAIN, E2E):.2f}x to {times(SHORT, E2E):.2f}x at 2k in a slower layout",
+        lambda: f"in a slower layout, {times(LONG, E2E):.2f}x at 7k on 32 |",
         lambda: f"[whole rollouts {decode('rollout-8b-h200', KV, 'limited')}x]",
         lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",
-        lambda: f"[decode alone {MOE_DECODE().replace(' to', 'x to')}x]",
+        lambda: f"(docs/research/measured.md#speed) {MOE_DECODE().replace(' to', 'x to')}x; with",
         lambda: "(95%: {low:+.1f} to {high:+.1f})".format_map(again("dense", "fp8-e2e-tis", LLAMA)),
         lambda: "lost {} points uncorrected".format(losses().split(" to ")[0]),
         lambda: "and {} with `tis`".format(losses().split(" to ")[1].removesuffix(" points")),
