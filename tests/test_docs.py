@@ -204,6 +204,18 @@ def long_on_16k():
     return "H100: `{}`; H200: `{}` | {}x; {}x |".format(KV, BOTH, *gains)
 
 
+def planned_gain(pair):
+    """Times as fast as BF16 that the plan says of a pair's own lengths."""
+    plain, *_, quantized = (row["plan"]["step"] for row in real(pair).values())
+    return plain / quantized
+
+
+def fp16_on_h100():
+    """The smallest and the largest that the plan says of 8B in FP16 on 8 H100, up to 8k."""
+    gains = [planned("h100", tokens)["fp16"] for tokens in (2048, 4096, 8192)]
+    return min(gains), max(gains)
+
+
 def kv_on_four():
     """Times as fast as BF16 that `fp8-kv-attn` was on four H200, by its rollout, and all in all."""
     plain, kv, _ = real(FOUR).values()
@@ -418,6 +430,8 @@ SAID = {
         ),
         short_on_h100,
         long_on_h100,
+        lambda: f"at 4,000 tokens, where the plan says {planned_gain(ADAPTERS):.2f}x |",
+        lambda: "| `fp16` | {}x to {}x (8B, 8 H100) |".format(*fp16_on_h100()),
         lambda: f"2 to 8 H200, up to 4k | `fp8-e2e` | {on_h200(E2E)} |",
         lambda: f"and 8k, at the risk of an FP8 cache | `fp8-e2e-kv-attn` | {on_h200(BOTH)} |",
         lambda: f"{times(AGAIN, E2E):.2f}x to {times(SHORT, E2E):.2f}x at 2k in a slower layout",
