@@ -42,16 +42,16 @@ def secrets_of_line(words: Iterable[str]) -> Iterator[str]:
     """Name the keys of a command line that hold a secret, before a word is parsed or echoed.
 
     A word that cannot be parsed is looked at too: `cluster.setup='export HF_TOKEN=...` without its
-    last quote. `token` is a piece of a text in NeMo RL's keys alone.
+    last quote. `token` is a piece of a text in NeMo RL's keys and a model's shape alone.
     """
     for word in words:
         name, equals, text = word.partition("=")
         key = name.lstrip("+~-")
-        of_nemo = key.startswith("nemo.")
         if SECRET_VALUE.search(key):
             yield f"a word{' before =' * bool(equals)}: holds what looks like a secret, {KEPT}"
         elif equals:
-            looks = _looks_in(key) if of_nemo else SECRET_VARIABLE
+            counts = key.startswith(("nemo.", "model.shape."))
+            looks = _looks_in(key) if counts else SECRET_VARIABLE
             yield from _secrets_at(key, None if text == "null" else text, looks)
 
 

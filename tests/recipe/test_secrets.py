@@ -55,6 +55,7 @@ UNPARSED = [
 ]
 """Of which Hydra, or an unknown key, would have its word in the message."""
 TAKEN = [
+    "model.shape.experts_per_token=2",
     "cluster.setup='export HF_TOKEN=$MY_TOKEN'",
     "cluster.setup='export HF_TOKEN=\"$(cat ~/.token)\"'",
     "cluster.setup='export TOKENIZERS_PARALLELISM=false MAX_TOKENS=5'",
