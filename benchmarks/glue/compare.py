@@ -341,8 +341,8 @@ def clock_vllm(worker: Any) -> None:
 
         return close(refit, update_and_wait)
 
-    receiver.Refit.__init__, receiver.Refit.take = timed_begin, timed_take
-    receiver.Ledger.close, receiver.Refit.close = timed_settle, timed_close
+    receiver.Refit.__init__, receiver.Refit.take = timed_begin, timed_take  # pyright: ignore
+    receiver.Ledger.close, receiver.Refit.close = timed_settle, timed_close  # pyright: ignore
 
 
 def take_clock(worker: Any) -> dict[str, float]:
@@ -532,7 +532,7 @@ def ranges(bench: Bench, tokens: int, sequences: int, repetitions: int) -> dict[
         bench.switch(GLUES["stock"])
         seconds["plain"].append(_seconds(lambda: policy.get_logprobs(data)))
         start = time.perf_counter()
-        stock = super(type(policy), policy).calibrate_qkv_fp8_scales(
+        stock = super(type(policy), policy).calibrate_qkv_fp8_scales(  # pyright: ignore
             data, include_q=True, margin=1.0
         )
         seconds["stock"].append(time.perf_counter() - start)

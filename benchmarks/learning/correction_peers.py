@@ -52,7 +52,10 @@ def batches() -> Iterator[tuple[str, LogprobPair]]:
     yield "at the clamp", _of([[25.0, -25.0, 0.0], [19.9, 0.1, 0.0], [-30.0, -1.0, -1.0]])
     edge = [math.log(2.0), math.log(0.5), math.log(2.0) + 1e-6]
     yield "on a bound", _of([edge, [0.0, 0.0, 0.0], [math.log(1.001)] * 3])
-    yield "padding alone", LogprobPair(*(torch.zeros(2, 3),) * 2, torch.zeros(2, 3).bool())
+    yield (
+        "padding alone",
+        LogprobPair(torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 3).bool()),
+    )
 
 
 def _pair(lengths: Tensor, spread: float, draw: torch.Generator) -> LogprobPair:

@@ -260,15 +260,15 @@ def _moe_against_dense(models: list[str], cells: Cells) -> Iterator[Verdict]:
     if len(sides) < 2 or len(models) > 2:
         return
     for name in MOE_CELLS:
-        pair = [cells[sides[m], name] for m in (True, False) if (sides[m], name) in cells]
-        if len(pair) < 2:
+        experts, dense = (cells.get((sides[m], name)) for m in (True, False))
+        if experts is None or dense is None:
             continue
-        found = [difference(*pair, mean_of(KL))]
+        found = [difference(experts, dense, mean_of(KL))]
         text, where = (
             f"KL of {name} is higher in the mixture of experts",
             " against ".join(sides[moe] for moe in (True, False)),
         )
-        said = _unless("", pair, above_word(found), _differences(found))
+        said = _unless("", [experts, dense], above_word(found), _differences(found))
         yield Verdict(where, text, "verl, FP8 page", *said)
 
 

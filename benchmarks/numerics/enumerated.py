@@ -1,3 +1,4 @@
+# pyright: standard
 """Bias and variance of a corrected policy gradient, on a problem small enough to know the truth.
 
 One prompt, answers of exactly T tokens, logits of their own for every context (the tokens so far):

@@ -1,3 +1,4 @@
+# pyright: standard
 """Ratios of a real model's tokens with exact probabilities: what a correction would multiply.
 
 Problems are read with their right answers by the trainer and by a refitted engine. Before every

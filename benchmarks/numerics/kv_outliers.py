@@ -49,7 +49,7 @@ def row_of(power: int, scales: str, folder: Path) -> dict[str, Any]:
     loop = GrpoLoop(plan, folder)
     plant(loop, 2.0**power)
     loop.progress.kv_scales = loop._scales_of_prompts()
-    loop._refit()
+    loop._refit(0)
     batch = loop._sample(loop._problems_of(0, SAMPLED), torch.Generator().manual_seed(1))
     pair = LogprobPair(loop.policy.logprobs(batch), batch.rollout_BR, batch.response_mask_BR)
     found = mismatch_metrics(pair)

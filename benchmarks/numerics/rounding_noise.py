@@ -69,7 +69,7 @@ def sample(run: GrpoLoop) -> Batch:
     """Sample one batch as step 1 does: after a refit, FP8 KV with the scales of prompts."""
     if run.fp8_kv:
         run.progress.kv_scales = run._scales_of_prompts()
-    run._refit()
+    run._refit(0)
     problems = islice(cycle(run.problems.train), PROMPTS)
     return run._sample(list(problems), torch.Generator().manual_seed(run.recipe.seed))
 

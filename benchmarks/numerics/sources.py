@@ -1,3 +1,4 @@
+# pyright: standard
 """Where the mismatch of trainer and rollout comes from: one source at a time, nothing sampled.
 
 A model reads problems with their right answers as the trainer computes it, and as an engine does

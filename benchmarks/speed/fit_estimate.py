@@ -161,13 +161,15 @@ def compared_steps(model: str, steps: Sequence[Step], costs: Sequence[float]) ->
     rows = []
     for step, seconds in zip(steps, told, strict=True):
         base = plain.get((step.gpu, step.batch, step.prompt))
-        gain = steps[base].measured / step.measured if base is not None else None
+        gain = told_gain = None
+        if base is not None:
+            gain, told_gain = steps[base].measured / step.measured, told[base] / seconds
         rows.append({
             "model": model, "gpu": step.gpu, "precision": step.precision,
             "point": f"{step.batch}x{step.prompt}", "half": "fitted" if step.to_fit else "tested",
             "measured": step.measured, "predicted": seconds, "error": seconds / step.measured - 1,
             "gain": gain,
-            "gain error": gain and told[base] / seconds / gain - 1,
+            "gain error": gain and told_gain and told_gain / gain - 1,
         })  # fmt: skip
     return rows
 

@@ -82,7 +82,7 @@ def without_a_device() -> None:
         vars(module)["digests_of"] = kernels.digests
     refit.QUANTIZERS["fp8"] = quantize_list
     torch.cuda.device = lambda device: nullcontext()
-    torch.Tensor.pin_memory = torch.Tensor.clone
+    torch.Tensor.pin_memory = torch.Tensor.clone  # pyright: ignore
 
 
 def rows(measured: Refit, repetitions: int) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from fp8_nemo.recipes import compare, measure_mismatch
 
 from fp8_nemo.recipe import secrets
 from fp8_nemo.recipe.compose import ComposeError, compose
+from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.runs.frozen_code import freeze_code
 from tests.search.children import Child, trained
 
@@ -55,7 +58,6 @@ UNPARSED = [
 ]
 """Of which Hydra, or an unknown key, would have its word in the message."""
 TAKEN = [
-    "model.shape.experts_per_token=2",
     "cluster.setup='export HF_TOKEN=$MY_TOKEN'",
     "cluster.setup='export HF_TOKEN=\"$(cat ~/.token)\"'",
     "cluster.setup='export TOKENIZERS_PARALLELISM=false MAX_TOKENS=5'",
@@ -106,6 +108,12 @@ def test_what_a_sites_own_file_says_is_looked_at_before_it_is_read():
     values = {"cluster.setup": "export HF_TOKEN=${oc.env:HF_TOKEN}", "cluster.name": "ours"}
     [line] = secrets.secrets_of(values)
     assert line.startswith("cluster.setup: oc.env")
+
+
+def test_no_key_of_ours_is_taken_for_a_secret():
+    keys = leaves(asdict(Recipe()))
+    assert "model.shape.experts_per_token" in keys
+    assert list(secrets.secrets_of_line(f"{key}=1" for key in keys)) == []
 
 
 def test_no_key_of_nemo_rls_own_is_taken_for_a_secret():
