@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache, partial
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -394,6 +395,35 @@ def missing_rows(rows, page):
     return "\n".join(row for row in rows if row not in text)
 
 
+def kl_cells(shares, *kls):
+    """A page's last cells of a row on replay: ` 57% | 1.8e-2 | 2.8e-3 |`."""
+    shown = (f"{kl:.1e}".replace("e-0", "e-") for kl in kls)
+    return f" {shares} | {' | '.join(shown)} |"
+
+
+def replayed(experts):
+    """What replay did to a taught model of so many experts, its tokens scored twice."""
+    rows = of("replayed-routes-cpu", lambda it: it["rows"])
+    [row] = (
+        each
+        for each in rows
+        if each["experts"] == experts and each["taught_steps"] and each["precision"] == LINEAR
+    )
+    return kl_cells(f"{row['rerouted']:.1%}", row["kl"], row["replayed_kl"])
+
+
+def replayed_30b():
+    """The same of three layers of Qwen3-30B-A3B inside NeMo RL, from step to step."""
+    none, r3 = (
+        [row for run in of("replay-30b3-h100", lambda it: it["runs"]) for row in run["rows"]
+         if run["cell"].startswith("qwen3") and run["settings"]["replay.name"] == name]
+        for name in ("none", "r3")
+    )  # fmt: skip
+    rerouted = fmean(row["replay/rerouted_fraction"] for row in r3)
+    kls = (fmean(row["mismatch/kl"] for row in rows) for rows in (none, r3))
+    return kl_cells(f"{rerouted:.0%}", *kls)
+
+
 REAL_ROWS = (("rollout", "rollout", 1), ("logprobs", "logprob", 1), ("training", "train", 1),
              ("refit", "refit", 2), ("**step**", "step", 1))  # fmt: skip
 SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
@@ -500,6 +530,7 @@ SAID = {
             *(100 * times(file, E2E) - 100 for file in (AGAIN, SHORT))
         ),
     ],
+    "docs/algorithms.md": [replayed_30b, *(partial(replayed, each) for each in (128, 64, 4))],
     "notebooks/03-end-to-end.ipynb": [
         lambda: f"ends {told('dense', 'fp8-e2e-tis', LLAMA).removesuffix(', open')} points",
     ],

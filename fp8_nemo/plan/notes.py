@@ -155,6 +155,12 @@ def _algorithm_notes(settled: Settled) -> Iterator[str]:
             f"algorithm.use_dynamic_sampling: a batch has {settled.prompts_per_batch} prompts, and "
             "the step's estimate is of one batch; a step may take more"
         )
+    in_fp8 = recipe.precision.rollout.is_quantized
+    if recipe.model.shape.experts and in_fp8 and not recipe.replay.is_on:
+        yield (
+            "replay: with replay=r3 the trainer's tokens go where the engine's went; with 128 "
+            "experts of random weights the KL fell from 1.8e-2 to 2.8e-3 (docs/algorithms.md)"
+        )
     unreplayed = recipe.glue.recalibrate.source == "forward"
     if recipe.replay.is_on and recipe.precision.cache.is_quantized and unreplayed:
         yield "glue.recalibrate.source: NeMo RL's extra pass measures Q, K and V unreplayed"

@@ -273,3 +273,17 @@ def test_scales_of_heads_are_counted_hashed_and_refused_inside_nemo_rl():
     assert line.startswith("precision.kv_scales=head: vLLM 0.25.1 takes scales of heads")
     noted = plan("precision=fp8-linear", "precision.kv_scales=head").notes
     assert noted == ("precision.kv_scales: no effect, the KV cache has no scales",)
+
+
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (["model=qwen3-30b-a3b", "precision=fp8-linear"], True),
+        (["model=qwen3-30b-a3b", "precision=fp8-linear", "replay=r3"], False),
+        (["model=qwen3-30b-a3b", "precision=bf16"], False),
+        (["model=llama31-8b", "precision=fp8-linear"], False),
+    ],
+)
+def test_experts_in_fp8_are_told_of_replay(words, noted):
+    [found] = compose_plans(words)
+    assert any(note.startswith("replay:") for note in found.notes) is noted
