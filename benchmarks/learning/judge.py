@@ -308,7 +308,10 @@ def main() -> int:
         content = earlier(options.earlier)
         show("again", [shown(row, ("late accuracy", "area")) for row in content["rows"]])
     else:
-        runs = [run for each in options.folders for run in whole(read(each / RUNS))]
+        found = {each: read(each / RUNS) for each in options.folders}
+        if empty := [str(each) for each, lines in found.items() if not lines]:
+            sys.exit(f"{', '.join(empty)}: no run has ended there yet")
+        runs = [run for lines in found.values() for run in whole(lines)]
         content = study(runs, options.rule)
         for model, rows in content["rows"].items():
             print(model, content["gate"][model], content["spreads"].get(model))
