@@ -125,3 +125,10 @@ def test_a_line_of_commands_stops_where_bf16_fails_its_gate(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["judge", str(tmp_path), "--out", str(out), "--rule", rule])
     assert judge.main() == code
     assert read_json(out.read_text())["rule"] == rule
+
+
+def test_a_folder_where_no_run_has_ended_is_named(tmp_path, monkeypatch):
+    (tmp_path / "runs.jsonl").touch()
+    monkeypatch.setattr(sys, "argv", ["judge", str(tmp_path), "--out", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit, match=f"{tmp_path}: no run has ended"):
+        judge.main()
