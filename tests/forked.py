@@ -90,11 +90,14 @@ def _typed(line: Sequence[str], files: Sequence[Path], environment: Mapping[str,
 class Forked:
     """`subprocess.Popen([python, "-m", MODULE, *WORDS])`, as far as `runs/process.py` needs it."""
 
-    def __init__(self, command: Sequence[str], preexec_fn: Callable[[], None] | None) -> None:
+    def __init__(
+        self, command: Sequence[str], preexec_fn: Callable[[], None] | None, process_group: int
+    ) -> None:
         """Start it."""
         sys.stdout.flush()
         self.pid = os.fork()
         if not self.pid:
+            os.setpgid(0, process_group)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if preexec_fn:
@@ -105,9 +108,9 @@ class Forked:
         """Return its exit code."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
-    def terminate(self) -> None:
-        """Ask it to end."""
-        os.kill(self.pid, signal.SIGTERM)
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
 
 
 def _as_main(module: str, *words: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from fp8_nemo.recipe.mistake import Mistake, as_typed, shortened
 from fp8_nemo.recipe.options.correction import DIVERGENCES, OF_A_RATIO, RATIOS, Correction
+from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import FORMATS, Precision
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.options.training import LORA_MODULES, TASKS, Algorithm, Data
@@ -40,6 +41,7 @@ def mistakes(recipe: Recipe) -> list[Mistake]:
     return [
         *fields,
         *_path_mistakes(recipe),
+        *_shape_mistakes(recipe.model.shape),
         *(_precision_mistakes(recipe) if has_formats else ()),
         *_correction_mistakes(recipe.correction),
         *_algorithm_mistakes(recipe),
@@ -74,6 +76,21 @@ def _limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
         yield Mistake(key, value, f"must be {text}, and finite")
     elif value > ABSURD and limits["most"] is None:
         yield Mistake(key, value, f"must be at most {ABSURD:,}")
+
+
+def _shape_mistakes(shape: Shape) -> Iterator[Mistake]:
+    """Refuse numbers that no model has together."""
+    if shape.kv_heads and shape.heads % shape.kv_heads:
+        text = f"must divide the query heads, {shape.heads}"
+        yield Mistake("model.shape.kv_heads", shape.kv_heads, text)
+    if shape.head_dim % 2:
+        text = "must be even: RoPE turns halves of a head into each other"
+        yield Mistake("model.shape.head_dim", shape.head_dim, text)
+    if shape.experts and not 1 <= shape.experts_per_token <= shape.experts:
+        text = f"must be 1 to {shape.experts}, the experts of a layer"
+        yield Mistake("model.shape.experts_per_token", shape.experts_per_token, text)
+    if shape.experts and not shape.expert_ffn:
+        yield Mistake("model.shape.expert_ffn", 0, "must be the width of an expert")
 
 
 def _precision_mistakes(recipe: Recipe) -> Iterator[Mistake]:
@@ -241,7 +258,7 @@ def _noise_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     if not (noise.is_on and recipe.precision.rollout.is_quantized):
         return
     for key in (key for key, value in vars(noise).items() if value is None):
-        remedy = f"give a number, as grpo.steps={grpo.steps}" if key == "steps" else "give a number"
+        remedy = f"as noise.steps={grpo.steps or 100}" if key == "steps" else "give a number"
         yield Mistake(f"noise.{key}", None, "is part of the schedule", remedy)
     if not recipe.correction.is_on:
         text = "must correct: noise of the engine alone is a mismatch with the trainer"

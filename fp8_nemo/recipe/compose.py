@@ -97,8 +97,12 @@ def choices(groups: Collection[str] = ()) -> str:
     """Say what a command line may hold: groups with their options, keys, sweeps.
 
     Args:
-        groups: those to list; all unless given.
+        groups: those to list, of a verb that makes no run; all unless given.
     """
+    of_runs = () if groups else (
+        "+nemo.KEY=VALUE: a key of NeMo RL's own.",
+        "-m with several values, as precision=bf16,fp8-e2e: a run for each combination.",
+    )  # fmt: skip
     groups = groups or group_names()
     wide = max(map(len, groups)) + 2
     options = (f"  {group:{wide}}{' '.join(option_names(group))}" for group in groups)
@@ -107,9 +111,8 @@ def choices(groups: Collection[str] = ()) -> str:
     return "\n".join([
         "GROUP=OPTION, of these:",
         *listed,
-        "KEY=VALUE, as grpo.steps=50: docs/keys.md lists every key.",
-        "+nemo.KEY=VALUE: a key of NeMo RL's own.",
-        "-m with several values, as precision=bf16,fp8-e2e: a run for each combination.",
+        f"KEY=VALUE, as {'grpo.steps=50' if of_runs else 'seed=7'}: docs/keys.md lists every key.",
+        *of_runs,
     ])  # fmt: skip
 
 

@@ -92,26 +92,31 @@ def call_verb(verb: str, *arguments: str) -> int:
     On Linux it ends with this process, as if SIGTERM had come, also where that is killed: else it
     would train on unseen. A child that a signal killed could not say so: it is said here, and the
     code is a shell's.
-    Ctrl-C reaches the child too, SIGTERM is passed on; the child stops and says so, this waits for
-    it, and gives INTERRUPTED however the child ended.
+    Ctrl-C, SIGINT and SIGTERM are passed on once each: the child has a process group of its own,
+    so none reaches it by itself. It stops and says so, this waits for it, and gives INTERRUPTED
+    however the child ended.
     """
-    asked = list[int]()
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:  # as in a script's background, where the child ignores it too
-        # An exception could fall between the child's end and the reading of its code, then 0.
-        signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
-    command = [sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments]
-    child = subprocess.Popen(command, preexec_fn=_ends_with_its_parent())
+    asked: list[int] = []
+    children: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _: object) -> None:
-        """Pass SIGTERM on, which reaches this process alone."""
+        """Pass a signal on; an exception instead could fall before the child's code is read."""
         asked.append(number)
-        child.terminate()
+        for child in children:
+            child.send_signal(number)
 
-    before_term = signal.signal(signal.SIGTERM, pass_on)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background
+        numbers.remove(signal.SIGINT)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    command = [sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments]
+    child = subprocess.Popen(command, preexec_fn=_ends_with_its_parent(), process_group=0)
+    for number in asked:  # they came before there was a child
+        child.send_signal(number)
+    children.append(child)
     code = child.wait()
-    signal.signal(signal.SIGINT, before)
-    signal.signal(signal.SIGTERM, before_term)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     if asked:
         return INTERRUPTED
     if code < 0:

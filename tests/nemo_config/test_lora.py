@@ -94,7 +94,7 @@ def test_memory_has_gradients_and_optimizer_of_adapters_alone_and_frozen_weights
 def test_tensor_ranks_share_adapters_and_the_experts_of_a_gpu_have_one():
     two = plan(*LORA, "model.parallel.tensor=2", "model.parallel.rollout_tensor=1").settled
     assert memory_per_gpu(two).phases["train"]["gradients"] == TRAINED
-    moe = plan(*MOE, "lora=all-linear").settled
+    moe = plan(*MOE, "lora=all-linear", "model.parallel.expert=8").settled
     attention = (2048 + 4096 + 2 * 512) + (4096 + 2048)
     experts = (2048 + 2 * 768) + (768 + 2048)
     assert trained_parameters(moe) == 48 * 32 * (attention + 8 * experts)

@@ -148,7 +148,7 @@ def test_the_plan_says_what_to_take_where_its_own_precision_gains_too_little():
     short = ("grpo.max_new_tokens=2048", "cluster.gpu=h200")
     why, _, others = str(told(*short)).partition("; ")
     assert why.startswith("precision=bf16: fp8-kv-attn's 1.0") and why.endswith("accuracy for")
-    assert others.startswith("by estimate, at the same risk: fp8-e2e-kv-attn 1.")
+    assert others.startswith("by estimate, each at a risk of its own: fp8-e2e-kv-attn 1.")
     assert "fp8-linear" not in others
     [small] = compose_plans(["model=llama32-1b", "grpo=one-gpu"], lambda recipe: MAIN)
     assert dict(precisions(small, MAIN))["take"].startswith("precision=bf16: ")

@@ -511,6 +511,20 @@ def test_a_site_that_would_train_on_the_login_node_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["model.shape.kv_heads=3"], "kv_heads=3: must divide the query heads, 4"),
+        (["model.shape.head_dim=63"], "head_dim=63: must be even"),
+        (["model.shape.experts=4"], "experts_per_token=0: must be 1 to 4"),
+        (["model=tiny-qwen3-moe", "model.shape.experts_per_token=5"], "must be 1 to 4"),
+        (["model=tiny-qwen3-moe", "model.shape.expert_ffn=0"], "must be the width of an expert"),
+    ],
+)
+def test_numbers_that_no_model_has_together_are_refused(words, line):
+    assert line in lines(*words)[0]
+
+
+@pytest.mark.parametrize(
     ("argument", "line"),
     [
         (

@@ -44,10 +44,9 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     said += f"; too large: {', '.join(too_large)}" if too_large else ""
     why_not = _why_not(plan, times(plan.settled, plain))
     more = ", ".join(text for name, text in texts.items() if round(gains[name], 2) >= WORTH)
-    advice = f"precision=bf16: {why_not}" + (
-        f"; by estimate, at the same risk: {more}" if more and not plan.recipe.model.shape.experts
-        else ""
-    )  # fmt: skip
+    advice = f"precision=bf16: {why_not}"
+    if more and not plan.recipe.model.shape.experts:
+        advice += f"; by estimate, each at a risk of its own: {more}"
     return [
         ("precisions", said if texts else "no FP8 fits"),
         *([("take", advice)] if why_not else []),

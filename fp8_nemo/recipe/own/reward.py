@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterator
@@ -45,18 +46,21 @@ def load_reward(file: Path) -> Callable[[str, str], float]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises
+    except (Exception, SystemExit) as error:  # whatever a user's file raises
         said = f"cannot be imported ({_told(error, file)})"
         raise RewardError(str(Mistake(KEY, file, said, NEEDS))) from error
     own = getattr(module, FUNCTION, None)
     if not callable(own):
         raise RewardError(str(Mistake(KEY, file, f"has no function {FUNCTION}", NEEDS)))
 
+    if inspect.iscoroutinefunction(own):
+        raise RewardError(str(Mistake(KEY, file, f"{FUNCTION} is async", "write a plain def")))
+
     def checked(answer: str, output: str) -> float:
         """Return the user's reward; raise `RewardError` if it raised or is not finite."""
         try:
             value: Any = own(answer, output)
-        except Exception as error:  # the same
+        except (Exception, SystemExit) as error:  # the same
             text = f"reward({answer!r:.60}, {output!r:.60}) raised {_told(error, file)}"
             raise RewardError(str(Mistake(KEY, file, text))) from error
         if not _is_finite(value):
@@ -105,7 +109,7 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _told(error: Exception, file: Path) -> str:
+def _told(error: BaseException, file: Path) -> str:
     """Return an error in one line, with the last line of the user's file that led to it."""
     lines = [
         at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == str(file)
