@@ -100,7 +100,7 @@ def test_a_run_stopped_or_made_longer_has_the_noise_of_one_that_was_not(make_pla
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("noise.steps=null",), "noise.steps=null: is part of the schedule; give a number, as"),
+        (("noise.steps=null",), "noise.steps=null: is part of the schedule; as noise.steps="),
         (("correction=none",), "correction=none: must correct: noise of the engine alone is a"),
         (("glue=stock",), "glue=stock: must be ours: NeMo RL's refit sends the trainer's norms"),
         (("grpo.max_sample_age=1",), "grpo.max_sample_age=1: which step a sample's noise is of"),
