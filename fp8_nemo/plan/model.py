@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from fp8_nemo.glue.wire import is_fp8_weight, named_shapes, weight_of, wire_specs
 from fp8_nemo.recipe.mistake import Mistake
-from fp8_nemo.recipe.model_dir import known_config, tensor_shapes
+from fp8_nemo.recipe.model_dir import known_config, known_positions, tensor_shapes
 from fp8_nemo.recipe.options.model import Model, Shape
 from fp8_nemo.recipe.options.precision import DTYPE_BYTES, Precision
 from fp8_nemo.recipe.options.training import LORA_MODULES, Lora
@@ -166,20 +166,19 @@ def tensor_differences(shape: Shape, found: Mapping[str, tuple[int, ...]]) -> It
 
 
 def position_mistakes(settled: Settled) -> Iterator[Mistake]:
-    """Yield an answer that has no place in the model's positions, if its config is known here.
+    """Yield an answer that has no place in the model's positions, if they are known here.
 
     NeMo RL makes room for the longest prompt beside it, the local backend for the prompt it has.
     """
     recipe, answer = settled.recipe, settled.response_tokens
-    config = known_config(recipe)
-    most = config.get("max_position_embeddings")
-    if type(most) is not int:
+    most = known_positions(recipe)
+    if most is None:
         return
     if recipe.chosen_backend == "local":
         broken, text = answer >= most, f"leaves a prompt no place in the model's {most} positions"
     else:
         tokens = settled.sequence_tokens
-        broken = tokens > most and rope_type(config) in UNSTRETCHED
+        broken = tokens > most and rope_type(known_config(recipe)) in UNSTRETCHED
         text = f"makes sequences of {tokens} tokens, the model has {most} positions"
     if broken:
         yield Mistake("grpo.max_new_tokens", answer, text, "lower it")

@@ -21,6 +21,21 @@ from fp8_nemo.recipe.plain import leaves, read_json
 SHIPPED = Path(__file__).parent / "models"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 NO_FOLDER = "no such folder"
+POSITIONS = {
+    "meta-llama/Llama-3.1-8B-Instruct": 131072,
+    "meta-llama/Llama-3.2-1B-Instruct": 131072,
+    "meta-llama/Llama-3.2-3B-Instruct": 131072,
+    "Qwen/Qwen2.5-1.5B": 131072,
+    "Qwen/Qwen2.5-7B": 131072,
+    "Qwen/Qwen2.5-Math-7B": 4096,
+    "Qwen/Qwen3-4B": 40960,
+    "Qwen/Qwen3-8B": 40960,
+    "Qwen/Qwen3-14B": 40960,
+    "Qwen/Qwen3-32B": 40960,
+    "Qwen/Qwen3-30B-A3B": 40960,
+}
+"""`max_position_embeddings` of the hub's models in `conf/model`, none of them stretched. They go by
+name: another of the same shape may have more, as Qwen3-30B-A3B-Instruct-2507 has 262,144."""
 
 
 def model_path(model: Model) -> Path:
@@ -141,7 +156,7 @@ def known_config(recipe: Recipe) -> dict[str, Any]:
 
     Empty too where keys of NeMo RL's change it (`hf_config_overrides`).
     """
-    if any(key.startswith("policy.hf_config_overrides") for key in leaves(recipe.nemo)):
+    if _overrides_config(recipe):
         return {}
     if recipe.model.hub_id:
         return cached_config(recipe.model.hub_id)
@@ -149,6 +164,21 @@ def known_config(recipe: Recipe) -> dict[str, Any]:
         return _read_object(model_path(recipe.model) / "config.json")
     except ValueError:
         return {}
+
+
+def known_positions(recipe: Recipe) -> int | None:
+    """Return the positions of the model that a run reads; None if they are not known here.
+
+    Its `config.json` says it, or for one that is not here yet `POSITIONS`.
+    """
+    if config := known_config(recipe):
+        found = config.get("max_position_embeddings")
+        return found if type(found) is int else None
+    return None if _overrides_config(recipe) else POSITIONS.get(recipe.model.hub_id or "")
+
+
+def _overrides_config(recipe: Recipe) -> bool:
+    return any(key.startswith("policy.hf_config_overrides") for key in leaves(recipe.nemo))
 
 
 def cached_config(name: str) -> dict[str, Any]:

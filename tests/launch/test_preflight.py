@@ -8,16 +8,21 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
+import yaml
 
 from fp8_nemo.launch import preflight
 from fp8_nemo.nemo_config import checkout
 from fp8_nemo.nemo_config.host import MAIN, Host
 from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.plan.model import position_mistakes
 from fp8_nemo.plan.plan import plan_recipe
+from fp8_nemo.recipe import model_dir
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED
+from fp8_nemo.recipe.settled import LOCAL_BASE, settle
 
 NEMO = ("backend=nemo", "glue=stock")
 
@@ -180,6 +185,33 @@ def test_a_plan_says_what_its_run_would_of_positions_that_the_hubs_cache_names(t
             "grpo.max_new_tokens=2000: makes sequences of 3072 tokens, the model has 2048 "
             "positions; lower it\n",
         )
+
+
+HUB_IDS = {
+    file.stem: name
+    for file in (Path(__file__).parents[2] / "conf" / "model").glob("*.yaml")
+    if (name := yaml.safe_load(file.read_text())["hf_id"])
+}
+
+
+@pytest.mark.parametrize("model", HUB_IDS)
+def test_a_shipped_hub_models_positions_are_known_without_its_config_json(model, monkeypatch):
+    most, config = model_dir.POSITIONS[HUB_IDS[model]], {}
+    monkeypatch.setattr(model_dir, "cached_config", lambda name: config)
+
+    def said(*more, answer=most - 1023):
+        [recipe] = compose([f"model={model}", f"grpo.max_new_tokens={answer}", *more])
+        return [str(each) for each in position_mistakes(settle(recipe, LOCAL_BASE))]
+
+    assert said(answer=most - 1024) == []
+    assert said() == [
+        f"grpo.max_new_tokens={most - 1023}: makes sequences of {most + 128} tokens, the model has "
+        f"{most} positions; lower it"
+    ]
+    assert said("model.hf_id=org/another") == said("model.path=folder") == []
+    assert said(f"+nemo.policy.hf_config_overrides.max_position_embeddings={2 * most}") == []
+    config["max_position_embeddings"] = 2 * most
+    assert said() == []
 
 
 def test_stretched_positions_are_not_held_against_a_sequence(tmp_path):
