@@ -1,6 +1,6 @@
 """Judge a run's health by its own metrics: a verdict per step, with reason and action.
 
-The same rows give the same verdict in the terminal, in the report and when a run asks whether
+The same rows give the same state in the terminal, in the report and when a run asks whether
 to go on. A step is `unstable` if one signal is, else `watch` if one asks for it.
 
 Where the bounds come from: papers on FP8 rollouts call a `token_mult_prob_error` of up to 1.03-1.05
@@ -58,8 +58,12 @@ class UnstableError(RuntimeError):
 
 
 STALE = "without glue.verify=bytes a refit may have brought stale weights or scales"
+"""What to do about a high KL where refits are not proven byte by byte."""
 SIGNALS = (
-    Signal(KL, 0.02, 0.1, STALE),
+    Signal(
+        KL, 0.02, 0.1,
+        "every refit was proven byte by byte; if it stays, see docs/troubleshooting.md",
+    ),
     Signal(
         "mismatch/token_mult_prob_error", 1.05, 1.5,
         "one outlier token can cause it; if it stays, see docs/troubleshooting.md",
@@ -97,16 +101,17 @@ ZEROS = {
 GROWTH = Signal(f"growth of {KL}", 3.0, 10.0, "lower the learning rate, or correct more strictly")
 
 
-def judge(rows: Sequence[Row]) -> Verdict:
+def judge(rows: Sequence[Row], verify: str) -> Verdict:
     """Return the verdict on the last of a run's rows so far.
 
     Args:
         rows: of `metrics.jsonl`; those without a mismatch count for nothing.
+        verify: the run's `glue.verify`, on which hangs what to do about a high KL.
     """
     if not rows:
         return Verdict(STATES[0], [])
     row = {key: value for key, value in rows[-1].items() if math.isfinite(value)}
-    found = [(signal, row[signal.key]) for signal in SIGNALS if signal.key in row]
+    found = [(signal, row[signal.key]) for signal in _signals(verify) if signal.key in row]
     if (growth := _growth(rows)) is not None:
         found.append((GROWTH, growth))
     states = [(signal.state(value), _reason(signal, value)) for signal, value in found]
@@ -114,6 +119,12 @@ def judge(rows: Sequence[Row]) -> Verdict:
     states += [(2, f"{key} is not a finite number: {NOT_FINITE}") for key in _broken(rows[-1])]
     worst = max((state for state, _ in states), default=0)
     return Verdict(STATES[worst], [reason for state, reason in states if state == worst > 0])
+
+
+def _signals(verify: str) -> Iterator[Signal]:
+    for signal in SIGNALS:
+        unproven = signal.key == KL and verify != "bytes"
+        yield signal._replace(action=STALE) if unproven else signal
 
 
 def _broken(row: Row) -> Iterator[str]:
@@ -129,26 +140,26 @@ def _zeros(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{key} 0 in {STILL} steps: {action}"
 
 
-def worst(rows: Sequence[Row]) -> tuple[int, Verdict] | None:
+def worst(rows: Sequence[Row], verify: str) -> tuple[int, Verdict] | None:
     """Return the first step of a run's worst state, and why; None if always healthy.
 
     Args:
         rows: as `append_judged` wrote them.
+        verify: as for `judge`.
     """
     states = [row.get(STATE, 0) for row in rows]
     if not any(states):
         return None
     at = states.index(max(states))
-    return int(rows[at]["step"]), judge(rows[: at + 1])
+    return int(rows[at]["step"]), judge(rows[: at + 1], verify)
 
 
-def summary(rows: Sequence[Row]) -> str | None:
+def summary(rows: Sequence[Row], verify: str) -> str | None:
     """Return a run's health: `watch in 9 of 40 steps, worst step 31: REASONS`; None if healthy.
 
-    Args:
-        rows: as `append_judged` wrote them.
+    Args: as `worst`.
     """
-    if not (found := worst(rows)):
+    if not (found := worst(rows, verify)):
         return None
     step, verdict = found
     steps = [row.get(STATE, 0) for row in rows if row["step"]]

@@ -211,9 +211,10 @@ class _Both:
 
 def train(plan: Plan, path: Path, root: Path) -> None:
     """Set up NeMo RL and run its loop; write each step's metrics, print worse health."""
+    stops, verify = plan.recipe.grpo.stop_when_unstable, plan.recipe.glue.verify
 
     def write(row: dict[str, Any]) -> None:
-        if health := metrics.append_judged(path, row, plan.recipe.grpo.stop_when_unstable):
+        if health := metrics.append_judged(path, row, stops, verify):
             print(f"{plan.cell}  {health}")
 
     def keep(folder: Path) -> None:

@@ -131,7 +131,8 @@ class GrpoLoop:
             self._resume_or_start(report)
             for step in range(self.progress.step + 1, self.recipe.grpo.steps + 1):
                 row = self._step(step)
-                health = append_judged(self.path, row, self.recipe.grpo.stop_when_unstable)
+                stops, verify = self.recipe.grpo.stop_when_unstable, self.recipe.glue.verify
+                health = append_judged(self.path, row, stops, verify)
                 last = step == self.recipe.grpo.steps or stop()
                 if step % self.recipe.grpo.checkpoint_every == 0 or last:
                     checkpoint.save(self.path, self.policy, self.progress)

@@ -86,7 +86,7 @@ def run(plan: Plan, path: Path) -> int:
         return process.INTERRUPTED
     rows = metrics.read_metrics(path)
     tell(f"{path}: finished, {plan.recipe.grpo.steps} steps")
-    if health := summary(rows):
+    if health := summary(rows, plan.recipe.glue.verify):
         tell(f"health: {health}")
     if note := _learned_nothing([row for row in rows if row["step"]]):
         tell(note)

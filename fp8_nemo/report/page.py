@@ -229,7 +229,7 @@ def health(comparison: Comparison) -> str:
 
 def _health(runs: Iterable[FinishedRun]) -> Iterator[str]:
     for run in runs:
-        if found := summary(run.rows):
+        if found := summary(run.rows, run.recipe.glue.verify):
             yield f"- {escape_markdown(run.path)}: {escape_markdown(found)}"
 
 

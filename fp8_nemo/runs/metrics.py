@@ -146,13 +146,14 @@ def append_metrics(run_dir: Path, row: dict[str, Any]) -> None:
         sync(run_dir)
 
 
-def append_judged(run_dir: Path, row: dict[str, Any], stop: bool) -> str:
+def append_judged(run_dir: Path, row: dict[str, Any], stop: bool, verify: str) -> str:
     """Append a step's metrics and its `health/state`, 0 to 2.
 
     Args:
         run_dir: of the run.
         row: the step's metrics.
         stop: whether an unstable step ends the run.
+        verify: the run's `glue.verify`.
 
     Returns:
         What a terminal says of a state worse than all before: `step 7: watch: REASONS`; else
@@ -162,7 +163,7 @@ def append_judged(run_dir: Path, row: dict[str, Any], stop: bool) -> str:
         UnstableError: with the reasons; the row is written.
     """
     before = read_metrics(run_dir)
-    verdict = judge([*before, row])
+    verdict = judge([*before, row], verify)
     state, why = STATES.index(verdict.state), "; ".join(verdict.reasons)
     append_metrics(run_dir, row | {STATE: state})
     if stop and verdict.state == STATES[-1]:

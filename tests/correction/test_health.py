@@ -1,9 +1,11 @@
 """Verdicts on a run's rows: which state, for which reason, and only for what was measured."""
 
 import math
+from functools import partial
 
 import pytest
 
+from fp8_nemo.correction import health
 from fp8_nemo.correction.health import (
     GROWTH,
     KL,
@@ -12,10 +14,13 @@ from fp8_nemo.correction.health import (
     WINDOW,
     ZEROS,
     UnstableError,
-    judge,
-    worst,
+    summary,
 )
-from fp8_nemo.runs.metrics import append_judged, read_metrics
+from fp8_nemo.runs import metrics
+from fp8_nemo.runs.metrics import read_metrics
+
+judge, worst = partial(health.judge, verify="bytes"), partial(health.worst, verify="bytes")
+append_judged = partial(metrics.append_judged, verify="bytes")
 
 FINE = {
     KL: 1e-3,
@@ -48,6 +53,17 @@ def test_each_signal_has_its_bounds_and_says_what_to_do(signal):
         side = ">" if beyond > 0 else "<"
         assert reason.startswith(signal.key) and f"{side} {bound:g}: {signal.action}" in reason
         assert f" {bound:g} {side}" not in reason, "the two numbers read alike"
+
+
+@pytest.mark.parametrize("verify", ["bytes", "names", "off"])
+@pytest.mark.parametrize("kl", [0.03, 0.2])
+def test_a_high_kl_names_the_proof_as_a_remedy_only_where_it_is_off(kl, verify, tmp_path):
+    row = FINE | {"step": 1, KL: kl}
+    [reason] = health.judge([row], verify).reasons
+    assert ("without glue.verify=bytes" in reason) == (verify != "bytes")
+    assert ("every refit was proven" in reason) == (verify == "bytes")
+    assert metrics.append_judged(tmp_path, row, stop=False, verify=verify).endswith(reason)
+    assert (summary(read_metrics(tmp_path), verify) or "").endswith(reason)
 
 
 def test_only_the_reasons_of_the_worst_state_are_given():
