@@ -212,6 +212,13 @@ def test_a_verb_tells_what_it_is_for_and_what_there_is_to_choose(name, flag, of_
     assert of_its_own in done.stdout and "  precision   bf16 " in done.stdout
 
 
+@pytest.mark.parametrize(("name", "flags"), [("plan", ["-m", "--keys"]), ("grpo", ["-m"])])
+def test_an_unknown_flag_is_sent_to_the_help_which_lists_every_flag(name, flags):
+    assert_refused(verb(name, "--key"), "--key: unknown flag; --help lists them")
+    shown = verb(name, "--help").stdout
+    assert all(f"\n  {flag}" in shown for flag in [*flags, "-h, --help", "--version"])
+
+
 @pytest.mark.parametrize("name", ["run", "check_cluster"])
 def test_a_verb_of_one_run_directory_tells_what_it_is_for(name):
     done = verb(name, "--help")
