@@ -36,6 +36,22 @@ def started(name: str, *arguments: str, **options) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, **options)
 
 
+def asked_in_its_imports(line, number, package) -> subprocess.CompletedProcess:
+    """What a line of Python says that is sent a signal once the verbs' package is read."""
+    command = [sys.executable, *line]
+    timed = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=timed
+    ) as child:
+        assert child.stdout and child.stderr
+        while not (read := child.stderr.readline()).endswith(f"| {package}\n"):
+            assert read, "it ended before"
+        child.send_signal(signal.Signals[number])
+        said = [each for each in child.stderr if not each.startswith("import time:")]
+        printed = child.stdout.read()
+    return subprocess.CompletedProcess(command, child.returncode, printed, "".join(said))
+
+
 def assert_refused(result: subprocess.CompletedProcess, *parts: str) -> None:
     assert result.returncode == 2, result
     assert result.stdout == ""
@@ -589,15 +605,17 @@ def test_a_cell_that_was_killed_is_named_and_the_next_one_runs(tmp_path):
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
 def test_a_sweep_that_is_asked_to_end_does_also_where_its_cell_ends_well_or_by_it(number):
     code = (
-        "import os, signal, threading\n"
         "from fp8_nemo.runs.process import call_verb\n"
-        f"ask = threading.Timer(0.2, os.kill, (os.getpid(), signal.{number}))\n"
-        "ask.start()\n"
         "print(call_verb('plan', 'model=tiny-llama'))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.splitlines()[-1] == "130"
-    assert not done.stderr or (number == "SIGINT" and "KeyboardInterrupt" in done.stderr)
+    ended = asked_in_its_imports(["-c", code], number, "fp8_nemo.recipes")
+    assert ended.stdout.splitlines()[-1] == "130" and not ended.stderr
+
+
+@pytest.mark.parametrize("verb", ["plan", "grpo", "queue", "compare", "cli", "run"])
+def test_ctrl_c_while_a_verb_imports_ends_it_without_a_word(verb):
+    ended = asked_in_its_imports(["-m", f"recipes.{verb}", "--version"], "SIGINT", "recipes")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone tells a child")
