@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import difflib
 import itertools
+import os
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
@@ -37,6 +38,7 @@ from yaml import YAMLError
 from fp8_nemo.recipe.checks import mistakes
 from fp8_nemo.recipe.mistake import Mistake, printable
 from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.own.cluster import with_interpreter
 from fp8_nemo.recipe.own.model import ModelError, read_shape
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 from fp8_nemo.recipe.secrets import secrets_of, secrets_of_line
@@ -301,6 +303,7 @@ def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]
     recipe = OmegaConf.to_object(config)
     assert isinstance(recipe, Recipe)
     try:
+        recipe.cluster = with_interpreter(recipe.cluster, os.environ)
         recipe.model = read_shape(recipe.model, cell)
     except ModelError as error:
         return None, [str(error)]

@@ -155,6 +155,8 @@ def test_each_worker_of_nemo_rls_container_has_its_interpreter(monkeypatch):
     assert found["job"] == sys.executable
     assert found["vLLM"].startswith("/opt/ray_venvs/nemo_rl.models.generation.vllm.vllm_worker.")
     assert found["policy"].endswith("MegatronPolicyWorker/bin/python")
+    monkeypatch.delenv("NEMO_RL_VENV_DIR")
+    assert environments.interpreters(plan_recipe(compose(cell)[0])) == {"job": sys.executable}
 
 
 def test_a_real_ray_on_this_machine_is_checked_and_a_wrong_plan_is_refused(tmp_path):

@@ -93,8 +93,8 @@ def test_an_asynchronous_run_has_a_directory_of_its_own_and_others_keep_theirs()
 
 def test_the_environment_of_the_worker_that_runs_is_looked_at(monkeypatch):
     monkeypatch.setenv("NEMO_RL_ROOT", "/nemo")
-    assert ASYNCHRONOUS in interpreters(plan(AGE))["vLLM"]
-    assert ASYNCHRONOUS not in interpreters(plan())["vLLM"]
+    assert ASYNCHRONOUS in interpreters(plan(AGE, "cluster.interpreter=container"))["vLLM"]
+    assert ASYNCHRONOUS not in interpreters(plan("cluster.interpreter=container"))["vLLM"]
 
 
 def test_the_local_backend_refuses_it():

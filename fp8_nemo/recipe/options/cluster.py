@@ -77,8 +77,9 @@ class Cluster:
     """Interpreter of the job; None is the one that submits, and `python3` in a container."""
     nemo_root: str | None = None
     """NeMo RL's checkout; by default `$NEMO_RL_ROOT`."""
-    interpreter: str = one_of("container", "system")
-    """`container`: NeMo RL's workers have own environments; `system`: one for all."""
+    interpreter: str = one_of("auto", "container", "system")
+    """`container`: NeMo RL's workers have own environments, as in its image; `system`: one for all;
+    `auto`: `container` for a job and where the image's `NEMO_RL_VENV_DIR` is set, else `system`."""
     requeue: bool = True
     """Queue again until `grpo.steps` are done."""
     save_before_end: int = number(600, least=0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.options.cluster import SBATCH_KEYS, Cluster
@@ -30,6 +31,19 @@ def _ours(option: str) -> tuple[str, str] | None:
         if cut or (not option.startswith("--") and option.startswith(tuple(short))):
             return said
     return None
+
+
+def with_interpreter(cluster: Cluster, environment: Mapping[str, str]) -> Cluster:
+    """Return a cluster whose `interpreter` is chosen.
+
+    Args:
+        cluster: as typed.
+        environment: NeMo RL's image sets `NEMO_RL_VENV_DIR` there, its workers' environments.
+    """
+    if cluster.interpreter != "auto":
+        return cluster
+    apart = cluster.kind == "slurm" or "NEMO_RL_VENV_DIR" in environment
+    return replace(cluster, interpreter="container" if apart else "system")
 
 
 def cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
