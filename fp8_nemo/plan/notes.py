@@ -17,12 +17,10 @@ from fp8_nemo.recipe.options.precision import Recalibrate
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.options.training import Noise
 from fp8_nemo.recipe.problems import longest_answer, shared_problems
-from fp8_nemo.recipe.settled import KEEPS_OPTIMIZER, PROMPT, SHARE, Settled
+from fp8_nemo.recipe.settled import KEEPS_OPTIMIZER, LORA_RATE, PROMPT, SHARE, Settled
 
 WITHOUT_KL = ("dapo", "cispo", "gspo")
 """Algorithms whose recipes in NeMo RL set the KL penalty to 0."""
-USUAL_LORA_RATE = 1e-5
-"""Ten times what is usual for all weights, as QeRL and others train adapters."""
 SMALL_RATE = 1e-6
 """At which NVFP4 rounds nearly all of a step away (benchmarks/results/changed-bytes-cpu.json)."""
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
@@ -175,10 +173,10 @@ def _lora_notes(settled: Settled) -> Iterator[str]:
         f"lora: a checkpoint holds adapters alone ({SEAMS['saves-adapters']}); NeMo RL's "
         "examples/converters/convert_lora_to_hf.py merges it into the base model"
     )
-    if settled.learning_rate < USUAL_LORA_RATE:
+    if settled.learning_rate < LORA_RATE:
         yield (
             f"grpo.learning_rate: {settled.learning_rate:g} is usual for all weights; adapters "
-            f"mostly get {USUAL_LORA_RATE:g} and more, and what a merged weight rounds away does "
+            f"mostly get {LORA_RATE:g} and more, and what a merged weight rounds away does "
             "not reach the engine"
         )
     experts = adapters(recipe.model.shape, recipe.lora)

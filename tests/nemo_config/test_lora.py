@@ -38,7 +38,7 @@ def test_every_key_that_nemo_rl_reads_is_written_and_none_without_lora(version):
     }
     base = there.bases["examples/configs/grpo_math_8B_megatron.yaml"]
     assert {key for key in base if key.startswith(f"{PEFT}.")} <= set(written)
-    plain = overrides(*LLAMA, host=there)
+    plain = overrides(*LLAMA, "grpo.learning_rate=1e-5", host=there)
     assert not [key for key in plain if key.startswith(PEFT)]
     other = [key for key in written if not key.startswith(PEFT) and written[key] != plain[key]]
     assert other == []
@@ -121,9 +121,10 @@ def test_a_plan_says_how_much_is_trained_and_what_adapters_bring_along():
     rows = dict(describe(found, MAIN))
     assert rows["lora"].startswith(f"{TRAINED:,} parameters are trained, 0.89% of all")
     assert rows["refit"] == dict(describe(plan(*LLAMA), MAIN))["refit"]
-    assert any(note.startswith("grpo.learning_rate: 3e-07") for note in found.notes)
-    fast = plan(*LORA, "grpo.learning_rate=1e-5").notes
-    assert not [note for note in fast if note.startswith("grpo.learning_rate")]
+    assert found.settled.learning_rate == 1e-5
+    assert not [note for note in found.notes if note.startswith("grpo.learning_rate")]
+    slow = plan(*LORA, "grpo.learning_rate=3e-7").notes
+    assert any(note.startswith("grpo.learning_rate: 3e-07") for note in slow)
     moe = plan(*MOE, "lora=all-linear").notes
     shared = "lora.target_modules: the experts of a GPU share one adapter"
     assert any(note.startswith(shared) for note in moe)

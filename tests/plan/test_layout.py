@@ -150,9 +150,11 @@ def test_the_plan_says_what_to_take_where_its_own_precision_gains_too_little():
     assert why.startswith("precision=bf16: fp8-kv-attn's 1.0") and why.endswith("accuracy for")
     assert others.startswith("by estimate, each at a risk of its own: fp8-e2e-kv-attn 1.")
     assert "fp8-linear" not in others
-    [small] = compose_plans(["model=llama32-1b", "grpo=one-gpu"], lambda recipe: MAIN)
+    fp8 = "precision=fp8-kv-attn"
+    [small] = compose_plans(["model=llama32-1b", fp8, "grpo=one-gpu"], lambda recipe: MAIN)
     assert dict(precisions(small, MAIN))["take"].startswith("precision=bf16: ")
-    [experts] = compose_plans(["model=qwen3-30b-a3b"], lambda recipe: MAIN)
+    [experts] = compose_plans(["model=qwen3-30b-a3b", fp8], lambda recipe: MAIN)
+    assert "no whole step of FP8 experts was timed" in dict(precisions(experts, MAIN))["precisions"]
     assert "not timed beside BF16's" in dict(precisions(experts, MAIN))["take"]
     assert "too large: fp" in dict(precisions(experts, MAIN))["precisions"]
     for worth in (["precision=fp8-e2e"], ["precision=bf16"], ["precision=fp16"]):
@@ -236,6 +238,18 @@ def test_a_sweep_opens_with_one_row_a_cell():
     said = [dict(decision(each, MAIN))["step"] for each in cells]
     for seconds, gain, text in zip(*columns[3:], said, strict=True):
         assert text.startswith(f"{seconds} s") and gain.removesuffix("x") in text
+
+
+def test_a_precision_that_fits_without_headroom_is_told_as_tight():
+    [large] = compose_plans(["model=qwen3-32b"], lambda recipe: MAIN)
+    rows = dict(decision(large, MAIN)) | dict(precisions(large, MAIN))
+    assert rows["fits"].startswith("TIGHT") and "fp8-kv-attn 1.42x TIGHT" in rows["precisions"]
+
+
+@pytest.mark.parametrize("name", sorted(set(option_names("model")) - {"auto"}))
+def test_a_models_own_precision_is_one_that_its_plan_advises(name):
+    [found] = compose_plans([f"model={name}"], lambda recipe: MAIN)
+    assert "take" not in dict(precisions(found, MAIN))
 
 
 def test_where_no_fp8_fits_the_plan_says_so():

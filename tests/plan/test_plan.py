@@ -278,8 +278,8 @@ def test_scales_of_heads_are_counted_hashed_and_refused_inside_nemo_rl():
 @pytest.mark.parametrize(
     ("words", "noted"),
     [
-        (["model=qwen3-30b-a3b", "precision=fp8-linear"], True),
-        (["model=qwen3-30b-a3b", "precision=fp8-linear", "replay=r3"], False),
+        (["model=qwen3-30b-a3b", "precision=fp8-linear", "replay=none"], True),
+        (["model=qwen3-30b-a3b", "precision=fp8-linear"], False),
         (["model=qwen3-30b-a3b", "precision=bf16"], False),
         (["model=llama31-8b", "precision=fp8-linear"], False),
     ],

@@ -17,6 +17,7 @@ from fp8_nemo.recipe.settled import Settled
 
 BASELINE = "bf16"
 """Precision that the others' steps are compared with."""
+ROUGH = "roughly: no whole step of FP8 experts was timed"
 WORTH = 1.15
 """Times as fast as BF16 that a step should be by estimate. Gains of whole models were up to 4% too
 large (docs/speed.md), so a tenth is left; and what FP8 costs in accuracy is not known at 8B."""
@@ -31,21 +32,23 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
         return []
     timed = [each for each in option_names("precision") if not _shipped(each).rollout.group]
     others = filter(None, (in_precision(name, plan, host) for name in timed))  # not four bits
-    gains, too_large = dict[str, float](), list[str]()
+    gains, texts, too_large = dict[str, float](), dict[str, str](), list[str]()
     for each in others:
-        name = each.recipe.precision.name
-        if name != BASELINE and fit(memory_per_gpu(each)) == "yes":
-            gains[name] = times(each, plain)
-        elif name != BASELINE:
+        name, room = each.recipe.precision.name, fit(memory_per_gpu(each))
+        if name != BASELINE and room == "NO":
             too_large.append(name)
+        elif name != BASELINE:
+            gains[name] = times(each, plain)
+            texts[name] = f"{name} {gains[name]:.2f}x" + (" TIGHT" if room == "TIGHT" else "")
     fastest = sorted(gains, key=lambda name: -gains[name])
-    texts = {name: f"{name} {gains[name]:.2f}x" for name in fastest}
-    said = f"against BF16, each in its fastest layout: {', '.join(texts.values())}"
+    experts = bool(plan.recipe.model.shape.experts)
+    said = "against BF16, each in its fastest layout" + (f", {ROUGH}" if experts else "")
+    said += f": {', '.join(texts[name] for name in fastest)}"
     said += f"; too large: {', '.join(too_large)}" if too_large else ""
     why_not = _why_not(plan, times(plan.settled, plain))
-    more = ", ".join(text for name, text in texts.items() if round(gains[name], 2) >= WORTH)
+    more = ", ".join(texts[name] for name in fastest if round(gains[name], 2) >= WORTH)
     advice = f"precision=bf16: {why_not}"
-    if more and not plan.recipe.model.shape.experts:
+    if more and not experts:
         advice += f"; by estimate, each at a risk of its own: {more}"
     return [
         ("precisions", said if texts else "no FP8 fits"),
@@ -72,7 +75,10 @@ def against_bf16(plan: Plan, host: Host) -> str:
     if not (precision.rollout.is_quantized or precision.keeps_masters):
         return "the baseline, BF16"
     plain = in_precision(BASELINE, plan, host)
-    return f"{times(plan.settled, plain):.2f} times as fast as BF16" if plain else "BF16: refused"
+    if not plain:
+        return "BF16: refused"
+    rough = f", {ROUGH}" if plan.recipe.model.shape.experts else ""
+    return f"{times(plan.settled, plain):.2f} times as fast as BF16{rough}"
 
 
 def if_shared(plan: Plan, host: Host) -> str:
