@@ -62,13 +62,14 @@ STALE = "without glue.verify=bytes a refit may have brought stale weights or sca
 SIGNALS = (
     Signal(
         KL, 0.02, 0.1,
-        "every refit was proven byte by byte; if it stays, see docs/troubleshooting.md",
+        "every refit was proven byte by byte: with experts take replay=r3, else a precision "
+        "without an FP8 cache, or bf16",
     ),
     Signal(
         "mismatch/token_mult_prob_error", 1.05, 1.5,
         "one outlier token can cause it; if it stays, see docs/troubleshooting.md",
     ),
-    Signal("correction/ess", 0.5, 0.3, "few tokens carry the update: truncate, or mask by token"),
+    Signal("correction/ess", 0.5, 0.3, "few tokens carry the update: lower correction.truncate"),
     Signal(
         "correction/masked_fraction", 0.1, 0.5,
         "bounds too tight for this mismatch: recipes.measure_mismatch proposes others",

@@ -29,6 +29,7 @@ METRICS = {
     "rollout/age": Metric("steps", "that the samples' weights are behind, mean; asynchronous"),
     "rollout/batches": Metric("batches", "that dynamic sampling needed for the step"),
     "mismatch/kl": Metric("nats per token", "k3 estimate of KL(rollout || train)"),
+    "mismatch/answer_kl": Metric("nats per answer", "the same, summed over an answer"),
     "mismatch/token_mult_prob_error": Metric(
         "ratio", "mean exp of the absolute log ratio; 1: none"
     ),

@@ -101,6 +101,7 @@ def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
     """Return the `mismatch/` keys of docs/metrics.md; none if the batch holds no real token.
 
     - `kl`: k3 estimate of KL(rollout || train), `mean(expm1(x) - x)`; nats per token, no clamp
+    - `answer_kl`: its sum over an answer, mean of the answers that have a real token
     - `token_mult_prob_error`: `mean(exp(|x|))`, NeMo RL's; 1 is perfect
     - `abs_log_ratio_p99`, `abs_log_ratio_max`: the tail
     - `ess`: effective sample share of the unmodified token ratios
@@ -108,9 +109,10 @@ def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
     x_N = pair.log_ratio_N
     if not x_N.numel():
         return {}
-    distance_N = x_N.abs()
+    distance_N, k3_N = x_N.abs(), torch.expm1(x_N) - x_N
     return {
-        "mismatch/kl": (torch.expm1(x_N) - x_N).mean().item(),
+        "mismatch/kl": k3_N.mean().item(),
+        "mismatch/answer_kl": (k3_N.sum() / pair.mask_BT.bool().any(1).sum()).item(),
         "mismatch/token_mult_prob_error": distance_N.exp().mean().item(),
         "mismatch/abs_log_ratio_p99": torch.quantile(_sample(distance_N), 0.99).item(),
         "mismatch/abs_log_ratio_max": distance_N.max().item(),

@@ -268,6 +268,9 @@ def _line(recipe: Recipe, seeds: Sequence[int]) -> str | None:
     """Write the line that runs a recipe with these seeds; None if none composes to just that."""
     try:
         [usual] = compose([f"model={recipe.model.name}"])
+        here = usual.cluster.interpreter  # `auto` finds it where the line is typed
+        cluster = dataclasses.replace(recipe.cluster, interpreter=here)
+        recipe = dataclasses.replace(recipe, cluster=cluster)
         names = {group: getattr(recipe, group).name for group in GROUPS}
         options = [
             f"{group}={name}"
