@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import scipy
 from scipy import stats
 
-from benchmarks.learning.experiment import FEWEST, LEARNS, MARGIN, gain, late_accuracy
+from benchmarks.learning import earlier
 from benchmarks.learning.study import RUNS, read
 from benchmarks.record import add_options, keep, show
 from fp8_nemo.report.runs import FinishedRun, find_runs, read_runs
@@ -32,6 +32,12 @@ from fp8_nemo.report.runs import FinishedRun, find_runs, read_runs
 RULE = "docs/research/study-rule.md"
 LEVEL = 0.95
 BASELINE = "bf16-none"
+MARGIN = 3.0
+"""Points of accuracy: the smallest loss that a paper reports of FP8 rollouts is 2.9 (Jet-RL)."""
+LEARNS = 10.0
+"""Points that BF16 itself must gain on average."""
+FEWEST = 3
+"""Seeds of an earlier study's cell that is judged again."""
 MOST_FALL, MOST_SPREAD = 10.0, 2.0
 """Points that BF16 may fall from one validation to the next, and its areas' standard deviation."""
 EQUIVALENT, LOSES, GAINS, OPEN = "equivalent", "loses", "gains", "open"
@@ -238,13 +244,7 @@ def _areas(cells: Mapping[str, Sequence[Line]]) -> list[list[float]]:
     return [[ENDPOINTS["learning"](run) for run in runs] for runs in cells.values()]
 
 
-def validation_area(run: FinishedRun) -> float | None:
-    """Return the mean of a kept run's validations, that before training left out, in points."""
-    values = [value for step, value in run.series("val/accuracy").items() if step]
-    return 100 * fmean(values) if values and run.state == "finished" else None
-
-
-def earlier(folder: Path) -> dict[str, Any]:
+def again(folder: Path) -> dict[str, Any]:
     """Judge the runs of earlier studies again, by late accuracy as they were and by area."""
     rows = []
     for archive in sorted(folder.rglob("*.jsonl.gz")):
@@ -260,7 +260,7 @@ def earlier(folder: Path) -> dict[str, Any]:
 
 
 def _again(cells: Mapping[str, Sequence[FinishedRun]]) -> list[dict[str, Any]]:
-    measures = {"late accuracy": late_accuracy, "area": validation_area}
+    measures = {"late accuracy": earlier.late_accuracy, "area": earlier.area}
     rows: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, measure in measures.items():
         values = {
@@ -279,7 +279,7 @@ def _again(cells: Mapping[str, Sequence[FinishedRun]]) -> list[dict[str, Any]]:
 
 
 def _learns(baseline: Sequence[FinishedRun]) -> bool:
-    gains = [found for run in baseline if (found := gain(run)) is not None]
+    gains = [found for run in baseline if (found := earlier.gain(run)) is not None]
     return bool(gains) and fmean(gains) >= LEARNS
 
 
@@ -305,7 +305,7 @@ def main() -> int:
     add_options(parser)
     options = parser.parse_args()
     if options.earlier:
-        content = earlier(options.earlier)
+        content = again(options.earlier)
         show("again", [shown(row, ("late accuracy", "area")) for row in content["rows"]])
     else:
         found = {each: read(each / RUNS) for each in options.folders}
