@@ -53,7 +53,7 @@ STUDIES = {
     "dense four updates": Study("tiny-llama", 4, 2e-4, SIXTHS, repetitions=3),
     "experts four updates": Study("tiny-qwen3-moe", 4, 2e-4, SIXTHS, repetitions=3),
 }
-"""Rates: the demo's, and that of `sweep=stress-tiny`, which has four updates a step."""
+"""Rates: the demo's, and that of the stress test of two cores, four updates a step."""
 
 
 def sources() -> dict[str, str]:
