@@ -1,7 +1,7 @@
 """Hold a measured mismatch as far as bounds need it: what a correction would reject.
 
 `recipes.measure_mismatch` writes it, a plan whose correction names it (`correction.measurement`) is
-held against it, on a login node without torch. For every statistic of `correction.py` it holds
+held against it, on a login node without torch. For every statistic of `correct.py` it holds
 quantiles over tokens, a sequence's number counted once for each of its tokens, since that is what
 leaves the loss.
 """

@@ -36,7 +36,7 @@ class Correction:
     truncate_low: float | None = number(None, above=0)
     """Raise the ratio to this."""
     mask: str = one_of("none", *RATIOS, *DIVERGENCES)
-    """Which statistic must lie in `[low, high]` for the token to be kept (`correction.py`)."""
+    """Which statistic must lie in `[low, high]` for the token to be kept (`correct.py`)."""
     low: float | None = number(None, least=0)
     """Lower bound of `mask`'s statistic."""
     high: float | None = number(None, above=0)

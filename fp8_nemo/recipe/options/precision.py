@@ -72,9 +72,9 @@ class Precision:
     scales: str = one_of("fp32", "pow2")
     """Block scales: any FP32 number, or powers of two."""
     first_layers_bf16: int = number(0, least=0)
-    """First layers of the engine that stay in BF16."""
+    """First layers whose linears stay in BF16: the engine's, and an FP8 trainer's too."""
     last_layers_bf16: int = number(0, least=0)
-    """Last layers of the engine that stay in BF16."""
+    """Last layers whose linears stay in BF16, likewise."""
     align: str = one_of("none", "cheap")
     """`cheap`: the engine's RoPE, SiLU and FP8 quantizer round as the trainer's."""
 
