@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+CLUSTER = "docs/cluster.md"
 
 
 def slug(heading):
@@ -213,6 +214,22 @@ def on_h200(precision):
         cases = [case for case in cases if case not in ((8192, 2), (8192, 4))]
     gains = [float(planned("h200", *case)[precision]) for case in cases]
     return f"{min(gains):.2f}x to {max(gains):.2f}x"
+
+
+def sweep_hours(*words):
+    """Hours of a node of 8 H100 that the plan's seconds a step make of a sweep."""
+    plans = compose_plans(["-m", "cluster.gpu=h100", *words])
+    steps = [plan.settled.recipe.grpo.steps for plan in plans]
+    assert {*steps} == {500}
+    seconds = (step_seconds(plan.settled).total for plan in plans)
+    hours = sum(each * count for each, count in zip(seconds, steps, strict=True)) / 3600
+    return f"{hours:.0f} hours"
+
+
+def swept():
+    """docs/cluster.md's sweep, and what it takes."""
+    [line] = re.findall(r"recipes.grpo -m (.+) cluster=mysite", (ROOT / CLUSTER).read_text())
+    return f"500 steps take {sweep_hours(*line.split())} of a"
 
 
 def long_on_16k():
@@ -549,6 +566,10 @@ SAID = {
         lambda: "| {:.0f} to {:.0f}% of a step |".format(
             *(100 * times(file, E2E) - 100 for file in (AGAIN, SHORT))
         ),
+    ],
+    CLUSTER: [
+        swept,
+        lambda: f"its precisions, in {sweep_hours('sweep=precision', 'model=llama31-8b')}.",
     ],
     "docs/algorithms.md": [replayed_30b, *(partial(replayed, each) for each in (128, 64, 16, 4))],
     "notebooks/03-end-to-end.ipynb": [
