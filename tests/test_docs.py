@@ -463,11 +463,28 @@ LINEAR, E2E, KV, BOTH = "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn
 H100_POINTS = draw_decode.rows_of("bf16")
 
 
-def h100_decode():
-    """How many times as fast as BF16 an FP8 cache decodes 8B on an H100, from point to point."""
-    rows = draw_decode.rows_of("kv")
+def h100_decode(cell="kv"):
+    """How many times as fast as BF16 vLLM decodes 8B on an H100, from point to point."""
+    rows = draw_decode.rows_of(cell)
     gains = [H100_POINTS[point]["wall_ms"] / row["wall_ms"] for point, row in rows.items()]
     return f"{min(gains):.2f} to {max(gains):.2f}"
+
+
+def less(ratios):
+    """Of ratios to BF16, the time that the smallest and the largest save: `15-23%`."""
+    return "-".join(f"{100 - 100 / each:.0f}" for each in (min(ratios), max(ratios))) + "%"
+
+
+def saved():
+    """What docs/peers.md says that FP8 saves of a step of 8B, and of its decode."""
+    rows = [row for name in (FOUR, TWO, ADAPTERS) for row in real(name).values()]
+    steps = [row["times_bf16"]["step"] for row in rows if row["precision"] != "bf16"]
+    texts = (
+        f"{decode('rollout-8b-h200', f'{LINEAR}-deepgemm')} to {h100_decode('linear')}",
+        f"{decode('rollout-8b-h200', KV)} to {h100_decode()}",
+    )
+    linear, caches = (less([float(each) for each in text.split(" to ")]) for text in texts)
+    return f"{less(steps)} less time a step of 8B; decode {linear} less (linear), {caches} (KV too)"
 
 
 MOE_DECODE = partial(decode, "rollout-30b-h200", "fp8-linear-deepgemm")
@@ -571,6 +588,7 @@ SAID = {
         swept,
         lambda: f"its precisions, in {sweep_hours('sweep=precision', 'model=llama31-8b')}.",
     ],
+    "docs/peers.md": [saved],
     "docs/algorithms.md": [replayed_30b, *(partial(replayed, each) for each in (128, 64, 16, 4))],
     "notebooks/03-end-to-end.ipynb": [
         lambda: f"ends {told('dense', 'fp8-e2e-tis', LLAMA).removesuffix(', open')} points",
