@@ -460,6 +460,7 @@ REAL_ROWS = (("rollout", "rollout", 1), ("logprobs", "logprob", 1), ("training",
              ("refit", "refit", 2), ("**step**", "step", 1))  # fmt: skip
 SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
 LINEAR, E2E, KV, BOTH = "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn"
+COUNTED = {5: "five", 6: "six"}
 FP8S = (LINEAR, KV, E2E, BOTH)
 H100_POINTS = draw_decode.rows_of("bf16")
 
@@ -482,16 +483,23 @@ def real_refits():
     return min(seconds), max(seconds)
 
 
-def refit_h100(glue):
-    """Seconds of a refit of all of 8B on one H100: the median of its rounds."""
-    rounds = of("glue-8b-h100", lambda it: it["refit"][glue]["rounds"])
+def refit(glue, file="glue-8b-h100"):
+    """Seconds of a refit, of all of 8B on one H100: the median of its rounds."""
+    rounds = of(file, lambda it: it["refit"][glue]["rounds"])
     return median(each["refit"] for each in rounds)
 
 
-def proof_on_h100():
-    """What the proof of every byte costs there: milliseconds, and the share of a refit."""
-    plain = refit_h100("fp8")
-    return 1000 * (refit_h100("bytes") - plain), refit_h100("bytes") / plain - 1
+def proof(file="glue-8b-h100"):
+    """What the proof of every byte costs a refit: milliseconds, and the share of it."""
+    plain = refit("fp8", file)
+    return 1000 * (refit("bytes", file) - plain), refit("bytes", file) / plain - 1
+
+
+def stopped(glue):
+    """How many of the injected faults a proof of that time stopped, and of how many."""
+    faults = of("glue-small-llama-kv-attn-h200", lambda it: it["faults"])
+    errors = [each["error"] for each in faults if each.get("glue") == glue]
+    return sum(map(bool, errors)), len(errors)
 
 
 def less(ratios):
@@ -608,8 +616,8 @@ SAID = {
         lambda: f"made a step {real_gain('step')} as fast on four H200s, {two_h200s()} on two",
         lambda: "it was {1} times as fast, {0} by".format(*kv_on_four().split(" to ")),
         lambda: "took {:.1f} to {:.1f} seconds".format(*real_refits()),
-        lambda: "takes {:.0%} less time".format(1 - refit_h100("bytes") / refit_h100("stock")),
-        lambda: "costs {:.0f} ms by these medians, {:.0%}".format(*proof_on_h100()),
+        lambda: "takes {:.0%} less time".format(1 - refit("bytes") / refit("stock")),
+        lambda: "costs {:.0f} ms by these medians, {:.0%}".format(*proof()),
         lambda: "| FP8's gain, for 8B on 8 H100 {} to {} times by the plan |".format(
             *(pick(planned("h100", 2048)[each] for each in FP8S) for pick in (min, max))
         ),
@@ -617,6 +625,16 @@ SAID = {
     CLUSTER: [
         swept,
         lambda: f"its precisions, in {sweep_hours('sweep=precision', 'model=llama31-8b')}.",
+    ],
+    "docs/research/nemo.md": [
+        lambda: (
+            f"takes {refit('bytes'):.2f} s with every byte proven, where stock NeMo RL takes "
+            f"{refit('stock'):.2f}"
+        ),
+        lambda: "The proof costs {:.0f} ms of\nit, {:.0%} of a refit".format(*proof()),
+        lambda: f"of the layers, it costs {proof('glue-8b16-h200')[0]:.0f} ms",
+        lambda: "stopped {} of the {}. The".format(*(COUNTED[n] for n in stopped("ledger"))),
+        lambda: "stopped all\n{1}. `bytes`".format(*(COUNTED[n] for n in stopped("full"))),
     ],
     "docs/peers.md": [saved],
     "docs/algorithms.md": [replayed_30b, *(partial(replayed, each) for each in (128, 64, 16, 4))],
