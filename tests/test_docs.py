@@ -634,7 +634,7 @@ SAID = {
         lambda: "The proof costs {:.0f} ms of\nit, {:.0%} of a refit".format(*proof()),
         lambda: f"of the layers, it costs {proof('glue-8b16-h200')[0]:.0f} ms",
         lambda: "stopped {} of the {}. The".format(*(COUNTED[n] for n in stopped("ledger"))),
-        lambda: "stopped all\n{1}. `bytes`".format(*(COUNTED[n] for n in stopped("full"))),
+        lambda: f"stopped all\n{COUNTED[min(stopped('full'))]}. `bytes`",
     ],
     "docs/peers.md": [saved],
     "docs/algorithms.md": [replayed_30b, *(partial(replayed, each) for each in (128, 64, 16, 4))],
