@@ -460,6 +460,59 @@ REAL_ROWS = (("rollout", "rollout", 1), ("logprobs", "logprob", 1), ("training",
              ("refit", "refit", 2), ("**step**", "step", 1))  # fmt: skip
 SHORT, AGAIN, LONG = "step-8b-h200", "step-8b-again-h200", "step-8b-long-h200"
 LINEAR, E2E, KV, BOTH = "fp8-linear", "fp8-e2e", "fp8-kv-attn", "fp8-e2e-kv-attn"
+
+
+def at_1k(name):
+    """A decode profile's rows at 64 and 256 sequences of 1k tokens."""
+    rows = of(name, lambda it: it["rows"])
+    return [row for row in rows if row["prompt"] == 1024 and row["batch"] in (64, 256)]
+
+
+def predicted_sampling():
+    """The row of rollout-backends.md on logprobs that the device makes."""
+    bare, asked = (
+        [row["profile"]["classes_ms"]["sampling"] for row in at_1k(f"decode-kv-{name}h100")]
+        for name in ("", "nemo-apart-")
+    )
+    more = (there - here for here, there in zip(bare, asked, strict=True))
+    return "{:.2f} and {:.2f} ms more: sampling {:.2f} and {:.2f} ms, without them {:.2f}".format(
+        *more, *asked, bare[0]
+    )
+
+
+def predicted_apart():
+    """The row on an engine in a process of its own."""
+    inside, apart = (
+        [row["wall_ms"] for row in at_1k(f"decode-kv-{name}h100")] for name in ("", "nemo-apart-")
+    )
+    return "| {:.2f} and {:.1f} ms with logprobs; {:.2f} and {:.1f} inside without |".format(
+        *apart, *inside
+    )
+
+
+def predicted_loop():
+    """The row on logprobs that the host writes one by one."""
+    theirs, ours = (row["median"] for row in of("rollout-logprobs-cpu", lambda it: it["rows"]))
+    return f"{theirs:.1f} s; ours {ours:.2f} |"
+
+
+def predicted_fusion():
+    """The row on norms and activations that are fused with quantization."""
+    first = at_1k("decode-kv-h100")[0]["profile"]["classes_ms"]
+    return f"| {first['norm or activation, quantized']:.2f} ms at 64; BF16 has 0 |"
+
+
+def predicted_tiles():
+    """The row on tiles for FP8 experts: how many times as fast as vLLM's default's."""
+    rows = of("experts-h100", lambda it: it["rows"])
+    seconds = [
+        row["milliseconds"] for row in rows
+        if row["format"] != "bf16" and 128 <= row["rows"] <= 512
+    ]  # fmt: skip
+    gains = [each["default"]["median"] / each["tuned"]["median"] for each in seconds]
+    return f"at 128 to 512 rows {min(gains):.2f} to {max(gains):.2f} times as fast |"
+
+
 COUNTED = {5: "five", 6: "six"}
 FP8S = (LINEAR, KV, E2E, BOTH)
 H100_POINTS = draw_decode.rows_of("bf16")
@@ -625,6 +678,13 @@ SAID = {
     CLUSTER: [
         swept,
         lambda: f"its precisions, in {sweep_hours('sweep=precision', 'model=llama31-8b')}.",
+    ],
+    "docs/research/rollout-backends.md": [
+        predicted_loop,
+        predicted_sampling,
+        predicted_apart,
+        predicted_fusion,
+        predicted_tiles,
     ],
     "docs/research/nemo.md": [
         lambda: (
