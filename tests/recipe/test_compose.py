@@ -321,7 +321,7 @@ def test_an_axis_on_the_command_line_replaces_that_of_the_sweep_file():
 
 
 def test_a_choice_on_the_command_line_wins_over_the_experiment():
-    [recipe] = compose(["experiment=fp8-unified", "correction=mis"])
+    [recipe] = compose(["experiment=fp8-e2e-tis", "correction=mis"])
     assert (recipe.precision.name, recipe.correction.name) == ("fp8-e2e", "mis")
 
 

@@ -21,7 +21,7 @@ def kept(tmp_path_factory):
     """The lines of a study that was asked for twice."""
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
-        cells = ["experiment=bf16,fp8-rollout-mis", "seed=2,1"]
+        cells = ["experiment=bf16,fp8-kv-attn-mis", "seed=2,1"]
         patch.setattr(sys, "argv", ["study", str(folder), "--cores", "2", *SETTINGS, *cells])
         assert study.main() == 0
         before = (folder / study.RUNS).read_text()
@@ -37,7 +37,7 @@ def test_all_cells_of_a_seed_begin_before_the_next_seed(kept):
 
 
 def test_a_run_is_what_it_is_by_itself(kept, tmp_path):
-    [plan] = compose_plans([*SETTINGS, "experiment=fp8-rollout-mis", "seed=2"])
+    [plan] = compose_plans([*SETTINGS, "experiment=fp8-kv-attn-mis", "seed=2"])
     rows = []
     GrpoLoop(plan, tmp_path).train(rows.append)
     [line] = [line for line in kept if line["run"] == plan.run_name]
