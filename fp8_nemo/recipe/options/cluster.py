@@ -78,8 +78,8 @@ class Cluster:
     nemo_root: str | None = None
     """NeMo RL's checkout; by default `$NEMO_RL_ROOT`."""
     interpreter: str = one_of("auto", "container", "system")
-    """`container`: NeMo RL's workers have own environments, as in its image; `system`: one for all;
-    `auto`: `container` for a job and where the image's `NEMO_RL_VENV_DIR` is set, else `system`."""
+    """`container`: NeMo RL's workers have own environments; `system`: one for all; `auto`:
+    `container` for a job, or with `NEMO_RL_VENV_DIR` set; else `system`."""
     requeue: bool = True
     """Queue again until `grpo.steps` are done."""
     save_before_end: int = number(600, least=0)
