@@ -144,7 +144,8 @@ def software_problems(plan: Plan, host: Host) -> Iterator[str]:
     elif missing := [name for name in NEEDED_PACKAGES if importlib.util.find_spec(name) is None]:
         yield (
             f"cluster.interpreter=system: {', '.join(missing)} cannot be imported here; install "
-            "what docs/install.md lists, or run in NeMo RL's container"
+            "what docs/install.md lists, run in NeMo RL's container, or set "
+            "cluster.interpreter=container where uv made environments for NeMo RL's workers"
         )
     elif needs_plugin and (problem := _plugin_problem()):
         yield problem
