@@ -1,0 +1,1 @@
+"""Rewards to take or to start from, by `data.reward=recipes/rewards/FILE.py`."""
