@@ -130,9 +130,9 @@ def experts_lost():
     assert all(row["verdict"] == "equivalent" for row in (linear, cache))
     return (
         f"[learned {lost[0]} points less than in BF16](docs/research/experiment.md"
-        "#experts-of-80m-parameters-answers-of-340-tokens-2026-11-26) with `fp8-linear`, "
-        f"{lost[1]} with `fp8-kv-attn`: within 3, but below zero. Its FP8 cache answers "
-        f"{-cache['serving']['difference']:.1f} worse."
+        "#experts-of-80m-parameters-answers-of-340-tokens-2026-11-26) with `fp8-linear` "
+        f"uncorrected, {lost[1]} with `fp8-kv-attn` and `tis`: equivalent within 3. Its FP8 cache "
+        f"answers {-cache['serving']['difference']:.1f} worse."
     )
 
 
@@ -193,7 +193,7 @@ def short_on_h100():
     gains = planned("h100", 2048)
     assert max(float(gains[name]) for name in (LINEAR, KV, E2E)) < WORTH
     return (
-        f"`{KV}` {gains[KV]}x, `{E2E}` {gains[E2E]}x: too little; `{BOTH}` {gains[BOTH]}x: if you"
+        f"`{KV}` {gains[KV]}x, `{E2E}` {gains[E2E]}x: too little; `{BOTH}` {gains[BOTH]}x, untimed"
     )
 
 
@@ -257,6 +257,19 @@ def swept():
     """docs/cluster.md's sweep, and what it takes."""
     [line] = re.findall(r"recipes.grpo -m (.+) cluster=mysite", (ROOT / CLUSTER).read_text())
     return f"500 steps take {sweep_hours(*line.split())} of a"
+
+
+def node_hours():
+    """What README's line of 8 H100 takes, by the plan."""
+    page = (ROOT / "README.md").read_text()
+    [line] = re.findall(r"recipes.grpo (.*max_new_tokens=8192)$", page, re.M)
+    return f"500 steps are {sweep_hours(*line.split())} by estimate"
+
+
+def estimated_on_h100():
+    """What README says first of 8 H100."""
+    short, long = (planned("h100", tokens)[KV] for tokens in (4096, 8192))
+    return f"estimate {short} times with answers of 4k tokens, {long} with 8k"
 
 
 def long_on_16k():
@@ -639,6 +652,8 @@ SAID = {
         lambda: "lost {} points uncorrected".format(losses().split(" to ")[0]),
         lambda: "and {} with `tis`".format(losses().split(" to ")[1].removesuffix(" points")),
         long_on_16k,
+        node_hours,
+        estimated_on_h100,
         lambda: f"{disk('llama31-8b')} GB",
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],

@@ -1,7 +1,7 @@
 """Say what an aligned engine (`precision.align`) needs of NeMo RL's configuration, and where not.
 
-What was measured is vLLM 0.25.1 on a Hopper GPU beside Megatron, with dense models, outside NeMo RL
-(benchmarks/numerics/mismatch_budget.py).
+What was measured is vLLM 0.25.1 on a Hopper GPU beside Megatron, with dense models, inside NeMo RL
+and outside (docs/research/mismatch.md).
 """
 
 from __future__ import annotations
