@@ -156,35 +156,19 @@ def encode(
         num_layers: layers of the model.
         digests: also digest what is sent.
     """
-    is_fp8 = {
-        name: weights.is_fp8_weight(name, tuple(weight.shape), precision, num_layers)
-        for name, weight in group
-    }
     device = group[0][1].device
     stacks = {name: _stacked(name, weight) for name, weight in group}
-    chosen = [name for name in stacks if is_fp8[name]]
-    nonfinite_N = torch.zeros(len(chosen), dtype=torch.bool, device=device)
-    found = {}
-    if chosen:
-        quantized = QUANTIZERS[precision.rollout.name](
-            [stacks[name] for name in chosen],
-            pow2=precision.scales == "pow2",
-            nonfinite_N=nonfinite_N,
-            together=[weights.fused_with(name) for name in chosen],
-        )
-        found = dict(zip(chosen, quantized, strict=True))
+    shapes = {name: tuple(weight.shape) for name, weight in group}
+    chosen = [
+        name
+        for name, shape in shapes.items()
+        if weights.is_fp8_weight(name, shape, precision, num_layers)
+    ]
+    held, nonfinite_N = _quantized({name: stacks[name] for name in chosen}, precision, device)
     dtype = plain_dtype(precision)
-    plain = {name: stacks[name].to(dtype) for name in stacks if not is_fp8[name]}
-    suffixes = weights.suffixes(precision.rollout.name) if chosen else []
-    tensors = []
-    for name, weight in group:
-        wires = weights.wire_names(name, tuple(weight.shape))
-        if name in found:
-            held = [_apart(name, each) for each in found[name]]
-            for wire, *parts in zip(wires, *held, strict=True):
-                tensors += zip([wire + suffix for suffix in suffixes], parts, strict=True)
-        else:
-            tensors += zip(wires, _apart(name, plain[name]), strict=True)
+    plain = {name: stack.to(dtype) for name, stack in stacks.items() if name not in held}
+    held |= {name: {"": weight} for name, weight in plain.items()}
+    tensors = [sent for name, shape in shapes.items() for sent in _named(name, shape, held[name])]
     # A launch of its own: made in the quantizing kernel, Triton 3.6 wrote other bytes on an H100.
     digests_T = digests_of([placed(x, x.shape) for _, x in tensors])() if digests else None
     if filled := {name: x for name, x in plain.items() if x.numel()}:  # an empty one has no norm
@@ -192,6 +176,36 @@ def encode(
         largest_N = torch.stack(torch._foreach_norm(list(filled.values()), math.inf))
         nonfinite_N = torch.cat([nonfinite_N, ~torch.isfinite(largest_N)])
     return Encoded(tensors, [*chosen, *filled], nonfinite_N, digests_T)
+
+
+def _quantized(
+    stacks: Mapping[str, Tensor], precision: Precision, device: torch.device
+) -> tuple[dict[str, dict[str, Tensor]], Tensor]:
+    """Quantize stacks in one launch: the tensors of each by suffix, and whether one is not finite.
+
+    Its finiteness is read later, so nothing here waits for the device.
+    """
+    nonfinite_N = torch.zeros(len(stacks), dtype=torch.bool, device=device)
+    if not stacks:
+        return {}, nonfinite_N
+    found = QUANTIZERS[precision.rollout.name](
+        [*stacks.values()],
+        pow2=precision.scales == "pow2",
+        nonfinite_N=nonfinite_N,
+        together=[weights.fused_with(name) for name in stacks],
+    )
+    suffixes = weights.suffixes(precision.rollout.name)
+    by_suffix = (dict(zip(suffixes, each, strict=True)) for each in found)
+    return dict(zip(stacks, by_suffix, strict=True)), nonfinite_N
+
+
+def _named(
+    name: str, shape: tuple[int, ...], held: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is sent of a weight or a slab, by wire name and suffix."""
+    parts = zip(*(_apart(name, each) for each in held.values()), strict=True)
+    for wire, sent in zip(weights.wire_names(name, shape), parts, strict=True):
+        yield from ((wire + suffix, part) for suffix, part in zip(held, sent, strict=True))
 
 
 def in_groups(
