@@ -268,12 +268,20 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         "data.path": (data.name != "jsonl" and data.path, f"data={data.name} reads no file"),
         "data.difficulty": (not data.is_made and data.difficulty, "problems are read"),
     })  # fmt: skip
-    if data.name == "jsonl" and (shared := shared_problems(data))[0]:
+    yield from _learned_by_heart(recipe)
+    yield from _queued_nowhere(recipe)
+
+
+def _learned_by_heart(recipe: Recipe) -> Iterator[str]:
+    if recipe.data.name == "jsonl" and (shared := shared_problems(recipe.data))[0]:
         yield (
             f"data.path: {shared[0]} of {shared[1]} validation problems are among those to train "
             "on; val/accuracy then says what was learned by heart"
         )
-    # No mistake: `cluster=here` may end a job's line on purpose.
+
+
+def _queued_nowhere(recipe: Recipe) -> Iterator[str]:
+    """List Slurm's keys beside `cluster=here`; no mistake, it may end a job's line on purpose."""
     here = f"cluster={recipe.cluster.name} is this machine; cluster=slurm, or a site's own file, "
     for key in (*SBATCH_KEYS, "python") if recipe.cluster.kind == "here" else ():
         if getattr(recipe.cluster, key):

@@ -48,6 +48,11 @@ def with_interpreter(cluster: Cluster, environment: Mapping[str, str]) -> Cluste
 
 def cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     """Yield what is wrong with the keys of `cluster`, beyond the limits of each alone."""
+    for wrong in (_enters, _ends, _queues, _adds_to_the_job, _leaves_trainers, _mounts):
+        yield from wrong(cluster)
+
+
+def _enters(cluster: Cluster) -> Iterator[Mistake]:
     if cluster.enter and "{image}" not in " ".join(cluster.enter):
         yield Mistake(
             "cluster.enter",
@@ -55,6 +60,9 @@ def cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
             "must name {image}, where cluster.container goes",
             'as cluster.enter=[apptainer,exec,"--bind={mounts}","{image}"]',
         )
+
+
+def _ends(cluster: Cluster) -> Iterator[Mistake]:
     limit = seconds(cluster.time)
     if limit is None:
         yield Mistake(
@@ -73,12 +81,18 @@ def cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     elif cluster.kind == "slurm" and cluster.save_before_end >= limit:
         text = f"must be less than the {limit} seconds of cluster.time={cluster.time}"
         yield Mistake("cluster.save_before_end", cluster.save_before_end, text)
+
+
+def _queues(cluster: Cluster) -> Iterator[Mistake]:
     for key in SBATCH_KEYS:
         # `cluster=here` at the end of a job's line is this machine on purpose.
         if cluster.kind == "here" != cluster.name and (value := getattr(cluster, key)):
             text = f"is Slurm's, and cluster={cluster.name} is kind: here, this machine"
             remedy = "begin the site's file with `defaults: [slurm, _self_]`"
             yield Mistake(f"cluster.{key}", value, text, remedy)
+
+
+def _adds_to_the_job(cluster: Cluster) -> Iterator[Mistake]:
     for option in cluster.extra:
         if not isinstance(option, str) or not option.startswith("-"):
             yield Mistake("cluster.extra", option, "must be options of sbatch, as --mem=0")
@@ -88,10 +102,16 @@ def cluster_mistakes(cluster: Cluster) -> Iterator[Mistake]:
         if not re.fullmatch(r"[A-Za-z_]\w*", str(word).partition("=")[0]):
             text = "must be NAME=value, or NAME alone"
             yield Mistake("cluster.env", word, text, "as cluster.env=[WANDB_API_KEY]")
+
+
+def _leaves_trainers(cluster: Cluster) -> Iterator[Mistake]:
     every = cluster.nodes * cluster.gpus_per_node
     if 0 < every <= cluster.rollout_gpus:
         text = f"leaves none of {every} to train on"
         yield Mistake("cluster.rollout_gpus", cluster.rollout_gpus, text, "lower it, or set 0")
+
+
+def _mounts(cluster: Cluster) -> Iterator[Mistake]:
     for mount in cluster.mounts:
         if not isinstance(mount, str) or not mount.startswith("/") or "," in mount:
             yield Mistake("cluster.mounts", mount, "must be an absolute folder, or /from:/to")
