@@ -23,6 +23,9 @@ WITHOUT_KL = ("dapo", "cispo", "gspo")
 """Algorithms whose recipes in NeMo RL set the KL penalty to 0."""
 SMALL_RATE = 1e-6
 """At which NVFP4 rounds nearly all of a step away (benchmarks/results/changed-bytes-cpu.json)."""
+UNTRIED = ("context", "pipeline")
+"""Axes of a layout that were never on in a run on GPUs (README)."""
+
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 """NeMo RL's own (conf/glue/stock.yaml)."""
 
@@ -43,6 +46,12 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
             f"4, learns nothing of them and marks them wrong; +nemo.{PROMPT}=N makes room for "
             "longer ones"
         )
+    for axis in UNTRIED:
+        if getattr(settled.layout, axis) > 1:
+            yield (
+                f"model.parallel.{axis}: no run here had {axis} parallel on GPUs; "
+                f"model.parallel.{axis}=1 goes without, or try grpo.steps=5 first"
+            )
     if SHARE in settled.own and settled.layout.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
     one_ratio = recipe.algorithm.filled.sequence_level_importance_ratios

@@ -225,6 +225,23 @@ def test_a_layout_that_nobody_gave_is_no_note():
 
 
 @pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (["grpo.max_new_tokens=8192"], ["context"]),  # chosen by the plan
+        (["grpo.max_new_tokens=8192", "model.parallel.context=1"], []),
+        (
+            ["precision=fp8-linear", "model.parallel.context=1", "model.parallel.pipeline=2"],
+            ["pipeline"],
+        ),
+    ],
+)
+def test_an_axis_that_never_ran_is_told_before_a_run(words, noted):
+    [plan] = compose_plans(["model=llama31-8b", *words])
+    notes = [note for note in plan.notes if "no run here had" in note]
+    assert [note.split(":")[0] for note in notes] == [f"model.parallel.{each}" for each in noted]
+
+
+@pytest.mark.parametrize(
     ("model", "precision", "noted"),
     [
         ("llama32-1b", "fp8-e2e", True),
