@@ -1,12 +1,16 @@
 """The package installs: editable from a clone, and frozen into a folder with conf and recipes."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import metadata
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from fp8_nemo.nemo_config.seams import VLLM
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,3 +79,16 @@ def test_the_package_installs_into_a_folder_and_composes_and_plans_from_there(tm
         str(target / "fp8_nemo" / "__init__.py"),
         "4",
     ]
+
+
+def test_nemo_rls_environment_is_pinned_whole_and_as_its_page_says():
+    lines = (ROOT / "constraints-nemo.txt").read_text().splitlines()[1:]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
+    pins = {canonicalize_name(n): v for n, _, v in (line.partition("==") for line in lines)}
+    assert len(pins) == len(lines)
+    page = " ".join((ROOT / "docs/install.md").read_text().split())
+    spoken = ("torch", "vLLM", "Ray", "transformers", "TransformerEngine")
+    names = {"TransformerEngine": "transformer-engine"}
+    assert all(f"{each} {pins[names.get(each, each.lower())]}" in page for each in spoken)
+    assert f"transformer-engine-torch=={pins['transformer-engine']}" in page
+    assert f"vllm {pins['vllm']}" == VLLM
