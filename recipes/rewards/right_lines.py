@@ -2,7 +2,7 @@
 
 A policy whose answers are all wrong learns nothing from a reward of 0. This one pays it for how far
 it came. It sees no question: `1+1=2` is a right line of any sum, so a wrong answer gets at most
-half.
+half. It grows with each line, so that stopping early never pays.
 """
 
 import re
@@ -11,18 +11,17 @@ from fp8_nemo.recipe import problems
 
 LINE = re.compile(r"(\d+)\+(\d+)=(\d+)")
 MOST = 0.5
-"""What a wrong answer of right lines gets."""
+"""What the reward of a wrong answer comes near to; each right line takes half of the way left."""
 
 
 def reward(answer: str, output: str) -> float:
-    """Return 1 for the right result, else half the share of lines before the first mistake.
+    """Return 1 for the right result, else what the lines before the first mistake earn.
 
     A line is right if it adds up, and begins with the result of the line before.
     """
     if problems.reward(answer, problems.Problem("", output, working=answer)):
         return 1.0
-    lines = answer.strip().splitlines()
-    return MOST * _right(lines) / max(1, len(lines))
+    return MOST * (1 - 0.5 ** _right(answer.strip().splitlines()))
 
 
 def _right(lines: list[str]) -> int:

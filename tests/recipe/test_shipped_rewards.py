@@ -1,4 +1,4 @@
-"""The rewards of recipes/rewards: what they pay, and that a run takes them."""
+"""The rewards of recipes/rewards: what they pay, and that the check before a run takes them."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from fp8_nemo.recipe.options.training import Data
 from fp8_nemo.recipe.own.reward import load_reward, reward_problems
-from fp8_nemo.recipe.problems import Problem, load_problems, working
+from fp8_nemo.recipe.problems import load_problems, working
 
 FILE = Path(__file__).parents[2] / "recipes" / "rewards" / "right_lines.py"
 NUMBERS = [38, 17, 92, 11, 20]
@@ -17,10 +17,10 @@ NUMBERS = [38, 17, 92, 11, 20]
     [
         (working(NUMBERS), 1.0),
         ("178", 1.0),  # the result alone is what the task asks for
-        ("38+17=55\n55+92=147\n147+11=158\n158+20=179", 0.5 * 3 / 4),
+        ("38+17=55\n55+92=147\n147+11=158\n158+20=179", 0.5 * 7 / 8),
         ("38+17=54\n54+92=146\n146+11=157\n157+20=177", 0.0),
-        ("38+17=55\n56+92=148\n148+11=159\n159+20=179", 0.5 * 1 / 4),  # another first number
-        ("38+17=55", 0.5),  # right so far: a wrong answer's most
+        ("38+17=55\n56+92=148\n148+11=159\n159+20=179", 0.25),  # another first number
+        ("38+17=55", 0.25),  # stopping early earns less than the next right line
         ("38+17=55 so far", 0.0),
         ("", 0.0),
     ],
@@ -34,5 +34,5 @@ def test_right_workings_of_the_data_get_all_and_no_wrong_one_more_than_half():
     problems = load_problems(data, 1).validation
     assert {own(each.working, each.output) for each in problems} == {1.0}
     other = [own(each.working, str(int(each.output) + 1)) for each in problems]
-    assert {*other} == {0.5}
-    assert not [*reward_problems(data, problems[0])] and isinstance(problems[0], Problem)
+    assert {*other} == {0.5 * (1 - 0.5**4)}  # four lines add five numbers
+    assert not [*reward_problems(data, problems[0])]
