@@ -88,8 +88,8 @@ def arguments_of(options: argparse.Namespace, shape: Shape, precision: Any, fold
     """Return `vllm.LLM`'s arguments: `rollout`'s with fewer graphs, and what was asked."""
     points = [lasting(point) for point in options.points]
     usual = argparse.Namespace(
-        points=points, limited=points[0], repetitions=1, share=options.share, eager=False,
-        kv_gib=None,
+        points=points, limited=None, repetitions=1, share=options.share, eager=False,
+        kv_gib=None, tensor=1,
     )  # fmt: skip
     variant = VARIANTS[options.precision]
     found = rollout.engine_arguments(shape, variant, precision, folder, usual)

@@ -2,7 +2,7 @@
 
 python -m benchmarks.speed.rollout --out benchmarks/results/rollout-8b-h200.json [--gpus 0,1,2,3]
     [--model llama31-8b] [--precisions bf16,fp8-kv-attn] [--points 64x1024,32x8192] [--limited
-    128x256+768] [--caches outputs/caches] [--eager] [--nemo] [--small]
+    128x256+768 | none] [--tensor 2] [--caches outputs/caches] [--eager] [--nemo] [--small]
 
 One process per precision, one after the other, or side by side with one GPU each. The engine runs
 inside that process, with statistics on and CUDA graphs, as in NeMo RL's worker; `--nemo` is that
@@ -14,6 +14,8 @@ sequence makes one token: seconds per step, tokens/s, and the time to the first 
 alone. `limited`: BATCHxPROMPT+OUTPUT in a cache of 1/1.6 of what BF16 needs, the same bytes for
 all: the rest of the engine's blocks are held (`--kv-gib` starts the engine with a cache of one size
 instead). Tokens/s from first prompt to last token, and how often a request was preempted.
+`--tensor 2` spreads one engine over that many GPUs, by vLLM's own processes and with the model
+runner that plans choose there; NeMo RL runs such engines by Ray.
 
 Seconds of 8B in BF16 on an H200 (4.8 TB/s at 88%, prefill 30k tokens/s): engine start 60; prefill
 of all points 33; decode 215 steps each of 5.6, 12.5, 5.6, 11.7, 5.6, 11.7 ms, 12; first tokens 4;
@@ -44,6 +46,7 @@ from benchmarks import record
 from benchmarks.speed import rollout_engine
 from benchmarks.speed.capacity import decode_floor, kv_capacity
 from benchmarks.speed.rollout_engine import Engine, Point, TooFewSteps
+from fp8_nemo.nemo_config.overrides import path_variables
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.model import count
 from fp8_nemo.plan.plan import Plan
@@ -121,6 +124,8 @@ def engine_arguments(
     }  # fmt: skip
     if shape.experts:
         found["moe_backend"] = variant.experts
+    if options.tensor > 1:
+        found["tensor_parallel_size"] = options.tensor
     if options.kv_gib:
         found["kv_cache_memory_bytes"] = int(options.kv_gib * 2**30)
     if not options.eager:
@@ -163,7 +168,8 @@ def graph_sizes(options: argparse.Namespace) -> list[int]:
 
 def longest(options: argparse.Namespace) -> int:
     """Return the tokens of the longest sequence of any point, in whole blocks."""
-    points = [p.filled(options.repetitions) for p in (*options.points, options.limited)]
+    given = [*options.points, *([options.limited] if options.limited else [])]
+    points = [point.filled(options.repetitions) for point in given]
     return -(-max(each.prompt + each.output for each in points) // 16) * 16
 
 
@@ -175,6 +181,7 @@ class Bench:
         self.shape, self.precision = plan.recipe.model.shape, plan.recipe.precision
         engine = "NeMo RL" if options.nemo else "vLLM"
         self.names = {"model": options.model, "precision": options.precision, "engine": engine}
+        self.names |= {"tensor": options.tensor} if options.tensor > 1 else {}
         self.failed = False
 
     def measure(self, call: Callable[..., Any], start: float) -> None:
@@ -192,7 +199,8 @@ class Bench:
         engine["kernels"] = ", ".join(f"{count} {name}" for name, count in kernels.items())
         keep(self.options, "engines", engine)
         print(to_json(engine, indent=1), flush=True)
-        self._keep(self.options.limited, lambda: self._limited(self.options.limited, call))
+        if limited := self.options.limited:
+            self._keep(limited, lambda: self._limited(limited, call))
         for point in self.options.points:
             self._keep(point, lambda p=point: self._resident(p, call))
         if self.failed or not engine["kernel_as_asked"]:
@@ -218,6 +226,7 @@ class Bench:
         rates = found["prompt_tokens_per_second"]
         context, step = sum(contexts) / len(contexts), record.repeated(times)
         floor = decode_floor(self.shape, self.precision, point.batch, context, self.options.gpu)
+        floor /= self.options.tensor
         return {
             "regime": "resident",
             "context": context,
@@ -275,6 +284,7 @@ class Bench:
             cloudpickle.register_pickle_by_value(rollout_engine)
             _, own, arguments, _ = VllmGenerationWorkerImpl.configure_worker(1, (0, [number]))
             variables = environment_variables(self.variant, self.options.caches.absolute()) | own
+            variables |= path_variables(self.plan.recipe)
             actor = VllmGenerationWorker.options(  # type: ignore[attr-defined]
                 num_gpus=1, runtime_env={"env_vars": variables}
             ).remote(settings, **arguments)
@@ -342,16 +352,19 @@ def keep(options: argparse.Namespace, key: str, row: dict[str, Any] | None) -> N
 
 def twins(old: dict[str, Any], new: dict[str, Any]) -> bool:
     """Return whether two rows are of one point; a failed row matches any result of its point."""
-    same = ("model", "precision", "engine", "batch", "prompt")
+    same = ("model", "precision", "engine", "tensor", "batch", "prompt")
     kinds = {old.get("regime"), new.get("regime")} - {"failed"}
     return all(old.get(name) == new.get(name) for name in same) and len(kinds) < 2
 
 
 def run_one(options: argparse.Namespace) -> None:
     """Run one precision in this process."""
-    os.environ |= environment_variables(VARIANTS[options.precision], options.caches.absolute())
     folder = options.caches.absolute() / f"{options.model}-{options.precision}"  # no two write one
     plan = plan_of(options, folder)
+    os.environ |= environment_variables(VARIANTS[options.precision], options.caches.absolute())
+    os.environ |= path_variables(plan.recipe)  # the tiles that plans give an H100's experts
+    if options.tensor > 1:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     folder.mkdir(parents=True, exist_ok=True)
     config = model_config(plan.recipe.model.shape, longest(options))
     (folder / "config.json").write_text(to_json(config, indent=1) + "\n")
@@ -435,7 +448,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--precisions", default=USUAL, help=", ".join(VARIANTS))
     parser.add_argument("--precision", choices=VARIANTS, help="this one alone, in this process")
     parser.add_argument("--points", type=_points, default=_points(POINTS))
-    parser.add_argument("--limited", type=Point.read, default=Point(128, 256, 768))
+    parser.add_argument("--limited", type=_limited, default=Point(128, 256, 768))
+    parser.add_argument("--tensor", type=int, default=1, help="GPUs of one engine, alone on them")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.9, help="of the GPU, for the engine")
     parser.add_argument("--kv-gib", type=float, help="size of the cache, instead of the share")
@@ -444,11 +458,18 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=580, help="seconds of one precision")
     parser.add_argument("--caches", type=Path, default=Path("outputs/caches"))
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--nemo", action="store_true", help="through NeMo RL's worker")
+    parser.add_argument("--nemo", action="store_true", help="through NeMo RL's worker, on one GPU")
     if "--small" in words:
         small = {"model": "small-llama", "points": _points("8x128,16x256"), "share": 0.3}
         parser.set_defaults(**small, limited=Point(32, 64, 192))
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if options.tensor > 1 and (options.nemo or not options.precision):
+        parser.error("--tensor: of one --precision, through vLLM itself")
+    return options
+
+
+def _limited(text: str) -> Point | None:
+    return None if text == "none" else Point.read(text)
 
 
 def _points(text: str) -> list[Point]:

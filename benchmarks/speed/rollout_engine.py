@@ -219,9 +219,9 @@ class Engine:
         """Fill the weights; return kernels, cache, and whether logits are finite."""
         from vllm import SamplingParams
 
-        [wrong] = self.llm.collective_rpc(fill)
+        wrong = sum(self.llm.collective_rpc(fill), [])  # of each of the engine's GPUs
         try:
-            [chosen] = self.llm.collective_rpc(kernels)
+            chosen = self.llm.collective_rpc(kernels)[0]
         except Exception as error:  # a name that another vLLM has not; the engine is as it was
             chosen = {f"unknown: {type(error).__name__}: {error}": 0}
         asked = [{"prompt_token_ids": each} for each in prompts_of(Point(4, 64), self.vocab, 0)]

@@ -152,6 +152,20 @@ def test_the_engine_gets_what_nemo_rl_gives_it(model):
     assert len({json.dumps([each[key] for key in keys]) for each in same}) == 1
 
 
+def test_an_engine_over_several_gpus_is_asked_for_and_its_rows_are_its_own():
+    words = [*OUT, "--precision", "bf16", "--points", "8x64", "--limited", "none"]
+    two, one = bench.parse([*words, "--tensor", "2"]), bench.parse(words)
+    plan = bench.plan_of(one, Path("f"))
+    shape, precision, variant = plan.recipe.model.shape, plan.recipe.precision, bench.VARIANTS
+    given = [bench.engine_arguments(shape, variant["bf16"], precision, Path("f"), each)
+             for each in (one, two)]  # fmt: skip
+    assert given[1] == given[0] | {"tensor_parallel_size": 2}
+    rows = [bench.Bench(each, plan).names | {"batch": 8, "prompt": 64} for each in (one, two)]
+    assert not bench.twins(*rows) and bench.twins(rows[1], rows[1])
+    with pytest.raises(SystemExit):
+        bench.parse([*OUT, "--tensor", "2"])
+
+
 def test_the_longest_sequence_fits_and_every_batch_has_its_graph():
     options = bench.parse([*OUT, "--points", "40x8192,300x64", "--limited", "4x64+9000"])
     assert bench.longest(options) == 9072 and bench.longest(options) % 16 == 0
