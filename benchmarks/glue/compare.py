@@ -1,7 +1,7 @@
 """Our glue against NeMo RL's own, in one real set-up of NeMo RL: refit, mismatch, ranges, faults.
 
 python -m benchmarks.glue.compare --outputs outputs --out FILE.json
-    [--parts refit,mismatch,scales,ranges,bytes,faults]
+    [--parts refit,mismatch,scales,ranges,bytes,faults] [--glues fp8,bytes]
     -- model=small-llama model.path=DIR precision=fp8-kv-attn [cluster.rollout_gpus=1]
 
 Sets NeMo RL up once for the cell that is named, and then changes nothing but the glue: policy and
@@ -363,14 +363,19 @@ def take_clock(worker: Any) -> dict[str, float]:
 
 
 def refits(
-    bench: Bench, repetitions: int, shares: list[str], keep: Callable[[Any], None]
+    bench: Bench,
+    glues: list[str],
+    repetitions: int,
+    shares: list[str],
+    keep: Callable[[Any], None],
 ) -> dict[str, Any]:
-    """Time every glue in turn, `repetitions` rounds; a glue's first refit does not count.
+    """Time each glue in turn, `repetitions` rounds; a glue's first refit does not count.
 
     A run has one glue, whose receiver looks the engine's tensors up once.
 
     Args:
         bench: the set-up.
+        glues: by their names in `GLUES`.
         repetitions: rounds.
         shares: of the free memory, for the buffers through which a colocated refit goes. `bytes`
             is timed with the first alone.
@@ -378,9 +383,13 @@ def refits(
     """
     from fp8_nemo.nemo.policy import refit_bytes
 
-    glues = ["stock", "fused", "fp8", "names", "bytes"]
     kinds = {name: (name, shares[0]) for name in glues}
-    kinds |= {f"{name}, {share}": (name, share) for share in shares[1:] for name in glues[:-1]}
+    kinds |= {
+        f"{name}, {share}": (name, share)
+        for share in shares[1:]
+        for name in glues
+        if name != "bytes"
+    }
     found: dict[str, Any] = {name: {"rounds": []} for name in kinds}
     for _ in range(repetitions):
         for name, (glue, share) in kinds.items():
@@ -737,6 +746,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=Path, required=True)
     record.add_options(parser)
     parser.add_argument("--parts", default="refit,mismatch")
+    parser.add_argument("--glues", default="stock,fused,fp8,names,bytes", help="for refit")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence, for ranges")
     parser.add_argument("--sequences", type=int, default=512, help="for ranges")
@@ -783,7 +793,11 @@ def main() -> None:
         bench = Bench(parts, plan.recipe, colocated)
         work: dict[str, Callable[[], Any]] = {
             "refit": lambda: refits(
-                bench, options.repetitions, options.buffers.split(","), partial(keep, "refit")
+                bench,
+                options.glues.split(","),
+                options.repetitions,
+                options.buffers.split(","),
+                partial(keep, "refit"),
             ),
             "mismatch": lambda: mismatches(bench, partial(keep, "mismatch")),
             "scales": lambda: scales(bench, partial(keep, "scales")),
