@@ -5,12 +5,12 @@ python -m benchmarks.speed.fit_estimate benchmarks/results/rollout-*-h200.json
     [--refit benchmarks/results/glue-8b-h200.json] --out benchmarks/results/estimate-h200.json
 
 Of each model: what a decode step costs by itself, by sequence, and by quantizing the inputs of its
-linears, from speed.rollout's `resident` points of vLLM with the kernels that a plan asks for (gate:
-all points within 10%, fitted or not, and gains over BF16 too); the reserve of an engine beside
+linears, from speed.rollout's `resident` points of vLLM with the kernels that a plan asks for, on one
+GPU (gate: all points within 10%, fitted or not, and gains over BF16 too); the reserve of an engine beside
 weights and cache (gate: KV capacity of the others within 5%); and one fixed cost of a refit, from
 the file of benchmarks.glue.compare. Points alternate like the squares of a chessboard, precisions
 down and points across, so that neither half has all the large batches or one precision. Files of
-`--test`, of speed.decode_profile, are tested whole.
+`--test`, of speed.rollout or speed.decode_profile, are tested whole.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fp8_nemo.recipe.options.precision import Precision
 
 NOTHING = Fitted(0.0, 0.0, 0.0)
 OPTIONS = ("fp8-kv-attn", "fp8-linear", "bf16")
-UNUSED = "cutlass"  # a kernel that no plan asks for
+UNUSED = "cutlass", "experts"  # kernels that no plan asks for
 GLUES = {"stock": "bf16", "ledger": "fp8-linear"}  # what travels; FP8 KV scales weigh nothing
 
 
@@ -111,7 +111,8 @@ def option_of(variant: str) -> str:
 def decode_steps(content: Mapping[str, Any], model: str) -> Iterator[Step]:
     """Yield the resident points of a file, precision by precision, by context and batch."""
     rows = [r for r in content["rows"] if r["model"] == model and r["regime"] == "resident"]
-    rows = [r for r in rows if r["engine"] == "vLLM" and not r["precision"].endswith(UNUSED)]
+    rows = [r for r in rows if r["engine"] == "vLLM" and "tensor" not in r]
+    rows = [r for r in rows if not r["precision"].endswith(UNUSED)]
     for down, variant in enumerate(dict.fromkeys(row["precision"] for row in rows)):
         mine = [row for row in rows if row["precision"] == variant]
         mine.sort(key=lambda row: (row["prompt"], row["batch"]))
@@ -119,6 +120,14 @@ def decode_steps(content: Mapping[str, Any], model: str) -> Iterator[Step]:
             seconds = row["seconds_per_step"]["median"]
             to_fit = (down + across) % 2 == 0
             yield step_of(model, content["gpu"], option_of(variant), row, seconds, to_fit)
+
+
+def tested_steps(content: Mapping[str, Any]) -> dict[str, list[Step]]:
+    """Return the points of a file of either benchmark by model, none of them to fit."""
+    if "asked" in content:
+        return {content["asked"]["model"]: list(profiled_steps(content))}
+    models = dict.fromkeys(row["model"] for row in content["rows"])
+    return {m: [each._replace(to_fit=False) for each in decode_steps(content, m)] for m in models}
 
 
 def profiled_steps(content: Mapping[str, Any]) -> Iterator[Step]:
@@ -226,13 +235,13 @@ def main() -> None:
     record.add_options(parser)
     parser.add_argument("results", type=Path, nargs="+", help="of benchmarks.speed.rollout")
     parser.add_argument("--refit", type=Path, help="of benchmarks.glue.compare")
-    helped = "of benchmarks.speed.decode_profile"
+    helped = "of benchmarks.speed.rollout or decode_profile"
     parser.add_argument("--test", type=Path, nargs="*", default=[], help=helped)
     options = parser.parse_args()
     tested: dict[str, list[Step]] = {}
     for file in options.test:
-        profile = json.loads(file.read_text())
-        tested.setdefault(profile["asked"]["model"], []).extend(profiled_steps(profile))
+        for model, steps in tested_steps(json.loads(file.read_text())).items():
+            tested.setdefault(model, []).extend(steps)
     content: dict[str, list[dict[str, Any]]] = {"constants": [], "gates": [], "decode": [],
                                                 "capacity": [], "refit": []}  # fmt: skip
     for file in options.results:
