@@ -23,7 +23,7 @@ from fp8_nemo.plan.step_time import Lengths, step_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.precision import Precision
 from tests.forked import typed
-from tests.plan.test_layout import CELLS, SINGLE, single, timed
+from tests.plan.test_layout import CELLS, SHARED, SINGLE, single, timed
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -79,8 +79,8 @@ def decode(file, precision, regime="resident"):
     """The ratios of a precision's decode to BF16's at the same batch and prompt, as a page says."""
     rows = [row for row in of(file, lambda it: it["rows"]) if row["regime"] == regime]
     bf16 = {(r["batch"], r["prompt"]): speed(r) for r in rows if r["precision"] == "bf16"}
-    mine = [row for row in rows if row["precision"] == precision]
-    ratios = sorted(speed(row) / bf16[row["batch"], row["prompt"]] for row in mine)
+    mine = {(r["batch"], r["prompt"]): speed(r) for r in rows if r["precision"] == precision}
+    ratios = sorted(mine[point] / bf16[point] for point in mine.keys() & bf16.keys())
     texts = dict.fromkeys(f"{ratio:.2f}" for ratio in (ratios[0], ratios[-1]))
     return " to ".join(texts)
 
@@ -120,7 +120,8 @@ def aligned_row(gpu, precision, align):
     )
     kl = f"{kl:.1e}".replace("e-0", "e-")
     cells = gpu, f"`{precision}`", f"`{align}`", len(run["rows"]), kl, f"{answer:.3f}"
-    return "| {} | {} | {} | {} | {} | {} |".format(*cells)
+    cells = cells[1:] if gpu.startswith("8b8") else cells  # the only machine of its table
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def experts_lost():
@@ -457,7 +458,7 @@ def trust_row(file, row, settled):
 def trust_rows():
     """All of them, but for their first column: runs inside NeMo RL that passed their first step."""
     several = [(name, *pair) for name in CELLS for pair in timed(name)]
-    alone = [(f"{name}-h100", *single(name)) for name in SINGLE]
+    alone = [(f"{name}-h100", *single(name)) for name in SINGLE | SHARED]
     return [trust_row(*each) for each in several + alone]
 
 
@@ -612,7 +613,74 @@ def saved():
     return f"{less(steps)} less time a step of 8B; decode {linear} less (linear), {caches} (KV too)"
 
 
-MOE_DECODE = partial(decode, "rollout-30b-h200", "fp8-linear-deepgemm")
+def whole_copy():
+    """README's cost of a refit of 8B, and of the proof in it."""
+    seconds, share = refit("bytes", QUIET), proof(QUIET)[1]
+    return f"take [{seconds:.2f} s on an H100, of which the check is {share:.0%}]"
+
+
+def proof_by_rounds():
+    """The proof's share of a refit without it, in the middle one of the quiet rounds."""
+    rounds = of(QUIET, lambda it: it["refit"])
+    pairs = zip(rounds["bytes"]["rounds"], rounds["fp8"]["rounds"], strict=True)
+    return median(proven["refit"] / plain["refit"] for proven, plain in pairs) - 1
+
+
+def experts_cell(precision):
+    """README's decode of 30B-A3B, on both GPUs."""
+    h100, h200 = (
+        MOE_DECODE[precision, gpu]().replace(" to", "x to") + "x" for gpu in ("h100", "h200")
+    )
+    return f"[decode alone](docs/speed.md#a-mixture-of-experts): H100 {h100}, H200 {h200} |"
+
+
+def experts_decode():
+    """The same on docs/speed.md, of an H100."""
+    return (
+        f"`fp8-linear` {MOE_DECODE[LINEAR, 'h100']()} times as fast as in BF16 at the same batch, "
+        f"and with `fp8-kv-attn` {MOE_DECODE[KV, 'h100']()} times"
+    )
+
+
+def experts_row(batch, prompt):
+    """A row of docs/speed.md: tokens/s of an H100 to three digits, where the cache has room."""
+    rates = {
+        row["precision"]: round(speed(row), -1)
+        for row in of("rollout-30b-h100", lambda it: it["rows"])
+        if (row["batch"], row["prompt"]) == (batch, 1024 * prompt)
+    }
+    names = ("bf16", f"{LINEAR}-deepgemm", KV)
+    texts = (f"{rates[name]:,.0f}" if name in rates else "no room" for name in names)
+    return f"| {batch} x {prompt}k | {' | '.join(texts)} |"
+
+
+def decode_errors():
+    """How far the estimates of decode and of gains are off at most, and of how many points."""
+    rows = of("estimate-h200", lambda it: it["decode"])
+    worst = max(max(abs(row["error"]), abs(row["gain error"] or 0)) for row in rows)
+    fitted = sum(row["half"] == "fitted" for row in rows)
+    text = f"within {math.ceil(100 * worst)}% ([{len(rows)} points]"
+    return f"{text}(../benchmarks/results/estimate-h200.json), {fitted} fitted)"
+
+
+def by_context():
+    """The step over two GPUs, and what the plan says of it."""
+    row, settled = single("8b8-context")
+    said = step_seconds(settled, Lengths(17, row["answer"])).total
+    return (
+        f"The step after the first took {row['step']:.1f} s, where the plan says {said:.1f}.\n"
+        f"Training reached {row['mfu_train']:.0%} of the GPUs' peak"
+    )
+
+
+QUIET = "glue-8b-proof-h100"
+EXPERTS_POINTS = ((32, 1), (64, 1), (16, 4), (8, 8), (32, 8), (88, 8))
+MOE_DECODE = {
+    (LINEAR, "h100"): partial(decode, "rollout-30b-h100", f"{LINEAR}-deepgemm"),
+    (KV, "h100"): partial(decode, "rollout-30b-h100", KV),
+    (LINEAR, "h200"): partial(decode, "rollout-30b-h200", f"{LINEAR}-deepgemm"),
+    (KV, "h200"): partial(decode, "rollout-30b-kv-h200", KV),
+}
 TINY, WORKING, STUDY = "stress-tiny", "stress-working-more", "experiment-h200"
 MOE, LLAMA = "small-qwen3-moe", "small-llama"
 KV_CELLS = (f"{KV}-none", f"{KV}-tis", f"{E2E}-none")
@@ -646,7 +714,8 @@ SAID = {
         lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",
-        lambda: f"(docs/research/measured.md#speed) {MOE_DECODE().replace(' to', 'x to')}x; with",
+        *(partial(experts_cell, each) for each in (LINEAR, KV)),
+        whole_copy,
         lambda: f"twelve seeds each, within {widest('113m', LLAMA)} points",
         experts_lost,
         lambda: "lost {} points uncorrected".format(losses().split(" to ")[0]),
@@ -670,6 +739,10 @@ SAID = {
         lambda: missing_rows(trust_rows(), "docs/speed.md"),
         lambda: f"cache and attention {h100_decode()} times",
         lambda: f"it is {decode('rollout-8b-h200', KV)} times",
+        experts_decode,
+        *(partial(experts_row, *point) for point in EXPERTS_POINTS),
+        decode_errors,
+        by_context,
         *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),
         lambda: (
             f"| {times(SHORT, LINEAR):.2f} | {times(LONG, LINEAR):.2f} | "
@@ -703,6 +776,7 @@ SAID = {
     "docs/research/mismatch.md": [
         *(partial(aligned_row, "H200", E2E, align) for align in ("none", "cheap")),
         *(partial(aligned_row, "H100", each, "cheap") for each in (LINEAR, E2E, "bf16")),
+        *(partial(aligned_row, "8b8-H100", E2E, align) for align in ("none", "cheap")),
     ],
     "docs/research/experiment.md": [
         *(partial(decided_row, "113m", cell, LLAMA) for cell in DECIDED_113M),
@@ -735,12 +809,13 @@ SAID = {
         predicted_tiles,
     ],
     "docs/research/nemo.md": [
-        lambda: (
-            f"takes {refit('bytes'):.2f} s with every byte proven, where stock NeMo RL takes "
-            f"{refit('stock'):.2f}"
-        ),
-        lambda: "The proof costs {:.0f} ms of\nit, {:.0%} of a refit".format(*proof()),
-        lambda: f"of the layers, it costs {proof('glue-8b16-h200')[0]:.0f} ms",
+        lambda: f"takes {refit('bytes', QUIET):.2f} s with every byte proven. The proof",
+        lambda: "The proof costs {:.0f} ms of it, {:.0%} of a refit".format(*proof(QUIET)),
+        lambda: f"Stock NeMo RL took {refit('stock'):.2f} s in",
+        lambda: f"where ours took {refit('bytes'):.2f}",
+        lambda: f"the layers, the proof costs {proof('glue-8b16-h200')[0]:.0f} ms",
+        lambda: f"{proof(QUIET)[1]:.1%} of a refit without one; in the middle round",
+        lambda: f"in the middle round {proof_by_rounds():.1%}. The goal was 3%.",
         lambda: "stopped {} of the {}. The".format(*(COUNTED[n] for n in stopped("ledger"))),
         lambda: f"stopped all\n{COUNTED[min(stopped('full'))]}. `bytes`",
     ],
@@ -759,7 +834,9 @@ SAID = {
         lambda: f"and {rollout_share(ADAPTERS)} with LoRA",
         lambda: f"the layers trained {slower_at_tensor_2()} times as long",
         lambda: f"for {ranges():.2%} of that pass",
-        lambda: f"{decode('rollout-30b-h200', 'fp8-linear-deepgemm')} times as fast on an H200",
+        lambda: f"{MOE_DECODE[LINEAR, 'h100']()} times as fast on one H100 with `fp8-linear`",
+        lambda: f"and {MOE_DECODE[KV, 'h100']()} times with `fp8-kv-attn`; on an H200",
+        lambda: f"{MOE_DECODE[LINEAR, 'h200']()}\n  and {MOE_DECODE[KV, 'h200']()} times (1.98",
         *(
             partial(told_row, study, cells)
             for study, cells in ((TINY, KV_CELLS), (WORKING, KV_CELLS), ("moe", LINEAR_CELLS))

@@ -232,6 +232,7 @@ def run(options: argparse.Namespace) -> None:
     os.environ |= environment_of(options)
     folder = options.caches.absolute() / f"{options.model}-{options.precision}-decode"
     cell = argparse.Namespace(**vars(options) | {"nemo": False})
+    (folder / "config.json").unlink(missing_ok=True)  # of a run of other lengths
     recipe = rollout.plan_of(cell, folder).recipe
     shape, precision = recipe.model.shape, recipe.precision
     shape = replace(shape, layers=options.layers or shape.layers)

@@ -360,6 +360,7 @@ def twins(old: dict[str, Any], new: dict[str, Any]) -> bool:
 def run_one(options: argparse.Namespace) -> None:
     """Run one precision in this process."""
     folder = options.caches.absolute() / f"{options.model}-{options.precision}"  # no two write one
+    (folder / "config.json").unlink(missing_ok=True)  # of a run of other lengths
     plan = plan_of(options, folder)
     os.environ |= environment_variables(VARIANTS[options.precision], options.caches.absolute())
     os.environ |= path_variables(plan.recipe)  # the tiles that plans give an H100's experts

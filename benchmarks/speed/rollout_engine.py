@@ -219,7 +219,7 @@ class Engine:
         """Fill the weights; return kernels, cache, and whether logits are finite."""
         from vllm import SamplingParams
 
-        wrong = sum(self.llm.collective_rpc(fill), [])  # of each of the engine's GPUs
+        wrong = [name for names in self.llm.collective_rpc(fill) for name in names]  # by GPU
         try:
             chosen = self.llm.collective_rpc(kernels)[0]
         except Exception as error:  # a name that another vLLM has not; the engine is as it was

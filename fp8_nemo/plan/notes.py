@@ -23,8 +23,8 @@ WITHOUT_KL = ("dapo", "cispo", "gspo")
 """Algorithms whose recipes in NeMo RL set the KL penalty to 0."""
 SMALL_RATE = 1e-6
 """At which NVFP4 rounds nearly all of a step away (benchmarks/results/changed-bytes-cpu.json)."""
-UNTRIED = ("context", "pipeline")
-"""Axes of a layout that were never on in a run on GPUs (README)."""
+TRIED = {"context": 2, "pipeline": 1}
+"""Most GPUs along an axis of a layout in any run on GPUs (README)."""
 
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 """NeMo RL's own (conf/glue/stock.yaml)."""
@@ -46,12 +46,20 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
             f"4, learns nothing of them and marks them wrong; +nemo.{PROMPT}=N makes room for "
             "longer ones"
         )
-    for axis in UNTRIED:
-        if getattr(settled.layout, axis) > 1:
+    for axis, tried in TRIED.items():
+        if getattr(settled.layout, axis) > tried:
+            above = f" above {tried}" if tried > 1 else ""
             yield (
-                f"model.parallel.{axis}: no run here had {axis} parallel on GPUs; "
-                f"model.parallel.{axis}=1 goes without, or try grpo.steps=5 first"
+                f"model.parallel.{axis}: no run here had {axis} parallel{above} on GPUs; "
+                f"model.parallel.{axis}={tried} avoids it, or try grpo.steps=5 first"
             )
+    experts = recipe.model.shape.experts and recipe.precision.rollout.is_quantized
+    if experts and recipe.cluster.gpu == "h100" and settled.layout.rollout_tensor > 1:
+        yield (
+            "model.parallel.rollout_tensor: tuned tiles for FP8 experts on an H100 ship for "
+            "engines of one GPU; with vLLM's default the kernel alone took 1.25 to 1.64 of BF16's "
+            "time (benchmarks/results/experts-h100.json), which the estimate ignores"
+        )
     if SHARE in settled.own and settled.layout.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
     one_ratio = recipe.algorithm.filled.sequence_level_importance_ratios
@@ -201,21 +209,14 @@ def _slow_experts(recipe: Recipe) -> Iterator[str]:
     if not recipe.model.shape.experts:
         return
     yield (
-        "model: estimates of how long experts train were up to 40% off (docs/speed.md), so "
-        "the step's seconds and the precisions' gains are rough"
+        "model: estimates of how long experts train were up to 40% off, and engines of several "
+        "GPUs were not timed (docs/speed.md), so the step's seconds and the precisions' gains are "
+        "rough"
     )
     if recipe.precision.train.is_quantized:
         yield (
             "precision.train_linear: FP8 training of experts was slower than BF16's wherever it "
             "was measured (docs/research/speed.md); precision=fp8-linear trains in BF16"
-        )
-    if recipe.precision.rollout.is_quantized and recipe.cluster.gpu == "h100":
-        yield (
-            "precision.rollout_linear: on an H100 FP8 experts of 128, 256 and 512 rows took 1.10, "
-            "0.92 and 0.80 of BF16's time with the tiles that ship for engines of one GPU, and "
-            "1.25 to 1.64 with vLLM's default (benchmarks/results/experts-h100.json, the kernel "
-            "alone); the estimate ignores this, and no engine was timed beside BF16's: take "
-            "precision=bf16 until you have timed yours"
         )
 
 

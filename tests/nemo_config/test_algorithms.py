@@ -171,7 +171,7 @@ def test_the_fused_router_is_refused_beside_replay_alone():
 
 @pytest.mark.parametrize("version", FILES)
 def test_both_versions_replay_in_the_synchronous_loop(version):
-    found = plan(*MOE, host=host(version)).nemo.overrides
+    found = plan(*MOE, "precision=fp8-linear", host=host(version)).nemo.overrides
     assert found["policy.router_replay.enabled"] is True
 
 

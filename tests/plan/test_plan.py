@@ -227,8 +227,8 @@ def test_a_layout_that_nobody_gave_is_no_note():
 @pytest.mark.parametrize(
     ("words", "noted"),
     [
-        (["grpo.max_new_tokens=8192"], ["context"]),  # chosen by the plan
-        (["grpo.max_new_tokens=8192", "model.parallel.context=1"], []),
+        (["grpo.max_new_tokens=8192"], []),  # the plan chooses 2, which ran
+        (["grpo.max_new_tokens=16384"], ["context"]),  # and 4 here
         (
             ["precision=fp8-linear", "model.parallel.context=1", "model.parallel.pipeline=2"],
             ["pipeline"],

@@ -59,14 +59,9 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
 def _why_not(plan: Plan, gain: float) -> str:
     """Say why a plan's precision is not worth its risk; nothing if it is, or has none."""
     recipe = plan.recipe
-    name, experts = recipe.precision.name, recipe.model.shape.experts
-    if not recipe.precision.rollout.is_quantized:
+    if not recipe.precision.rollout.is_quantized or round(gain, 2) >= WORTH:  # as it is shown
         return ""
-    if experts and recipe.cluster.gpu == "h100":
-        return "FP8 experts were not timed beside BF16's in an engine on an H100"
-    if round(gain, 2) >= WORTH:  # as it is shown
-        return ""
-    return f"{name}'s {gain:.2f}x is too little to risk accuracy for"
+    return f"{recipe.precision.name}'s {gain:.2f}x is too little to risk accuracy for"
 
 
 def against_bf16(plan: Plan, host: Host) -> str:
