@@ -5,12 +5,12 @@ python -m benchmarks.speed.fit_estimate benchmarks/results/rollout-*-h200.json
     [--refit benchmarks/results/glue-8b-h200.json] --out benchmarks/results/estimate-h200.json
 
 Of each model: what a decode step costs by itself, by sequence, and by quantizing the inputs of its
-linears, from speed.rollout's `resident` points of vLLM on one GPU, with the kernels that a plan asks
-for (gate: all points within 10%, fitted or not, and gains over BF16 too); the reserve of an engine
-beside weights and cache (gate: KV capacity of the others within 5%); and one fixed cost of a refit,
-from the file of benchmarks.glue.compare. Points alternate like the squares of a chessboard, precisions
-down and points across, so that neither half has all the large batches or one precision. Files of
-`--test`, of speed.rollout or speed.decode_profile, are tested whole.
+linears, from speed.rollout's `resident` points of vLLM on one GPU, with the kernels that a plan
+asks for (gate: all points within 10%, fitted or not, and gains over BF16 too); the reserve of an
+engine beside weights and cache (gate: KV capacity of the others within 5%); and one fixed cost of a
+refit, from the file of benchmarks.glue.compare. Points alternate like the squares of a chessboard,
+precisions down and points across, so that neither half has all the large batches or one precision.
+Files of `--test`, of speed.rollout or speed.decode_profile, are tested whole.
 """
 
 from __future__ import annotations
