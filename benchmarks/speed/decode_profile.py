@@ -2,7 +2,7 @@
 
 python -m benchmarks.speed.decode_profile --out FILE.json --precision fp8-kv-attn [--layers 32]
     [--points 64x1024,256x1024,64x4096,32x8192] [--gpu h100] [--caches outputs/caches]
-    [--engine apart] [--scheduling sync] [--stats off] [--sampling nemo] [--text]
+    [--engine apart] [--scheduling sync] [--stats off] [--sampling nemo] [--text] [--align]
     [--set '{"linear_backend": "auto"}'] [--env VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=1]
 
 One precision a process. Each point, SEQUENCESxTOKENS, fills its contexts by prefill, decodes 8
@@ -18,6 +18,7 @@ thread, and what is left is waiting. Once a profile has run, CUPTI stays in the 
 first point again at the end to see what it costs. The defaults are NeMo RL's worker's: an engine in
 this process, statistics on, vLLM's own choice of scheduling. `--sampling nemo` asks for logprobs as
 its worker does; `--text` gives it a tokenizer, whose text it makes and searches for a stop string.
+`--align` is the engine of `precision.align=cheap`, with the keys that its plans write.
 `--xqa live` or `frozen` is FlashInfer's XQA for an FP8 cache (decode_xqa.py). With an FP8 cache
 `scales` tells whether scales that change after the capture reach decode: doubled, they halve every
 code and double what is read, so that nothing changes but rounding, unless a graph keeps the old.
@@ -36,6 +37,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,9 @@ from benchmarks.speed.capacity import decode_floor
 from benchmarks.speed.decode_watch import SETTLE, STEPS, Clock
 from benchmarks.speed.rollout import VARIANTS
 from benchmarks.speed.rollout_engine import SAMPLING, Engine, Point, prompts_of
+from fp8_nemo.nemo_config.keys import VLLM_KWARGS
 from fp8_nemo.nemo_config.overrides import GRAPHS
+from fp8_nemo.nemo_config.own.alignment import alignment_keys
 from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.plain import to_json
 
@@ -75,12 +79,12 @@ def lasting(point: Point) -> Point:
 
 
 def merged(arguments: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments with the given ones in their place; tables are merged key by key."""
+    """Return arguments with the given ones in their place; tables are merged, deep too."""
     found = dict(arguments)
     for name, value in given.items():
         old = found.get(name)
         both = isinstance(old, dict) and isinstance(value, dict)
-        found[name] = old | value if both else value
+        found[name] = merged(old, value) if both else value
     return found
 
 
@@ -99,7 +103,20 @@ def arguments_of(options: argparse.Namespace, shape: Shape, precision: Any, fold
     found |= SCHEDULING[options.scheduling] | {"disable_log_stats": options.stats == "off"}
     found |= {"skip_tokenizer_init": not options.text}
     found |= decode_xqa.ARGUMENTS if options.xqa else {}
+    if options.align:
+        found = merged(found, aligned_arguments(precision))
     return merged(found, options.set)
+
+
+def aligned_arguments(precision: Any) -> dict[str, Any]:
+    """Return the arguments that a plan gives an aligned engine."""
+    found: dict[str, Any] = {}
+    for key, value in alignment_keys(replace(precision, align="cheap")).items():
+        if key.startswith(f"{VLLM_KWARGS}."):
+            for name in reversed(key.removeprefix(f"{VLLM_KWARGS}.").split(".")):
+                value = {name: value}
+            found = merged(found, value)
+    return found
 
 
 def environment_of(options: argparse.Namespace) -> dict[str, str]:
@@ -243,6 +260,8 @@ def run(options: argparse.Namespace) -> None:
     with logged(log):
         from vllm import LLM
 
+        if options.align:
+            import_module("fp8_nemo.nemo.aligned.engine")  # registers, before the model
         if options.xqa:
             decode_xqa.enable(options.xqa == "live")
 
@@ -253,7 +272,7 @@ def run(options: argparse.Namespace) -> None:
     content: dict[str, Any] = {
         "asked": {name: getattr(options, name) for name in
                   ("model", "precision", "layers", "gpu", "engine", "scheduling", "stats",
-                   "sampling", "text", "xqa", "set", "env")},
+                   "sampling", "text", "align", "xqa", "set", "env")},
         "engine": described | {
             "start_seconds": time.perf_counter() - start,
             "asynchronous_scheduling":
@@ -321,13 +340,14 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--stats", default="on", choices=("on", "off"), help="vLLM's statistics")
     parser.add_argument("--sampling", default="bare", choices=SAMPLINGS)
     parser.add_argument("--text", action="store_true", help="detokenize, and search a stop string")
+    parser.add_argument("--align", action="store_true", help="only with --engine inside")
     parser.add_argument("--xqa", choices=("frozen", "live"), help="only with --engine inside")
     parser.add_argument("--set", type=json.loads, default={}, help="arguments of vllm.LLM, JSON")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     options = parser.parse_args(words)
     options.points = [Point.read(word) for word in options.points.split(",")]
-    if options.xqa and options.engine == "apart":
-        parser.error("--xqa: changes vLLM in this process; not with --engine apart")
+    if (options.xqa or options.align) and options.engine == "apart":
+        parser.error("--xqa and --align change vLLM in this process; not with --engine apart")
     options.precision = USUAL.get(options.precision, options.precision)
     return options
 

@@ -278,6 +278,20 @@ def test_a_change_is_counted_where_prefill_made_the_same_token_alone():
     assert decode_profile.change(before, [(0, -2.5), (0, -8.0), (0, -1.0)]) is None
 
 
+def test_an_aligned_engine_gets_the_keys_of_its_plan_in_this_process_alone(tmp_path):
+    options = decode_profile.parse([*OUT, "fp8-linear", "--align"])
+    recipe = rollout.plan_of(SimpleNamespace(**vars(options), nemo=False), tmp_path).recipe
+    found = decode_profile.arguments_of(options, recipe.model.shape, recipe.precision, tmp_path)
+    assert found["compilation_config"] == {
+        "cudagraph_capture_sizes": [32, 64, 256],
+        "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False},
+    }
+    order = ["vllm_c", "native"]
+    assert found["ir_op_priority"] == {"rms_norm": order, "fused_add_rms_norm": order}
+    with pytest.raises(SystemExit):
+        decode_profile.parse([*OUT, "fp8-linear", "--align", "--engine", "apart"])
+
+
 def test_xqa_is_asked_for_by_arguments_and_only_of_an_engine_in_this_process(tmp_path):
     options = decode_profile.parse([*OUT, "fp8-kv-attn", "--xqa", "live"])
     recipe = rollout.plan_of(SimpleNamespace(**vars(options), nemo=False), tmp_path).recipe
