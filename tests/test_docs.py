@@ -615,8 +615,8 @@ def saved():
 
 def whole_copy():
     """README's cost of a refit of 8B, and of the proof in it."""
-    seconds, share = refit("bytes", QUIET), proof(QUIET)[1]
-    return f"take [{seconds:.2f} s on an H100, of which the check is {share:.0%}]"
+    seconds, more = refit("bytes", QUIET), proof(QUIET)[0]
+    return f"take [{seconds:.2f} s on an H100, about {more:.0f} ms of it for the check]"
 
 
 def proof_by_rounds():
@@ -631,7 +631,7 @@ def experts_cell(precision):
     h100, h200 = (
         MOE_DECODE[precision, gpu]().replace(" to", "x to") + "x" for gpu in ("h100", "h200")
     )
-    return f"[decode alone](docs/speed.md#a-mixture-of-experts): H100 {h100}, H200 {h200} |"
+    return f": H100 {h100}, H200 {h200} |"
 
 
 def experts_decode():
@@ -642,16 +642,29 @@ def experts_decode():
     )
 
 
-def experts_row(batch, prompt):
-    """A row of docs/speed.md: tokens/s of an H100 to three digits, where the cache has room."""
-    rates = {
-        row["precision"]: round(speed(row), -1)
-        for row in of("rollout-30b-h100", lambda it: it["rows"])
-        if (row["batch"], row["prompt"]) == (batch, 1024 * prompt)
-    }
-    names = ("bf16", f"{LINEAR}-deepgemm", KV)
-    texts = (f"{rates[name]:,.0f}" if name in rates else "no room" for name in names)
-    return f"| {batch} x {prompt}k | {' | '.join(texts)} |"
+def experts_row(gpu, batch, prompt):
+    """A row of docs/speed.md: tokens/s of BF16, and what FP8 gains over a BF16 of its file."""
+
+    def rates(file):
+        return {
+            row["precision"]: speed(row)
+            for row in of(file, lambda it: it["rows"])
+            if (row["batch"], row["prompt"]) == (batch, 1024 * prompt)
+        }
+
+    def cell(rates, name):
+        if name not in rates:
+            return "no room"
+        return (
+            f"{rates[name] / rates['bf16']:.2f}x"
+            if "bf16" in rates
+            else f"{rates[name]:,.0f} tokens/s"
+        )
+
+    one, kv = rates(f"rollout-30b-{gpu}"), rates(KV_FILES[gpu])
+    plain = f"{one['bf16']:,.0f}" if "bf16" in one else "no room"
+    cells = plain, cell(one, f"{LINEAR}-deepgemm"), cell(kv, KV)
+    return f"| {batch} x {prompt}k | {gpu.upper()} | {' | '.join(cells)} |"
 
 
 def decode_errors():
@@ -674,7 +687,14 @@ def by_context():
 
 
 QUIET = "glue-8b-proof-h100"
-EXPERTS_POINTS = ((32, 1), (64, 1), (16, 4), (8, 8), (32, 8), (88, 8))
+EXPERTS_POINTS = (
+    *(
+        ("h100", *point)
+        for point in ((32, 1), (64, 1), (256, 1), (16, 4), (8, 8), (32, 8), (88, 8))
+    ),
+    *(("h200", *point) for point in ((64, 1), (256, 1), (16, 4), (64, 4))),
+)
+KV_FILES = {"h100": "rollout-30b-h100", "h200": "rollout-30b-kv-h200"}
 MOE_DECODE = {
     (LINEAR, "h100"): partial(decode, "rollout-30b-h100", f"{LINEAR}-deepgemm"),
     (KV, "h100"): partial(decode, "rollout-30b-h100", KV),
@@ -704,7 +724,9 @@ SAID = {
         ),
         short_on_h100,
         long_on_h100,
-        lambda: f"at 4,000 tokens, where the plan says {planned_gain(ADAPTERS):.2f}x |",
+        lambda: (
+            f"all answers 4,000 tokens long, where the plan says {planned_gain(ADAPTERS):.2f}x |"
+        ),
         lambda: "| `fp16` | {}x to {}x (8B, 8 H100) |".format(*fp16_on_h100()),
         lambda: f"2 to 8 H200, up to 4k; on 8, up to 8k | `fp8-e2e` | {on_h200(E2E)} |",
         lambda: f"up to 8k, at the risk of an FP8 cache | `fp8-e2e-kv-attn` | {on_h200(BOTH)} |",
