@@ -18,7 +18,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from fp8_nemo.runs.metrics import RunDirError
+from fp8_nemo.runs.metrics import RunDirError, make_folder, sync
 from fp8_nemo.runs.provenance import COMMIT, commit
 from fp8_nemo.runs.run_dir import new_staging
 
@@ -60,7 +60,7 @@ def freeze_code(outputs: Path) -> Path:
 
 def _copy_whole(target: Path) -> None:
     """Copy the code to a folder of its own and move it into place; leave nothing else behind."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     staging = new_staging(target.parent)
     try:
         for package, folder in _packages().items():
@@ -73,8 +73,11 @@ def _copy_whole(target: Path) -> None:
         write_metadata(staging)
         (staging / COMMIT).write_text(f"{commit() or ''}\n")
         staging.chmod(0o755)
+        for path in (*staging.rglob("*"), staging):  # or a loss of power leaves empty files here
+            sync(path)
         with suppress(FileExistsError):  # another submission was first
             _rename(staging, target)
+        sync(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -22,7 +22,7 @@ from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options.cluster import SBATCH_OPTIONS, Cluster
 from fp8_nemo.recipe.options.recipe import Recipe
-from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done
+from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done, sync
 from fp8_nemo.runs.run_dir import job_dir, job_id, read_plan, run_path, state_of
 
 SCRIPT = "fp8_nemo/slurm/grpo.sbatch"
@@ -281,3 +281,5 @@ def _write(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     path.touch(mode=0o600)
     path.write_bytes(os.fsencode(text))
+    sync(path)
+    sync(path.parent)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fp8_nemo.recipe.model_dir import SHIPPED
-from tests.search.children import Child, rows, trained, tree, undisturbed, verb
+from tests.search.children import Child, kept_code, rows, trained, tree, undisturbed, verb
 from tests.search.power import Power
 from tests.search.test_kills import OF_AN_ATTEMPT, RUN
 
@@ -82,6 +82,24 @@ def conversions(tmp_path: Path, parts: int | None) -> Iterator[str]:
             yield where
 
 
+def code(tmp_path: Path, parts: int | None) -> Iterator[str]:
+    """Yield each moment after which a job would find a copy of the code that is not whole."""
+    disk, package = tmp_path / "disk", tmp_path / "small"
+    disk.mkdir()
+    (package / "inner").mkdir(parents=True)
+    for name in ("__init__.py", "one.py", "inner/__init__.py"):
+        (package / name).write_text(f"NAME = {name!r}\n")
+    call = (kept_code, f"{disk}/outputs", str(package))
+    images, whole = lost(tmp_path, call, parts)
+    assert all(tree(image) == whole for image in images[-2:]), "it was done, and is not kept"
+    for image in images:
+        put(image, disk)
+        undisturbed(tmp_path / "output", *call)
+        found = tree(disk)
+        if {name: each for name, each in found.items() if ".staging" not in name} != whole:
+            yield f"{image.parent.name} {image.name}"
+
+
 def loads(folder: Path) -> bool:
     """Tell whether a converted checkpoint seems whole: it has its configuration."""
     try:
@@ -90,10 +108,10 @@ def loads(folder: Path) -> bool:
         return False
 
 
-LOST = {"runs": runs, "conversions": conversions}
+LOST = {"runs": runs, "conversions": conversions, "code": code}
 
 
-@pytest.mark.parametrize(("what", "parts"), [("runs", 1), ("conversions", 6)])
+@pytest.mark.parametrize(("what", "parts"), [("runs", 1), ("conversions", 6), ("code", 12)])
 def test_after_a_loss_of_power_at_some_moments_it_goes_on_without_a_hole(what, parts, tmp_path):
     assert list(LOST[what](tmp_path, parts)) == []
 
