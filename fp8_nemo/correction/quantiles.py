@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from fp8_nemo.recipe.mistake import Mistake, verb_line
 from fp8_nemo.recipe.options.correction import DIVERGENCES, RATIOS, Correction
-from fp8_nemo.recipe.plain import read_json, to_json
+from fp8_nemo.recipe.plain import bytes_of, read_json, to_json
 
 POINTS = 1000  # quantiles 0, 1/1000, ..., 1: a share is known to a tenth of a point
 VETO = "min-token"
@@ -108,7 +108,7 @@ def read_measurement(file: Path) -> Measurement:
         MeasurementError: there is no such file, or it holds something else.
     """
     try:
-        found = Measurement(**read_json(file.read_text()))
+        found = Measurement(**read_json(bytes_of(file)))
         for statistic, points in found.quantiles.items():  # null: a ratio beyond all numbers
             found.quantiles[statistic] = [math.inf if each is None else each for each in points]
         if any(len(points) != POINTS + 1 for points in found.quantiles.values()):

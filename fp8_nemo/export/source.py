@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options.precision import Format, Precision
+from fp8_nemo.recipe.plain import bytes_of
 
 DTYPES = ("BF16", "F32")
 INDEX = "model.safetensors.index.json"
@@ -51,7 +52,7 @@ def read_json(file: Path) -> dict[str, Any]:
         ConversionError: there is no such file, or nothing like it in it.
     """
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(bytes_of(file))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConversionError(

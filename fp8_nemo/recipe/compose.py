@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import difflib
 import itertools
+import math
 import os
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -48,6 +49,8 @@ CONFIG = "grpo"
 MULTIRUN = ("-m", "--multirun")
 SET_AGAIN = "cluster"
 """The group that a line may end with: `cluster=here` takes a job's line to this machine."""
+MOST_CELLS = 10_000
+"""Cells of a line, and values of one of its lists; each becomes a recipe, in memory."""
 OPEN = "nemo"
 ADDED = "cluster.extra"
 """A list to which a line adds, where Hydra would replace the one of the site's file."""
@@ -226,9 +229,7 @@ def _option_mistakes(override: Override) -> Iterator[Mistake]:
     if override.is_sweep_override() and not override.is_discrete_sweep():
         return  # an interval, which `_cells` refuses
     options = option_names(group)
-    values = (
-        override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
-    )
+    values = _swept(override) if override.is_sweep_override() else [override.value()]
     for value in values:
         if value is None and group in ("experiment", "sweep"):
             continue
@@ -255,6 +256,13 @@ def _sweep_of(overrides: list[Override], loader: ConfigLoader) -> list[Override]
     return _parse([f"{key}={value}" for key, value in params.items() if key not in typed], loader)
 
 
+def _swept(override: Override) -> list[str]:
+    values = [*itertools.islice(override.sweep_string_iterator(), MOST_CELLS + 1)]
+    if len(values) > MOST_CELLS:
+        raise ComposeError([f"{override.input_line}: more than {MOST_CELLS} values"])
+    return values
+
+
 def _cells(overrides: list[Override], multirun: bool) -> list[list[str]]:
     axes: list[list[str]] = []
     for override in overrides:
@@ -268,7 +276,10 @@ def _cells(overrides: list[Override], multirun: bool) -> list[list[str]]:
             raise ComposeError([f"{override.input_line}: {text}"])
         else:
             key = override.get_key_element()
-            axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+            axes.append([f"{key}={value}" for value in _swept(override)])
+    if (count := math.prod(map(len, axes))) > MOST_CELLS:
+        swept = [str(each.input_line) for each in overrides if each.is_sweep_override()]
+        raise ComposeError([f"{', '.join(swept)}: {count} cells, at most {MOST_CELLS}"])
     cells = [list(cell) for cell in itertools.product(*axes)]
     if not cells:
         empty = [each.input_line for each in overrides if each.is_sweep_override()]

@@ -16,7 +16,7 @@ from fp8_nemo.recipe.options.model import Model
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.options.training import TASKS, Data
 from fp8_nemo.recipe.own.model import NUMBERS, shape_of
-from fp8_nemo.recipe.plain import leaves, read_json
+from fp8_nemo.recipe.plain import bytes_of, leaves, read_json
 
 SHIPPED = Path(__file__).parent / "models"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -123,7 +123,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         ValueError: it is none; names the file.
     """
     try:
-        found = read_json(path.read_bytes())
+        found = read_json(bytes_of(path))
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import re
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,6 +19,17 @@ T = TypeVar("T")
 def to_json(content: Any, indent: int | None = None) -> str:
     """Write standard JSON: NaN and the infinities, for which it has no word, are `null`."""
     return json.dumps(_finite(content), indent=indent, allow_nan=False)
+
+
+def bytes_of(file: Path) -> bytes:
+    """Read a file that a line names; a pipe or a device might never end.
+
+    Raises:
+        OSError: it cannot be read, or is no file.
+    """
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise OSError(errno.EINVAL, "is a pipe or a device, not a file")
+    return file.read_bytes()
 
 
 def read_json(text: str | bytes) -> Any:

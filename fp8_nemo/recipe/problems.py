@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8_nemo.recipe.options.training import Data
-from fp8_nemo.recipe.plain import to_json
+from fp8_nemo.recipe.plain import bytes_of, to_json
 
 HELD_OUT_PAIRS = 256
 HELD_OUT_SUMS = 256
@@ -163,7 +163,7 @@ def read_numbered(path: Path) -> dict[int, Problem]:
         DataError: naming the file, and the line that is broken.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = bytes_of(path).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         why = f"byte {error.start + 1} is no text in UTF-8"
         raise DataError(f"{path}: cannot be read, {why}; save it as UTF-8") from error

@@ -13,25 +13,30 @@ from typing import Any
 OF_ENVIRONMENT = "oc.env"
 NAME = r"(?:token|secret|passwd|password|api_?key|access_?key|private_?key|credentials?)"
 SECRET_VARIABLE = re.compile(
-    rf"(?:.*_)?(?:{NAME}|pass|pat|pwd)(?:_id)?|.*(?:token|passwd|password|secret|apikey)",
+    rf"(?:.*_)?(?:{NAME}|pass|pat|pwd|auth|creds)(?:_id)?|.*_key"
+    r"|.*(?:token|passwd|password|secret|apikey)",
     re.IGNORECASE,
 )
 """Names of environment variables, where `token` means no piece of a text."""
 SECRET_KEY = re.compile(rf"(?:.*_)?(?!token){NAME}|(?:hf|wandb|auth|bearer)_token", re.IGNORECASE)
 SECRET_VALUE = re.compile(
     r"\b(?:hf_[a-zA-Z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
-    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16})"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|nvapi-[\w-]{16,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,})"
+    r"|://[^\s/:@]+:[^\s/@$]+@"
 )
-"""How Hugging Face, OpenAI, GitHub, GitLab, Slack and AWS begin theirs."""
+"""How Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, NVIDIA and web tokens begin theirs; and an
+address with a password, `http://name:abc@proxy`."""
 GIVEN = re.compile(rf"({NAME}(?:_id)?[\"']?\s*[=:\s]\s*)\S+", re.IGNORECASE)
 """As ` --token abc`, `{api_key: abc`: a value that may go on after its first blank."""
 IN_SHELL = re.compile(
-    rf"(?:--?{NAME}[=\s]\s*|\bBearer\s+|\bwandb\s+login\s+)(?![\"']?\$)[\"']?\w"
-    r"|://[^\s/:@]+:[^\s/@$]+@",
+    rf"(?:--?{NAME}[=\s]\s*|\bBearer\s+|\bwandb\s+login\s+"
+    rf"|\bset(?:env)?\s+\w*(?:{NAME}|key|auth)\s+|\s-u\s*[^\s:$]+:|\bmysql\s.*-p)"
+    r"(?![\"']?\$)[\"']?\w",
     re.IGNORECASE,
 )
-"""As `--token abc`, `wandb login abc`, `http://name:abc@proxy`, and not `--token $NAME`."""
-ASSIGNED = re.compile(r"\b(\w+)=(?![\"']?\$)(?=[\"']?\w)")
+"""As `--token abc`, `wandb login abc`, `setenv HF_TOKEN abc`, `aws configure set secret_key abc`,
+`curl -u me:abc`, `mysql -pabc`, and not `--token $NAME`."""
+ASSIGNED = re.compile(r"\b(\w+)\+?=(?![\"']?\$)(?=[\"']?\w)")
 KEPT = (
     "which a run's files would keep; leave it in the environment of the node that runs it, where "
     "cluster.setup may name it as $NAME"

@@ -40,6 +40,19 @@ REFUSED = [
     ("+nemo.env.judge.password=x", "nemo.env.judge.password: looks like a secret"),
     (f"+nemo.grpo.x={VALUE}", "nemo.grpo.x: holds what looks like a secret"),
     ("+nemo.grpo.x=ghp_0123456789abcdefghij", "nemo.grpo.x: holds what looks like a secret"),
+    ("cluster.setup='export OPENAI_KEY=SEKRET'", "cluster.setup: gives OPENAI_KEY a value"),
+    ("cluster.setup='export HF_AUTH=SEKRET'", "cluster.setup: gives HF_AUTH a value"),
+    ("cluster.setup='HF_TOKEN+=SEKRET x'", "cluster.setup: gives HF_TOKEN a value"),
+    ("cluster.setup='setenv HF_TOKEN SEKRET'", "cluster.setup: holds what looks like"),
+    ("cluster.setup='curl -u me:SEKRET x'", "cluster.setup: holds what looks like"),
+    ("cluster.setup='mysql -h x -pSEKRET'", "cluster.setup: holds what looks like"),
+    ("cluster.setup='aws configure set aws_secret_access_key SEKRET'", "cluster.setup: holds what"),
+    ("cluster.setup='sbatch --export=ALL,MY_KEY=SEKRET x'", "cluster.setup: gives MY_KEY a value"),
+    (f"+{VLLM}.env_vars.OPENAI_KEY=SEKRET", f"{VLLM}.env_vars.OPENAI_KEY: looks like a secret"),
+    ("data.path=https://me:SEKRET@host/x", "data.path: holds what looks like a secret"),
+    ("+nemo.env.judge.base_url=https://me:SEKRET@host", "nemo.env.judge.base_url: holds what"),
+    ("+nemo.grpo.x=nvapi-SEKRETsekretSEKRET", "nemo.grpo.x: holds what looks like a secret"),
+    ("+nemo.grpo.x=eyJhbGciSEKRET.eyJzdWIiSEKRET", "nemo.grpo.x: holds what looks like a secret"),
 ]
 UNPARSED = [
     ("cluster.setup='export HF_TOKEN=SEKRET x", "cluster.setup: gives HF_TOKEN a value"),
@@ -67,6 +80,10 @@ TAKEN = [
     "+nemo.policy.tokenizer.pad_token=x",
     "grpo.max_new_tokens=64",
     "+nemo.logger.wandb.api_key=null",
+    "cluster.setup='export OPENAI_KEY=$KEPT_KEY && setenv HF_TOKEN $MINE'",
+    "cluster.setup='curl -u $ME:$PASS https://host && mysql -p && ssh -p 22 x'",
+    "cluster.setup='export KEYBOARD=us AUTHOR=me && set -eu'",
+    "data.path=https://host:8080/x",
 ]
 
 

@@ -5,6 +5,7 @@ point at by mistake. `wrong_lines.txt` is the table: a line as a shell reads it,
 its message must hold.
 """
 
+import os
 import shlex
 import shutil
 from importlib import import_module
@@ -47,6 +48,13 @@ def around(tmp_path_factory) -> Path:
         (folder / name / "plan.json").write_text(plan)
     shutil.copytree(folder / "run", folder / "garbled-run")
     (folder / "garbled-run" / "metrics.jsonl").write_bytes(b"\xff\n\n")
+    os.mkfifo(folder / "pipe")
+    (folder / "endless").symlink_to("/dev/zero")
+    shutil.copytree(folder / "broken-data", folder / "piped-data")
+    shutil.copytree(folder / "source", folder / "piped-model")
+    for file in ("piped-data/train.jsonl", "piped-model/config.json"):
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
     (folder / "broken-pairs" / "mismatch").mkdir(parents=True)
     (folder / "broken-pairs" / "mismatch" / "step-000001.safetensors").write_bytes(b"cut")
     return folder

@@ -47,7 +47,7 @@ class Memory:
 class Shape:
     """Give the numbers of a model that its weights' names and shapes follow from."""
 
-    layers: int = number(1, least=1)
+    layers: int = number(1, least=1, most=1000)
     """Decoder layers."""
     hidden: int = number(128, least=1)
     """Width of the residual stream."""
@@ -61,7 +61,7 @@ class Shape:
     """Width of a head."""
     vocab: int = number(128, least=1)
     """Tokens in the embedding."""
-    experts: int = number(0, least=0)
+    experts: int = number(0, least=0, most=4096)
     """Experts of a layer; 0: a dense model."""
     experts_per_token: int = number(0, least=0)
     """Experts that a token goes through."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.options.model import Model, Shape
-from fp8_nemo.recipe.plain import read_json, to_json
+from fp8_nemo.recipe.plain import bytes_of, read_json, to_json
 
 NUMBERS = {
     "layers": "num_hidden_layers",
@@ -196,7 +196,7 @@ def _hub_config(name: str) -> dict[str, Any]:
 
 def _read_json(path: Path, where: str) -> dict[str, Any]:
     try:
-        content = read_json(path.read_bytes())
+        content = read_json(bytes_of(path))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"broken JSON, {error}"
         text = f"its config.json cannot be read ({reason})"
