@@ -63,7 +63,8 @@ def _mean(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def _max(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    return (value_BT * mask_BT).amax(dim=1, keepdim=True).expand_as(value_BT)
+    kept_BT = value_BT * mask_BT
+    return kept_BT.amax(dim=1, keepdim=True).expand_as(value_BT) if kept_BT.shape[1] else kept_BT
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -84,6 +85,10 @@ def _error(x: Tensor) -> Tensor:
 
 def _clamped(x: Tensor) -> Tensor:
     return x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+THROWN_AWAY = 1e-8
+"""A mean multiplier at which `normalize` leaves a batch as it is (verl, rollout_corr_helper.py)."""
 
 
 class Statistic(NamedTuple):
@@ -194,11 +199,15 @@ def advantage_metrics(
 
 
 def _batch_mean(value_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """Return the mean over real tokens, or over sequences that have one; 1 if there is none."""
+    """Return the mean over real tokens, or over sequences that have one; 1 if there is none.
+
+    Also 1 where the correction has thrown the batch away, as in verl: it gets no weight back.
+    """
     samples_N = value_BT[mask_BT]
-    if _by_sequence(level):
+    if _by_sequence(level) and mask_BT.shape[1]:
         samples_N = value_BT[mask_BT.any(dim=1), 0]
-    return samples_N.mean() if samples_N.numel() else torch.ones(())
+    mean = samples_N.mean() if samples_N.numel() else torch.ones(())
+    return mean if mean > THROWN_AWAY else torch.ones(())
 
 
 def _by_sequence(level: str) -> bool:

@@ -97,6 +97,8 @@ ZEROS = {
     "reward/mean": "no answer earns anything: look at answers and at the reward's rule",
     "train/grad_norm": "nothing is learned: all answers to a problem have the same reward, or the "
     "correction rejects every token",
+    "refit/changed_bytes": "refits bring vLLM the weights that it had: updates are below the "
+    "format's steps, or the trainer exports old weights",
 }
 """Metrics that are 0 in `STILL` steps on end only where something is wrong, to watch."""
 GROWTH = Signal(f"growth of {KL}", 3.0, 10.0, "lower the learning rate, or correct more strictly")

@@ -51,7 +51,6 @@ from fp8_nemo.export.whole_files import (
     PART,
     part_of,
     put,
-    sha256_of,
     without_parts,
     write_json,
     written,
@@ -60,7 +59,7 @@ from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.refit import encode, pieces_of
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options.precision import Precision
-from fp8_nemo.runs.metrics import make_folder
+from fp8_nemo.runs.metrics import make_folder, sha256_of
 from fp8_nemo.runs.terminal import table
 
 BOOK = "quantization.json"

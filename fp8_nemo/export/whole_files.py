@@ -6,7 +6,6 @@ temporary files too; whoever goes on throws that folder away first.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -70,9 +69,3 @@ def write_json(file: Path, content: Any) -> None:
     part = part_of(file)
     part.write_text(to_json(content, indent=1) + "\n")
     put(part, file)
-
-
-def sha256_of(file: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hex."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,7 +1,7 @@
 """Save what a killed run needs to go on unharmed: masters, optimizer, RNG, KV ranges.
 
-Two files: tensors in safetensors, and `state.json` with the step and the scales in force. They
-appear by one rename (`run_dir.new_checkpoint`).
+Two files: tensors in safetensors, and `state.json` with the step, the scales in force and the
+tensors' SHA-256. They appear by one rename (`run_dir.new_checkpoint`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.local.policy import Policy
 from fp8_nemo.recipe.plain import read_json, to_json
+from fp8_nemo.runs.metrics import sha256_of
 from fp8_nemo.runs.run_dir import checkpoint_step, new_checkpoint
 
 TENSORS, STATE = "state.safetensors", "state.json"
@@ -61,7 +62,7 @@ def save(run_dir: Path, policy: Policy, progress: Progress) -> None:
             save_file(contiguous, folder / TENSORS)
             state = {
                 "step": progress.step, "kv_scales": progress.kv_scales, "prompts": progress.prompts,
-                "loss_scale": policy.scaler.state_dict(),
+                "loss_scale": policy.scaler.state_dict(), "sha256": sha256_of(folder / TENSORS),
             }  # fmt: skip
             (folder / STATE).write_text(to_json(state))
     except (OSError, SafetensorError) as error:
@@ -93,6 +94,8 @@ def load(checkpoint: Path, policy: Policy, progress: Progress) -> None:
             raise ValueError(f"{STATE} is of another step, or none")
         if tensors["rng.sampler"].shape != progress.sampler.get_state().shape:
             raise RuntimeError(f"saved on another kind of device than the {policy.device.type}")
+        if state.get("sha256") not in (None, sha256_of(checkpoint / TENSORS)):  # None: earlier
+            raise ValueError(f"{TENSORS} is not what was saved")
         _restore(tensors, policy, progress)
         progress.step, progress.kv_scales = state["step"], state["kv_scales"]
         progress.prompts = state.get("prompts", 0)  # earlier versions had no dynamic sampling

@@ -7,6 +7,7 @@ was not finite; it is read as NaN.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -204,6 +205,12 @@ def make_folder(folder: Path) -> list[Path]:
     for each in missing:
         sync(each.parent)
     return missing
+
+
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hex."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -239,7 +239,8 @@ def test_ratios_at_the_clamp_do_not_overflow(level, sign):
         correction = Correction(level=level, normalize=normalize)
         multiplier = correct(pair, correction)
         found = correction_metrics(multiplier, pair, correction)
-        mean = 1.0 if normalize or level == "none" else math.exp(sign * 20)
+        divided = normalize and sign > 0  # exp(-20) is thrown away
+        mean = 1.0 if divided or level == "none" else math.exp(sign * 20)
         assert found["correction/multiplier_mean"] == pytest.approx(mean, rel=1e-7)
         assert found["correction/ess"] == pytest.approx(1.0, rel=1e-12)
 
@@ -282,3 +283,22 @@ def test_a_batch_without_real_tokens_has_multipliers_of_zero_and_no_metrics(name
         multiplier = correct(pair, changed(name, normalize=normalize))
         assert multiplier.value_BT.tolist() == [[0.0, 0.0]] and not multiplier.kept_BT.any()
         assert correction_metrics(multiplier, pair, OPTIONS[name]) == {}
+
+
+def test_a_batch_that_a_correction_has_thrown_away_gets_no_weight_back():
+    """As in verl: 4 sequences of 2,000 tokens, each a little less likely to the trainer."""
+    thrown = changed("seq-tis", normalize=True)
+    [value, *_] = values([[-0.02] * 2000] * 4, thrown)[0]
+    assert 0 < value < 1e-8
+    [value, *_] = values([[-0.02] * 500] * 4, thrown)[0]
+    assert value == pytest.approx(1.0), "what is small and not lost is divided by its mean"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mask", ["none", "token", "max-k2", "max-k3", "mean-k3"])
+def test_a_batch_without_a_token_passes_through(level, mask):
+    bounds = {} if mask == "none" else {"high": 2.0}
+    correction = Correction(level=level, mask=mask, normalize=level != "none", **bounds)
+    empty = torch.zeros(3, 0)
+    found = correct(LogprobPair(empty, empty, empty.bool()), correction)
+    assert found.value_BT.shape == found.kept_BT.shape == (3, 0)

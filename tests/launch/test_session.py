@@ -3,11 +3,13 @@
 import fcntl
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.launch import session
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.recipe.compose import compose
 
 
@@ -115,3 +117,24 @@ def test_a_model_that_was_made_again_is_converted_again(tmp_path, monkeypatch):
     assert hub.name.startswith("meta-llama--Llama-3.1-8B-Instruct-")
     monkeypatch.setenv(session.CONVERSIONS, str(tmp_path / "own"))
     assert folder().parent == tmp_path / "own"
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["glue=ours"], ["types", "plan", "receivers", "layouts"]),
+        (["glue=stock"], ["types", "plan"]),
+    ],
+)
+def test_an_engine_is_asked_for_its_types_and_layout_before_the_first_step(
+    words, asked, monkeypatch, tmp_path
+):
+    [plan] = compose_plans(["model=small-llama", "backend=nemo", "precision=fp8-linear", *words])
+    seen = []
+    told = {"engine_dtypes": "types", "check_engine": "plan", "check_receivers": "receivers",
+            "check_layouts": "layouts"}  # fmt: skip
+    for name, what in told.items():
+        monkeypatch.setattr(session, name, lambda *_, what=what: seen.append(what) or {})
+    parts = SimpleNamespace(generation=None, policy=SimpleNamespace())
+    session._prove_engine(parts, plan, tmp_path / "engine.json")
+    assert seen == asked and (tmp_path / "engine.json").read_text() == "{}\n"

@@ -168,6 +168,19 @@ def test_a_whole_checkpoint_of_another_kind_of_device_is_not_called_broken(make_
     assert "is left as it is" in str(error.value) and "delete" not in str(error.value)
 
 
+def test_a_checkpoint_with_one_flipped_bit_is_named(make_plan):
+    [frozen] = run_dir.freeze([plan := make_plan()])
+    GrpoLoop(plan, frozen.path).train(lambda row: None)
+    file = run_dir.checkpoints(frozen.path)[-1] / "state.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1  # of a tensor: the file is still whole to safetensors
+    file.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"state\.safetensors is not what was saved\); delete"
+    ):
+        GrpoLoop(plan, frozen.path).train(lambda row: None)
+
+
 GARBAGE = ("[]", "3", "{}", '{"step": 1, "kv_scales": {}}', '{"step": 2, "kv_scales": []}')
 
 
