@@ -42,32 +42,71 @@ class Needed(NamedTuple):
     names: tuple[str, ...]
 
 
+SENDS = ("prepare_refit_info", "stream_weights_via_ipc_zmq", "broadcast_weights_for_collective")
 NEEDED = (
-    Needed(POLICY, "Policy", ("train", "prepare_refit_info", "calibrate_qkv_fp8_scales")),
+    Needed(
+        POLICY,
+        "Policy",
+        ("train", "get_logprobs", "save_checkpoint", "calibrate_qkv_fp8_scales", *SENDS),
+    ),
     Needed(
         POLICY_WORKER,
         "MegatronPolicyWorkerImpl",
-        ("prepare_refit_info", "_iter_params_with_optional_kv_scales", "use_reference_model"),
-    ),
+        (
+            "_iter_params_with_optional_kv_scales",
+            "use_reference_model",
+            "get_logprobs",
+            "prepare_for_training",
+            *SENDS,
+        ),
+    ),  # fmt: skip
     Needed(
         f"{ENGINE}/vllm_backend.py",
         "VllmInternalWorkerExtension",
-        ("_load_weights", "update_weights_via_ipc_zmq", "update_weights_from_collective"),
-    ),
+        (
+            "_load_weights",
+            "prepare_refit_info",
+            "update_weights_via_ipc_zmq",
+            "update_weights_from_collective",
+        ),
+    ),  # fmt: skip
     Needed(
         f"{ENGINE}/vllm_generation.py",
         "VllmGeneration",
         ("finish_generation", "prepare_for_generation"),
     ),
     Needed(f"{ENGINE}/utils.py", "", ("resolve_generation_worker_cls",)),
-    Needed(WORKER, "VllmGenerationWorkerImpl", ("generate",)),
-    Needed(f"{ENGINE}/vllm_worker_async.py", "VllmAsyncGenerationWorkerImpl", ("generate_async",)),
-    Needed(GRPO, "", ("async_grpo_train", "refit_policy_generation")),
+    Needed(WORKER, "VllmGenerationWorkerImpl", ("generate", "_create_engine")),
+    Needed(
+        f"{ENGINE}/vllm_worker_async.py",
+        "VllmAsyncGenerationWorkerImpl",
+        ("generate_async", "_create_engine"),
+    ),
+    Needed(GRPO, "", ("async_grpo_train", "refit_policy_generation", "MasterConfig")),
     Needed(WORKER, "BaseVllmGenerationWorker", ("_build_sampling_params",)),
     Needed(LOSS, "ClippedPGLossFn", ("use_importance_sampling_correction",)),
     Needed("nemo_rl/utils/venvs.py", "", ("create_local_venv_on_each_node",)),
+    Needed("nemo_rl/utils/logger.py", "", ("get_next_experiment_dir",)),
+    Needed("nemo_rl/algorithms/utils.py", "", ("get_tokenizer",)),
+    Needed("nemo_rl/data/utils.py", "", ("setup_response_data",)),
+    Needed("nemo_rl/data/llm_message_utils.py", "", ("batched_message_log_to_flat_message",)),
+    Needed("nemo_rl/distributed/batched_data_dict.py", "", ("BatchedDataDict",)),
+    Needed(
+        "nemo_rl/distributed/ray_actor_environment_registry.py", "", ("ACTOR_ENVIRONMENT_REGISTRY",)
+    ),
+    Needed("nemo_rl/distributed/virtual_cluster.py", "", ("PY_EXECUTABLES", "init_ray")),
+    Needed("nemo_rl/environments/interfaces.py", "", ("EnvironmentReturn",)),
+    Needed("nemo_rl/environments/math_environment.py", "", ("BaseMathEnvironment",)),
+    Needed(
+        "nemo_rl/environments/utils.py",
+        "",
+        ("ENV_REGISTRY", "chunk_list_to_workers", "register_env"),
+    ),
+    Needed("nemo_rl/models/generation/__init__.py", "", ("configure_generation_config",)),
+    Needed("nemo_rl/models/policy/utils.py", "", ("get_runtime_env_for_policy_worker",)),
 )
-"""What is overridden, called or set by name, besides `setup` and `grpo_train`."""
+"""What is imported, overridden, called or set by name; besides `setup`, `grpo_train`, and the
+classes that stand here with their methods."""
 BF16_LAYERS = "precision.first_layers_bf16 + precision.last_layers_bf16"
 SUPPORTED, TESTED = ("main 7ea279a", "v0.7.0"), ("7ea279a", "0.7.0")
 LATER = "use NeMo RL main 7ea279a or later, or "
@@ -347,13 +386,15 @@ def _functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def _held(node: ast.AST) -> set[str]:
-    """Return the names of a class's or file's functions, and of the attributes that they set."""
-    given = {
-        each.attr
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
-    }
-    return given | {each.name for each in _functions(node)}
+    """Return the names of a class's or file's functions, classes and variables.
+
+    Of a class also the attributes that its methods set.
+    """
+    found = {each.name for each in ast.walk(node) if isinstance(each, ast.ClassDef)}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute | ast.Name) and isinstance(each.ctx, ast.Store):
+            found.add(each.attr if isinstance(each, ast.Attribute) else each.id)
+    return found | {each.name for each in _functions(node)}
 
 
 def _arguments(function: ast.AST) -> list[str]:

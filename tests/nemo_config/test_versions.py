@@ -3,6 +3,7 @@
 The checkout is a skeleton of what is called; with NEMO_RL_ROOT a real one is asked too.
 """
 
+import ast
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from fp8_nemo.plan.plan import PlanError, plan_recipe
 from fp8_nemo.recipe.compose import compose
 
 ROOT = os.environ.get("NEMO_RL_ROOT")
+SOURCES = Path(__file__).parents[2] / "fp8_nemo"
 CONFIGS = Path(__file__).parent / "data" / "nemo_rl-main-7ea279a.json"
 BASES = json.loads(CONFIGS.read_text())["configs"]
 NAMES = [(each.file, name) for each in NEEDED for name in each.names]
@@ -78,6 +80,27 @@ def checkout(request, tmp_path):
 
 def test_the_seven_that_a_review_renamed_are_looked_at():
     assert {*MOVED} <= {name for _, name in NAMES}
+
+
+def of_nemo_rl():
+    """What our code imports of NeMo RL by name, and calls of the classes that it overrides."""
+    for file in sorted((SOURCES / "nemo").rglob("*.py")) + sorted(
+        (SOURCES / "launch").glob("*.py")
+    ):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_rl."):
+                yield from (each.name for each in node.names)
+            inner = node.value if isinstance(node, ast.Attribute) else None
+            if isinstance(inner, ast.Call) and getattr(inner.func, "id", "") == "super":
+                yield node.attr
+
+
+def test_all_that_our_code_names_of_nemo_rl_is_looked_at():
+    known = {name for _, name in NAMES} | {each.of for each in NEEDED}
+    modules = {"grpo", "dataloader", "vllm_generation", "vllm_backend"}  # whose names stand above
+    drive = {"setup", "grpo_train"}
+    found = {*of_nemo_rl()} - modules - drive - {"__init__", "__call__"}
+    assert found and found <= known, found - known
 
 
 @pytest.mark.parametrize(("file", "name"), NAMES, ids=lambda each: each.rpartition("/")[2])
