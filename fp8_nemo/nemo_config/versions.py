@@ -59,7 +59,7 @@ NEEDED = (
             "prepare_for_training",
             *SENDS,
         ),
-    ),  # fmt: skip
+    ),
     Needed(
         f"{ENGINE}/vllm_backend.py",
         "VllmInternalWorkerExtension",
@@ -69,7 +69,7 @@ NEEDED = (
             "update_weights_via_ipc_zmq",
             "update_weights_from_collective",
         ),
-    ),  # fmt: skip
+    ),
     Needed(
         f"{ENGINE}/vllm_generation.py",
         "VllmGeneration",
