@@ -46,20 +46,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
             f"4, learns nothing of them and marks them wrong; +nemo.{PROMPT}=N makes room for "
             "longer ones"
         )
-    for axis, tried in TRIED.items():
-        if getattr(settled.layout, axis) > tried:
-            above = f" above {tried}" if tried > 1 else ""
-            yield (
-                f"model.parallel.{axis}: no run here had {axis} parallel{above} on GPUs; "
-                f"model.parallel.{axis}={tried} avoids it, or try grpo.steps=5 first"
-            )
-    experts = recipe.model.shape.experts and recipe.precision.rollout.is_quantized
-    if experts and recipe.cluster.gpu == "h100" and settled.layout.rollout_tensor > 1:
-        yield (
-            "model.parallel.rollout_tensor: tuned tiles for FP8 experts on an H100 ship for "
-            "engines of one GPU; with vLLM's default the kernel alone took 1.25 to 1.64 of BF16's "
-            "time (benchmarks/results/experts-h100.json), which the estimate ignores"
-        )
+    yield from _untried_axes(settled)
     if SHARE in settled.own and settled.layout.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
     one_ratio = recipe.algorithm.filled.sequence_level_importance_ratios
@@ -69,16 +56,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
     if recipe.glue.transfer == "fp8" and not recipe.glue.sends_fp8:
         yield "glue.transfer: no effect, with glue.quantize=stock NeMo RL's receiver quantizes"
     if not settled.shares_gpus:
-        share = f"cluster.rollout_gpus: {settled.rollout_gpus} of {settled.gpus} GPUs sample"
-        yield share + (
-            " the next step's answers while the others train, and finish them before they take the "
-            "new weights (grpo.max_sample_age); run with a tiny model on two GPUs, not beyond"
-            if recipe.grpo.is_asynchronous
-            else ", then the others train: NeMo RL's synchronous step takes one phase after the "
-            "other"
-        )
-        if recipe.model.memory.optimizer == "move" or KEEPS_OPTIMIZER in settled.own:
-            yield "model.memory.optimizer: no effect, it stays where engines have their own GPUs"
+        yield from _apart_notes(settled)
     yield from _algorithm_notes(settled)
     yield from _lora_notes(settled)
     if recipe.precision.rollout_linear == "nvfp4":
@@ -94,10 +72,35 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
             )
     if recipe.noise.is_on and recipe.precision.rollout.is_quantized:
         yield "noise: no run on a GPU had it, and tiny Llama gained nothing (docs/precision.md)"
-    yield from _slow_experts(recipe)
+    yield from _rough_experts(settled)
     yield from _mixed_blocks(recipe)
     yield from _without_effect(recipe)
     yield from _tight_memory(settled, memory)
+
+
+def _untried_axes(settled: Settled) -> Iterator[str]:
+    """Name the axes along which a layout has more GPUs than any run here had."""
+    for axis, tried in TRIED.items():
+        if getattr(settled.layout, axis) > tried:
+            above = f" above {tried}" if tried > 1 else ""
+            yield (
+                f"model.parallel.{axis}: no run here had {axis} parallel{above} on GPUs; "
+                f"model.parallel.{axis}={tried} avoids it, or try grpo.steps=5 first"
+            )
+
+
+def _apart_notes(settled: Settled) -> Iterator[str]:
+    """Note what follows from engines with GPUs of their own."""
+    recipe = settled.recipe
+    share = f"cluster.rollout_gpus: {settled.rollout_gpus} of {settled.gpus} GPUs sample"
+    yield share + (
+        " the next step's answers while the others train, and finish them before they take the "
+        "new weights (grpo.max_sample_age); run with a tiny model on two GPUs, not beyond"
+        if recipe.grpo.is_asynchronous
+        else ", then the others train: NeMo RL's synchronous step takes one phase after the other"
+    )
+    if recipe.model.memory.optimizer == "move" or KEEPS_OPTIMIZER in settled.own:
+        yield "model.memory.optimizer: no effect, it stays where engines have their own GPUs"
 
 
 def local_notes(settled: Settled) -> Iterator[str]:
@@ -204,8 +207,9 @@ def _lora_notes(settled: Settled) -> Iterator[str]:
         )
 
 
-def _slow_experts(recipe: Recipe) -> Iterator[str]:
+def _rough_experts(settled: Settled) -> Iterator[str]:
     """Note how rough the estimates of experts are, and where FP8 makes them slower than BF16."""
+    recipe = settled.recipe
     if not recipe.model.shape.experts:
         return
     yield (
@@ -217,6 +221,13 @@ def _slow_experts(recipe: Recipe) -> Iterator[str]:
         yield (
             "precision.train_linear: FP8 training of experts was slower than BF16's wherever it "
             "was measured (docs/research/speed.md); precision=fp8-linear trains in BF16"
+        )
+    fp8, larger = recipe.precision.rollout.is_quantized, settled.layout.rollout_tensor > 1
+    if fp8 and larger and recipe.cluster.gpu == "h100":
+        yield (
+            "model.parallel.rollout_tensor: tuned tiles for FP8 experts on an H100 ship for "
+            "engines of one GPU; with vLLM's default the kernel alone took 1.25 to 1.64 of BF16's "
+            "time (benchmarks/results/experts-h100.json), which the estimate ignores"
         )
 
 
