@@ -5,6 +5,7 @@ A child can be killed at any moment, as a user's process can, and costs no start
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -166,6 +167,16 @@ def kept_code(outputs: str, package: str) -> int:
     frozen_code._packages = lambda: {"small": Path(package)}
     print(frozen_code.freeze_code(Path(outputs)))
     return 0
+
+
+def served(run: str, copy: str) -> int:
+    """Copy a run's directory, whole, unless that is done, and convert its model there."""
+    done = Path(copy) / "copied"
+    if not done.exists():
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(run, copy)
+        done.touch()
+    return verb("quantize_checkpoint", copy, f"{copy}/fp8")
 
 
 def trained(*words: str) -> int:

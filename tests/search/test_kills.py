@@ -1,6 +1,6 @@
 """SIGKILL at random moments: the same line again ends as if nothing had been, and leaves nothing.
 
-Runs from the making of their directory on, conversions, and comparisons with their pages. In
+Runs from the making of their directory on, conversions, of runs too, comparisons with their pages.
 `make test` twenty kills, in `make test-long` a hundred of each.
 """
 
@@ -12,7 +12,7 @@ import pytest
 
 from fp8_nemo.recipe.model_dir import SHIPPED
 from tests.conftest import SMALL
-from tests.search.children import Child, Dies, frozen, trained, tree, undisturbed, verb
+from tests.search.children import Child, Dies, frozen, served, trained, tree, undisturbed, verb
 
 RUN = [
     *SMALL,
@@ -23,7 +23,7 @@ OF_AN_ATTEMPT = ("log/", "environment.json", ".lock")
 
 
 def killed(
-    kills: int, seed: int, output: Path, target: Path, call, *arguments
+    kills: int, seed: int, output: Path, target: Path, call, *arguments, but=OF_AN_ATTEMPT
 ) -> tuple[dict, list[dict]]:
     """Start a call again and again and kill it `kills` times; return what it makes, and each end.
 
@@ -36,15 +36,16 @@ def killed(
         output: file of what it prints.
         target: what it makes.
         call: with its arguments, as for `Child`.
+        but: as for `tree`.
     """
     draw, done = random.Random(seed), 0
     seconds, changes = undisturbed(output, call, *arguments)
-    whole = tree(target, OF_AN_ATTEMPT)
+    whole = tree(target, but)
 
     def ended() -> None:
         """Keep what is there, and see that nothing lies beside it; a kill may have come late."""
         undisturbed(output, call, *arguments)
-        ends.append(tree(target, OF_AN_ATTEMPT))
+        ends.append(tree(target, but))
         assert {path.name for path in target.parent.iterdir()} == around
         shutil.rmtree(target)
 
@@ -96,10 +97,22 @@ def comparisons(tmp_path: Path, kills: int, seed: int) -> tuple[dict, list[dict]
     return killed(kills, seed, tmp_path / "output", report, verb, *words)
 
 
-KILLED = {"runs": runs, "conversions": conversions, "comparisons": comparisons}
+def exports(tmp_path: Path, kills: int, seed: int) -> tuple[dict, list[dict]]:
+    """A run's model is written as a folder in its directory first, and that one converted."""
+    line = [word for word in RUN if not word.startswith("precision=")]
+    line += ["precision=fp8-linear", f"outputs={tmp_path}/outputs"]
+    undisturbed(tmp_path / "output", trained, *line)
+    [run] = (tmp_path / "outputs").glob("*/*/*")
+    words, but = [str(run), f"{tmp_path}/copy"], (*OF_AN_ATTEMPT, "fp8/quantization.json")
+    return killed(kills, seed, tmp_path / "output", tmp_path / "copy", served, *words, but=but)
 
 
-@pytest.mark.parametrize(("what", "kills"), [("runs", 6), ("conversions", 12), ("comparisons", 2)])
+KILLED = {"runs": runs, "conversions": conversions, "comparisons": comparisons, "exports": exports}
+
+
+@pytest.mark.parametrize(
+    ("what", "kills"), [("runs", 6), ("conversions", 10), ("comparisons", 2), ("exports", 2)]
+)
 def test_after_twenty_kills_everything_is_as_without_any(what, kills, tmp_path):
     whole, ends = KILLED[what](tmp_path, kills, seed=5)
     assert ends == [whole] * len(ends)
