@@ -113,7 +113,7 @@ def measure(pairs: dict[str, LogprobPair]) -> Measurement:
 
 
 def effect(pairs: Iterable[LogprobPair], correction: Correction) -> Effect:
-    """Average a correction's effect over batches, by their tokens; `normalize` is of one batch."""
+    """Average a correction's effect over batches, weighted by tokens; each is normalized alone."""
     rows, weights = [], []
     for pair in pairs:
         found = correction_metrics(correct(pair, correction), pair, correction)

@@ -63,7 +63,7 @@ def replay_metrics(counted_2: Tensor, routes_BTLA: Tensor, lengths_B: Tensor) ->
 
 
 def replay_shares(counted_2: Tensor, missing_BTL: Tensor, routed_BT: Tensor) -> dict[str, float]:
-    """Return the same of tokens that are told by a mask."""
+    """Return these shares of the tokens that a mask selects."""
     rerouted, compared = counted_2.tolist()
     routes = int(routed_BT.sum()) * missing_BTL.shape[2]
     missing = int((missing_BTL & routed_BT[..., None]).sum())

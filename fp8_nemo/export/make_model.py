@@ -296,7 +296,7 @@ def save_model(model: PreTrainedModel, chat: Chat, folder: Path) -> None:
             sync(each)
         new.replace(folder.resolve())
         sync(saving.parent)
-    except (OSError, SafetensorError) as error:  # its own word for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises this when the disk is full
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise OSError(f"{folder}: cannot be written ({reason}); make room") from error
     finally:

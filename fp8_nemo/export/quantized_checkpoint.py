@@ -217,7 +217,7 @@ def _is_begun(target: Path) -> bool:
 
 
 def _is_whole(file: Path, booked: dict[str, Any] | None) -> bool:
-    """Check that a shard is there with the bytes of the book; one of before has no digests."""
+    """Check that a shard has the bytes in the book; earlier versions' books have no digests."""
     if booked is None or not file.is_file() or damage(file):
         return False
     return booked.get("sha256") in (None, sha256_of(file))
@@ -274,7 +274,7 @@ def _convert(
 def _read(
     names: Iterable[str], places: Mapping[str, Path], opened: Mapping[Path, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield those tensors that the checkpoint has; from a shard that is not open, by opening it."""
+    """Yield the named tensors that the checkpoint has; open a shard if it is not open."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in (each for each in names if each in places):
         at = places[name]

@@ -35,7 +35,7 @@ def written(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:  # its own word for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises this when the disk is full
         reason = (isinstance(error, OSError) and error.strerror) or error
         text = f"{folder}: cannot be written ({reason}); make room, and the same line goes on"
         raise OSError(text) from error

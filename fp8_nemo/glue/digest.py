@@ -73,9 +73,9 @@ def placed(tensor: Tensor, shape: Sequence[int], of_wire: tuple[slice, ...] = ()
 
 
 def digests_of(parts: Sequence[Placed]) -> Callable[[], Tensor]:
-    """Return what digests tensors that stay where they are, as often as it is called.
+    """Return a function that digests these tensors, which must stay where they are.
 
-    It returns INT64 `[N]` on the parts' device, without a read on the host.
+    Each call returns INT64 `[N]` on their device. The host reads nothing.
 
     Args:
         parts: all on one device.
@@ -134,7 +134,7 @@ class Runs(NamedTuple):
 
 @lru_cache(maxsize=2**10)  # the groups of every refit are the same: 49 of 8B, 222 of 30B's experts
 def runs_of(parts: tuple[tuple, ...]) -> Runs:
-    """Return what the kernel is told about parts, each given as the arguments of `_runs`."""
+    """Return the kernel's table for these parts, each given as the arguments of `_runs`."""
     found = [(part, run) for part, each in enumerate(parts) for run in _runs(*each)]
     found.sort(key=lambda pair: not pair[1].is_even)
     numbers, launches = [], []

@@ -127,7 +127,7 @@ class Ledger:
         if name == SENTINEL:
             self.sentinel = True
         elif name == MANIFEST:
-            self.manifest_bytes = tensor.clone()  # of a buffer that is used again
+            self.manifest_bytes = tensor.clone()  # its buffer will be used again
         elif problem := self._arrival_problem(name, tensor):
             self.problems.append(f"{name}: {problem}")
         else:

@@ -225,7 +225,7 @@ def in_groups(
         size += weight.nbytes
         del weight
         if size >= GROUP_BYTES and (not keep_fused or _is_whole(group)):
-            yield group  # which its taker empties
+            yield group  # the caller empties it
             group, size = [], 0
     if group:
         yield group

@@ -201,7 +201,7 @@ def check_engine(dtypes: dict[str, str], recipe: Recipe) -> None:
             f"{len(other) - 1} more"
         )
     held = [name for name, dtype in dtypes.items() if "float8" in dtype]
-    found = {engine_weight(name.removesuffix("_scale")) for name in held}  # of four bits: scales
+    found = {engine_weight(name.removesuffix("_scale")) for name in held}  # NVFP4: its scales
     planned = planned_weights(recipe)
     for side, extra in (("the plan", planned - found), ("the engine", found - planned)):
         if extra:

@@ -273,7 +273,7 @@ def _shut_down(parts: Session) -> None:
 
 @contextmanager
 def one_engine_start(*, engine_first: bool) -> Iterator[Callable[[], None]]:
-    """Let runs on one machine start their engines one after the other; yield what ends a start.
+    """Let runs on one machine start their engines in turn; yield a function that ends a start.
 
     NeMo RL makes a policy after its engine where they share GPUs, so an engine is up when a policy
     is asked for. Else it makes both at once, and a start ends with the block alone.

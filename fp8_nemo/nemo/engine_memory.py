@@ -368,7 +368,7 @@ def _mapped(_: Any, numbers: Tensor) -> dict[int, int]:
 
 
 def _as_many(module: Any, _: Tensor) -> dict[int, int]:
-    """Map made-up expert numbers, from 0: the true ones may lie in memory that sleeps."""
+    """Return experts by number from 0: their true numbers may lie in memory that is asleep."""
     return {number: number for number in range(len(module.w13_weight))}
 
 

@@ -66,7 +66,7 @@ class KvScales:
         self.is_observed = True
 
     def trained(self) -> None:
-        """Record an update: the current scales are old, the next are of a whole rollout."""
+        """Record an update, after which the scales are measured on a whole rollout."""
         self.has_trained = True
 
     @property

@@ -296,7 +296,7 @@ def trained_steps(weights_path: str | os.PathLike[str] | None) -> int:
 
 
 def refit_metrics(proofs: list[dict[str, Any]], info: dict[str, Any]) -> dict[str, float]:
-    """Return what the last refit brought, as the worker has it that proved least, and changed.
+    """Return a refit's metrics: those of the worker that proved least, and the bytes changed.
 
     Args:
         proofs: what each of vLLM's workers reports; none with `verify: off`.

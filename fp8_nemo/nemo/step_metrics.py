@@ -93,6 +93,6 @@ class OverheardLogger:
     def _close(self, step: int, *, refits: bool = False) -> None:
         seen = self._take_row()
         if not seen.pop(OPENED, False) and not refits:
-            self._row.pop("time/refit", None)  # of a step that found the engine fresh
+            self._row.pop("time/refit", None)  # the engine already had these weights
         self._write({"step": step} | seen | self._row)
         self._row, self._validation = {}, 0.0

@@ -134,7 +134,7 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
         # Else vLLM takes FlashInfer below 32 rows and DeepGEMM above, which quantize differently;
         # what was measured here is DeepGEMM alone.
         found["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
-        found["VLLM_DEEP_GEMM_WARMUP"] = "skip"  # of every row count: graphs meet those that count
+        found["VLLM_DEEP_GEMM_WARMUP"] = "skip"  # graphs compile what is used
     if recipe.cluster.interpreter == "system":
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     if settled.layout.rollout_tensor > 1:
@@ -198,7 +198,7 @@ def _grpo(settled: Settled) -> dict[str, Any]:
 
 
 def _has_first_scales(recipe: Recipe) -> bool:
-    """Return whether a first validation has the KV scales it needs: only ours come before it."""
+    """Return whether KV scales are there before a first validation; NeMo RL's own come later."""
     return not recipe.precision.cache.is_quantized or recipe.glue.recalibrate.source == "logprob"
 
 

@@ -126,7 +126,7 @@ class Plan:
         for key in ONLY_CHECKED:
             del content["correction"][key]
         shape = content["model"]["shape"]
-        shape["qkv_bias"] = shape["qkv_bias"] or None  # null says the same, and has no part in it
+        shape["qkv_bias"] = shape["qkv_bias"] or None  # null means no: the same hash
         content = _with_values(content, HASHED_AS)
         text = json.dumps([self.backend, _given(content)], sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()[:6]

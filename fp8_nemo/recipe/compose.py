@@ -342,7 +342,7 @@ def _put(config: Any, key: str, value: Any) -> Mistake | None:
     try:
         OmegaConf.update(config, key, escape_interpolation(value), force_add=key.startswith(OPEN))
     except OmegaConfBaseException:
-        if key not in _fields():  # or of a map in a number's place
+        if key not in _fields():  # or a map was given for a number
             return _unknown_key(key, value, _fields())
         return Mistake(key, value, f"must be {_type_word(key)}")
     return None

@@ -246,7 +246,7 @@ def _parse(line: str, where: str) -> Problem:
 
 
 class _TwiceError(ValueError):
-    """Name a key that an object has twice, of which readers take one or the other."""
+    """Name a key that an object has twice: some readers take the first, some the last."""
 
 
 class _Once(dict[str, object]):

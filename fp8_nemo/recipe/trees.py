@@ -184,7 +184,7 @@ class Trees:
         return read, "${" in str(unread)
 
     def _plain_value(self, word: str) -> tuple[str, Any] | None:
-        """Return key and value of a word that gives a known key a plain value; None of another."""
+        """Return key and value if a word gives a known key a plain value, else None."""
         override = self._parser.parse_override(word)
         if override.get_key_element() not in self._keys or "${" in word:  # `+key` is no such key
             return None

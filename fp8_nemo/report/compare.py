@@ -68,7 +68,7 @@ class Cell:
 
     @property
     def begun(self) -> tuple[FinishedRun, ...]:
-        """Return runs that recorded what they began with, or the first: it stands for settings."""
+        """Return the runs that recorded their environment, or else the first, for its settings."""
         return tuple(run for run in self.runs if run.environment) or self.runs[:1]
 
     @property

@@ -41,7 +41,7 @@ def code_dir(outputs: Path) -> Path:
 
 
 def freeze_code(outputs: Path) -> Path:
-    """Copy the code there, whole or not at all, unless it is there; the folder.
+    """Copy the code to `code_dir`, whole or not at all, unless it is there; return the folder.
 
     Raises:
         RunDirError: this package does not run from a clone, or there is no room or right to.

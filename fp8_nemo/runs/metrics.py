@@ -193,7 +193,7 @@ def replaced(path: Path) -> Iterator[Path]:
         yield temporary
         sync(temporary)
         temporary.replace(path)
-    finally:  # of a full disk
+    finally:  # when the disk is full, too
         temporary.unlink(missing_ok=True)
     sync(path.parent)
 

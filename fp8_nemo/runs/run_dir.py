@@ -273,7 +273,7 @@ def new_checkpoint(run_dir: Path, step: int) -> Iterator[Path]:
         shutil.rmtree(target, ignore_errors=True)
         saving.rename(target)
         sync(folder)
-    finally:  # of a full disk
+    finally:  # when the disk is full, too
         tidy_checkpoints(run_dir)
 
 
@@ -319,7 +319,7 @@ def _saved(plan: Plan, path: Path, rows: list[dict[str, float]], last: Path) -> 
 
 
 def _was_finished(path: Path, steps: int) -> bool:
-    """Return whether the plan that lies there was done: its last step saved, its curve whole."""
+    """Return whether the run there was finished: at least as many steps as its plan has."""
     return (path / PLAN).exists() and steps >= read_plan(path).recipe.grpo.steps
 
 
@@ -336,7 +336,7 @@ def _write_all(plans: list[Plan]) -> None:
             _write(plan, staging / plan.run_name)
         for plan in plans:
             made += make_folder(run_path(plan).parent)
-        for plan in sorted(plans, key=lambda plan: run_path(plan).exists()):  # the new ones first
+        for plan in sorted(plans, key=lambda plan: run_path(plan).exists()):  # new ones first
             made += _move(staging / plan.run_name, run_path(plan))
         shutil.rmtree(staging)
         for folder in {each.parent for each in made} | {run_path(plan) for plan in plans}:
@@ -389,7 +389,7 @@ def _write(plan: Plan, folder: Path) -> None:
 
 
 def _move(staged: Path, path: Path) -> list[Path]:
-    """Put a staged directory in place, or its files into the one that is there; what is new."""
+    """Put a staged directory, or its files, in place; return what is new."""
     if not path.exists():
         staged.rename(path)
         return [path]

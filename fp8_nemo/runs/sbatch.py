@@ -73,7 +73,7 @@ def array_command(plans: Sequence[Plan], code: Path, name: str, links: Path) -> 
 
 
 def options(plan: Plan, waits_for: str | None = None) -> list[str]:
-    """Return what sbatch is told of a plan besides its names: runs with the same fit one array.
+    """Return sbatch's options of a plan, without names; runs with equal ones can be one array.
 
     Raises:
         RunDirError: the run that it depends on can never end well.
