@@ -30,7 +30,8 @@ GIVEN = re.compile(rf"({NAME}(?:_id)?[\"']?\s*[=:\s]\s*)\S+", re.IGNORECASE)
 """As ` --token abc`, `{api_key: abc`: a value that may go on after its first blank."""
 IN_SHELL = re.compile(
     rf"(?:--?{NAME}[=\s]\s*|\bBearer\s+|\bwandb\s+login\s+"
-    rf"|\bset(?:env)?\s+\w*(?:{NAME}|key|auth)\s+|\s-u\s*[^\s:$]+:|\bmysql\s.*-p)"
+    rf"|\bset(?:env)?\s+\w*(?:{NAME}|key|auth)\s+|\bcurl\s.*(?:-u|--user)[\s=]*[^\s:$]+:"
+    r"|\bmysql\s.*(?-i:\s-p))"
     r"(?![\"']?\$)[\"']?\w",
     re.IGNORECASE,
 )

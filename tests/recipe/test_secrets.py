@@ -45,6 +45,7 @@ REFUSED = [
     ("cluster.setup='HF_TOKEN+=SEKRET x'", "cluster.setup: gives HF_TOKEN a value"),
     ("cluster.setup='setenv HF_TOKEN SEKRET'", "cluster.setup: holds what looks like"),
     ("cluster.setup='curl -u me:SEKRET x'", "cluster.setup: holds what looks like"),
+    ("cluster.setup='curl -s --user=me:SEKRET x'", "cluster.setup: holds what looks like"),
     ("cluster.setup='mysql -h x -pSEKRET'", "cluster.setup: holds what looks like"),
     ("cluster.setup='aws configure set aws_secret_access_key SEKRET'", "cluster.setup: holds what"),
     ("cluster.setup='sbatch --export=ALL,MY_KEY=SEKRET x'", "cluster.setup: gives MY_KEY a value"),
@@ -82,6 +83,7 @@ TAKEN = [
     "+nemo.logger.wandb.api_key=null",
     "cluster.setup='export OPENAI_KEY=$KEPT_KEY && setenv HF_TOKEN $MINE'",
     "cluster.setup='curl -u $ME:$PASS https://host && mysql -p && ssh -p 22 x'",
+    "cluster.setup='docker run -u 1000:1000 x && rsync -u host:data . && mysql --port 1 -P2'",
     "cluster.setup='export KEYBOARD=us AUTHOR=me && set -eu'",
     "data.path=https://host:8080/x",
 ]
