@@ -12,7 +12,7 @@ from fp8_nemo import __version__
 from fp8_nemo.nemo_config.versions import SUPPORTED
 from fp8_nemo.recipe.checks import unusable
 from fp8_nemo.recipe.compose import choices
-from fp8_nemo.recipe.mistake import shortened, verb_line
+from fp8_nemo.recipe.mistake import printable, shortened, verb_line
 from fp8_nemo.recipe.secrets import hidden
 
 HELP, VERSION = ("-h", "--help"), "--version"
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say a mistake in one line, without the usage, and without a secret that was typed."""
-        message = hidden(message)
+        message = printable(hidden(message))
         for theirs, ours in OF_ARGPARSE.items():
             message = re.sub(theirs, ours, message)
         self.exit(2, f"{self.prog}: error: {message}\n")

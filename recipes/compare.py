@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 
-from fp8_nemo.recipe.mistake import verb_line
+from fp8_nemo.recipe.mistake import printable, verb_line
 from fp8_nemo.report.against_bf16 import against_baselines
 from fp8_nemo.report.compare import compare
 from fp8_nemo.report.page import comparison_table, write_pages
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(words)
     found = {path: [short_path(run) for run in find_runs(path)] for path in options.paths}
     runs, lines = read_runs(dict.fromkeys(run for each in found.values() for run in each))
-    lines += [f"{path}: no run directory here" for path in found if not found[path]]
+    lines += [f"{printable(str(path))}: no run directory here" for path in found if not found[path]]
     for line in lines:
         tell(line, sys.stderr)
     if not runs:

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from fp8_nemo.recipe.mistake import printable
 from fp8_nemo.report.runs import find_runs
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.queue import QueueError, Stand, cancel, has_slurm, log_of, queue_table, stands
@@ -46,7 +47,7 @@ def _look(paths: list[Path], clear: bool = False) -> list[Stand]:
     """Print where the runs below some folders stand."""
     runs = [short_path(run) for path in paths for run in find_runs(path) if run.is_dir()]
     if not runs:
-        raise RunDirError(f"{', '.join(map(str, paths))}: no run directory here")
+        raise RunDirError(f"{printable(', '.join(map(str, paths)))}: no run directory here")
     found = stands(dict.fromkeys(runs))
     shown = console()
     if clear:

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fp8_nemo.recipe.mistake import printable
+
 PIPED, WIDEST = 100, 120
 
 
@@ -41,12 +43,14 @@ def short_path(path: Path) -> Path:
 def tell(text: object, file: IO[str] | None = None) -> None:
     """Print a message, wrapped between words where a terminal shows it.
 
+    What would command the terminal, such as a control character in a path, is escaped.
+
     Args:
         text: lines of it are wrapped one by one; what follows goes below the text, indented.
         file: standard output unless given.
     """
     target: Any = file or sys.stdout
-    lines = str(text).splitlines()
+    lines = [printable(line) for line in str(text).removesuffix("\n").split("\n")]
     if target.isatty():
         lines = [part for line in lines for part in _wrapped(line)]
     print(*lines, sep="\n", file=target, flush=True)

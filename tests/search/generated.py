@@ -71,6 +71,28 @@ FLAGS = st.sampled_from(["-m", "--keys", "-x", "--"])
 WORDS = st.lists(st.one_of(_option(), _setting(), _setting(), FLAGS, TEXT), min_size=1, max_size=4)
 """Of a command line."""
 
+INSIDE = TEXT.filter(lambda text: "/" not in text and not text.startswith((".", "~")))
+OF_A_VERB = st.sampled_from(
+    [
+        "--html",
+        "--cancel",
+        "--reject",
+        "0.02",
+        "2",
+        "--write",
+        "my-bounds",
+        "--mask",
+        "mean-k3",
+        "--calibrate",
+        "--version",
+        "-x",
+        "--",
+    ]
+)
+PATHS = st.one_of(st.sampled_from(["none", "none/there", "", "full"]), INSIDE)
+VERB_WORDS = st.lists(st.one_of(PATHS, PATHS, OF_A_VERB, _option(), _setting()), max_size=5)
+"""Of the verbs that take paths, none of them of a run or a model."""
+
 TREES = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBERS, TEXT, st.dates()),
     lambda inner: st.one_of(

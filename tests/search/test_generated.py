@@ -8,6 +8,7 @@ import importlib.util
 import json
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,16 @@ from fp8_nemo.report.page import comparison_table
 from fp8_nemo.report.runs import read_runs
 from fp8_nemo.runs.run_dir import freeze
 from tests.conftest import small_plan
-from tests.search.generated import FILES, OBJECTS, WORDS, call, few_or_many, times, wrong_in
+from tests.search.generated import (
+    FILES,
+    OBJECTS,
+    VERB_WORDS,
+    WORDS,
+    call,
+    few_or_many,
+    times,
+    wrong_in,
+)
 
 CONF = Path(__file__).parents[2] / "conf"
 OF_A_SITE = st.sampled_from(["cluster", "correction", "experiment", "sweep"])
@@ -51,6 +61,27 @@ def test_lines_are_taken_or_told(number):
         if told.code or (runs and not asked):
             assert wrong_in(told) == "", told
         assert list(Path.cwd().iterdir()) == []
+
+    each()
+
+
+VERBS = ("compare", "queue", "measure_mismatch", "quantize_checkpoint", "make_model",
+         "check_cluster")  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@few_or_many(30, 300)
+def test_lines_of_the_other_verbs_are_taken_or_told(verb, number):
+    main = import_module(f"fp8_nemo.recipes.{verb}").main
+    wrong = [WRONG] * (verb == "make_model")  # or it might make one
+
+    @times(number)
+    @given(VERB_WORDS)
+    def each(words):
+        told = call(main, [*words, *wrong])
+        if told.code:
+            assert wrong_in(told) == "", told
+        assert "Traceback" not in told.error and list(Path.cwd().iterdir()) == []
 
     each()
 
