@@ -864,8 +864,8 @@ SAID = {
         lambda: f"the layers trained {slower_at_tensor_2()} times as long",
         lambda: f"for {ranges():.2%} of that pass",
         lambda: f"{MOE_DECODE[LINEAR, 'h100']()} times as fast on one H100 with `fp8-linear`",
-        lambda: f"and {MOE_DECODE[KV, 'h100']()} times with `fp8-kv-attn`; on an H200",
-        lambda: f"{MOE_DECODE[LINEAR, 'h200']()}\n  and {MOE_DECODE[KV, 'h200']()} times (1.98",
+        lambda: f"and {MOE_DECODE[KV, 'h100']()} times with `fp8-kv-attn`. On an H200",
+        lambda: f"{MOE_DECODE[LINEAR, 'h200']()}\n  and {MOE_DECODE[KV, 'h200']()} times, and 1.98",
         *(
             partial(told_row, study, cells)
             for study, cells in ((TINY, KV_CELLS), (WORKING, KV_CELLS), ("moe", LINEAR_CELLS))
