@@ -179,10 +179,10 @@ def served(precision):
 
 
 @cache
-def planned(gpu, tokens, gpus=8):
-    """Times as fast as BF16 that the plan estimates a step of 8B, by precision."""
+def planned(gpu, tokens, gpus=8, model="llama31-8b"):
+    """Times as fast as BF16 that the plan estimates a step, by precision."""
     [plan] = compose_plans([
-        "model=llama31-8b", f"cluster.gpu={gpu}", f"grpo.max_new_tokens={tokens}",
+        f"model={model}", f"cluster.gpu={gpu}", f"grpo.max_new_tokens={tokens}",
         f"cluster.gpus_per_node={gpus}",
     ])  # fmt: skip
     said = dict(precisions(plan, MAIN))["precisions"]
@@ -640,6 +640,12 @@ def experts_cell(precision):
     return f": H100 {h100}, H200 {h200} |"
 
 
+def experts_step():
+    """README's estimate of its step, on both GPUs."""
+    h100, h200 = (planned(gpu, 16384, model="qwen3-30b-a3b")[KV] for gpu in ("h100", "h200"))
+    return f"| {h100}x on H100, {h200}x on H200, rough:"
+
+
 def experts_decode():
     """The same on docs/speed.md, of an H100."""
     return (
@@ -752,6 +758,7 @@ SAID = {
         node_hours,
         estimated_on_h100,
         experts_at_first,
+        experts_step,
         lambda: f"{disk('llama31-8b')} GB",
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],

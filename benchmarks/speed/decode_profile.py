@@ -48,7 +48,7 @@ from benchmarks.speed.decode_watch import SETTLE, STEPS, Clock
 from benchmarks.speed.rollout import VARIANTS
 from benchmarks.speed.rollout_engine import SAMPLING, Engine, Point, prompts_of
 from fp8_nemo.nemo_config.keys import VLLM_KWARGS
-from fp8_nemo.nemo_config.overrides import GRAPHS
+from fp8_nemo.nemo_config.overrides import GRAPHS, path_variables
 from fp8_nemo.nemo_config.own.alignment import alignment_keys
 from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.plain import to_json
@@ -251,6 +251,7 @@ def run(options: argparse.Namespace) -> None:
     cell = argparse.Namespace(**vars(options) | {"nemo": False})
     (folder / "config.json").unlink(missing_ok=True)  # of a run of other lengths
     recipe = rollout.plan_of(cell, folder).recipe
+    os.environ |= path_variables(recipe)  # the tiles that plans give an H100's experts
     shape, precision = recipe.model.shape, recipe.precision
     shape = replace(shape, layers=options.layers or shape.layers)
     arguments = arguments_of(options, shape, precision, folder)

@@ -134,7 +134,8 @@ def _environment_variables(settled: Settled) -> dict[str, str]:
         # Else vLLM takes FlashInfer below 32 rows and DeepGEMM above, which quantize differently;
         # what was measured here is DeepGEMM alone.
         found["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
-        found["VLLM_DEEP_GEMM_WARMUP"] = "skip"  # graphs compile what is used
+        # It would compile for every row count; capturing the graphs compiles for those in use.
+        found["VLLM_DEEP_GEMM_WARMUP"] = "skip"
     if recipe.cluster.interpreter == "system":
         found |= {"NEMO_RL_PY_EXECUTABLES_SYSTEM": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     if settled.layout.rollout_tensor > 1:

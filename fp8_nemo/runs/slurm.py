@@ -24,7 +24,7 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.mistake import as_typed
 from fp8_nemo.recipe.options.cluster import SBATCH_OPTIONS
 from fp8_nemo.runs.frozen_code import code_dir, freeze_code
-from fp8_nemo.runs.metrics import RunDirError, sync
+from fp8_nemo.runs.metrics import RunDirError, write_whole
 from fp8_nemo.runs.queue import QueueError, bare, entries, unreached
 from fp8_nemo.runs.run_dir import (
     Frozen,
@@ -229,10 +229,7 @@ def submit(plans: list[Plan], jobs: list[Job]) -> list[Job]:
             queue = _queue_array if is_array(cells) else _queue_each
             for job in queue(cells, code, sweep_name(plans)):
                 done.append(job)
-                number = job.path / "job" / "id"
-                number.write_text(f"{job.id}\n")
-                sync(number)
-                sync(number.parent)
+                write_whole(job.path / "job" / "id", f"{job.id}\n")
     except BaseException as error:
         if done:  # an array whole, of which `done` may have its first tasks alone
             numbers = dict.fromkeys((each.id or "").partition("_")[0] for each in done)
