@@ -52,11 +52,14 @@ class Step(NamedTuple):
     without: float
     """As if neither step, sequence nor quantizing cost anything."""
     to_fit: bool
+    gpus: int = 1
+    """Of the engine."""
 
     @property
-    def costs(self) -> tuple[float, float, float]:
+    def costs(self) -> tuple[float, ...]:
         """How often each fitted cost counts: of a step, of a sequence, of quantizing."""
-        return 1.0, float(self.batch), float(self.precision != "bf16")
+        counts = 1.0, float(self.batch), float(self.precision != "bf16")
+        return tuple(count / self.gpus for count in counts)
 
 
 class Measured(NamedTuple):
@@ -111,7 +114,7 @@ def option_of(variant: str) -> str:
 def decode_steps(content: Mapping[str, Any], model: str) -> Iterator[Step]:
     """Yield the resident points of a file, precision by precision, by context and batch."""
     rows = [r for r in content["rows"] if r["model"] == model and r["regime"] == "resident"]
-    rows = [r for r in rows if r["engine"] == "vLLM" and "tensor" not in r]
+    rows = [r for r in rows if r["engine"] == "vLLM"]
     rows = [r for r in rows if not r["precision"].endswith(UNUSED)]
     for down, variant in enumerate(dict.fromkeys(row["precision"] for row in rows)):
         mine = [row for row in rows if row["precision"] == variant]
@@ -143,8 +146,9 @@ def step_of(
 ) -> Step:
     """Return one measured step, and what the formula gives without its costs."""
     shape, precision = recipe_parts(model, option)
-    without = decode_seconds(shape, precision, row["batch"], row["context"], gpu, NOTHING)
-    return Step(gpu, option, row["batch"], row["prompt"], seconds, without, to_fit)
+    batch, gpus = row["batch"], row.get("tensor", 1)
+    without = decode_seconds(shape, precision, batch, row["context"], gpu, NOTHING, gpus)
+    return Step(gpu, option, batch, row["prompt"], seconds, without, to_fit, gpus)
 
 
 def fitted_costs(steps: Iterable[Step]) -> list[float]:
@@ -166,15 +170,16 @@ def compared_steps(model: str, steps: Sequence[Step], costs: Sequence[float]) ->
     told = [
         step.without + sum(a * b for a, b in zip(step.costs, costs, strict=True)) for step in steps
     ]
-    plain = {(s.gpu, s.batch, s.prompt): n for n, s in enumerate(steps) if s.precision == "bf16"}
+    at = [(step.gpu, step.gpus, step.batch, step.prompt) for step in steps]
+    plain = {at[n]: n for n, step in enumerate(steps) if step.precision == "bf16"}
     rows = []
-    for step, seconds in zip(steps, told, strict=True):
-        base = plain.get((step.gpu, step.batch, step.prompt))
+    for place, step, seconds in zip(at, steps, told, strict=True):
+        base = plain.get(place)
         gain = told_gain = None
         if base is not None:
             gain, told_gain = steps[base].measured / step.measured, told[base] / seconds
         rows.append({
-            "model": model, "gpu": step.gpu, "precision": step.precision,
+            "model": model, "gpu": step.gpu, "gpus": step.gpus, "precision": step.precision,
             "point": f"{step.batch}x{step.prompt}", "half": "fitted" if step.to_fit else "tested",
             "measured": step.measured, "predicted": seconds, "error": seconds / step.measured - 1,
             "gain": gain,

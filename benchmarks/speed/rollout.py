@@ -15,7 +15,8 @@ alone. `limited`: BATCHxPROMPT+OUTPUT in a cache of 1/1.6 of what BF16 needs, th
 all: the rest of the engine's blocks are held (`--kv-gib` starts the engine with a cache of one size
 instead). Tokens/s from first prompt to last token, and how often a request was preempted.
 `--tensor 2` spreads one engine over that many GPUs, by vLLM's own processes and with the model
-runner that plans choose there; NeMo RL runs such engines by Ray.
+runner that plans choose there; NeMo RL runs such engines by Ray. vLLM's fusion of all-reduce and
+norm is off there: it needs NVLink multicast, which a machine may lack.
 
 Seconds of 8B in BF16 on an H200 (4.8 TB/s at 88%, prefill 30k tokens/s): engine start 60; prefill
 of all points 33; decode 215 steps each of 5.6, 12.5, 5.6, 11.7, 5.6, 11.7 ms, 12; first tokens 4;
@@ -130,6 +131,8 @@ def engine_arguments(
         found["kv_cache_memory_bytes"] = int(options.kv_gib * 2**30)
     if not options.eager:
         found["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(options)}
+    if options.tensor > 1 and not options.eager:
+        found["compilation_config"]["pass_config"] = {"fuse_allreduce_rms": False}
     if precision.rollout_linear == "fp8":
         gates = [f"model.layers.{n}.mlp.gate" for n in range(shape.layers if shape.experts else 0)]
         quantization = BLOCK_FP8 | {"ignored_layers": gates, "ignore": gates}

@@ -39,6 +39,9 @@ RANKS = {
 MOST_TOKENS = 16_384
 """Of a micro-batch: longer ones gain nothing where the device is busy."""
 CHUNK = 1024
+ALIKE = 1.1
+"""Times as long as the fastest that a layout with smaller engines may take: estimates are hardly
+finer, and inside NeMo RL all engines that were timed had one GPU."""
 
 
 class Choice(NamedTuple):
@@ -52,6 +55,8 @@ class Choice(NamedTuple):
 
 def choose(settled: Settled, host: Host) -> list[Choice]:
     """List the layouts of a run that fit, the fastest first; else the one that needs least.
+
+    Of those that are about as fast, first come the ones with the fewest GPUs an engine.
 
     Args:
         settled: a recipe with `model.layout=auto`.
@@ -79,7 +84,15 @@ def _search(asked: _Search) -> list[Choice]:
     fitting = [each for each in found if each.headroom >= HEADROOM]
     if not fitting:
         return sorted(found, key=lambda each: -each.headroom)[:1]
-    return sorted(fitting, key=lambda each: (each.seconds.total, -each.headroom))
+    close = ALIKE * min(each.seconds.total for each in fitting)
+    return sorted(fitting, key=lambda each: _rank(each, close))
+
+
+def _rank(choice: Choice, close: float) -> tuple[float, ...]:
+    """Order layouts by their seconds, those of at most `close` by their engines' size first."""
+    seconds, engine = choice.seconds.total, choice.layout.rollout_tensor
+    is_slow = seconds > close
+    return is_slow, 0 if is_slow else engine, seconds, -choice.headroom
 
 
 def _choice(settled: Settled) -> Choice:

@@ -227,7 +227,7 @@ def _rough_experts(settled: Settled) -> Iterator[str]:
         yield (
             "model.parallel.rollout_tensor: tuned tiles for FP8 experts on an H100 ship for "
             "engines of one GPU; with vLLM's default the kernel alone took 1.25 to 1.64 of BF16's "
-            "time (benchmarks/results/experts-h100.json), which the estimate ignores"
+            "time (benchmarks/results/experts-h100.json)"
         )
 
 

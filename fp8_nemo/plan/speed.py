@@ -107,7 +107,11 @@ of it Python), 12.0 for 256, beside the device's work (decode-kv-h100.json)."""
 MOST_ALIKE = {False: ("llama31-8b", 32), True: ("qwen3-30b-a3b", 48)}
 """Whose costs stand for those of a model that was not measured; by whether it has experts."""
 EXCHANGE = 20e-6
-"""Assumed seconds of one all-reduce of a decode step's activations over NVLink."""
+"""Assumed seconds of one all-reduce of a decode step's activations over NVLink. With it a step of
+30B-A3B's BF16 engine over two H100s comes out 1 and 4% short (rollout-30b-two-h100.json)."""
+UNTUNED = 1.5
+"""Times as long as with tuned tiles that FP8 experts take on an H100 with vLLM's default, which an
+engine of several GPUs has; from 128 rows (1.36 to 1.63, experts-h100.json)."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,9 @@ class DecodeWork:
         )
 
 
-def decode_work(shape: Shape, precision: Precision, batch: float, context: float) -> DecodeWork:
+def decode_work(
+    shape: Shape, precision: Precision, batch: float, context: float, slower: float = 1.0
+) -> DecodeWork:
     """Count the bytes and operations of one step, which decodes one token of every sequence.
 
     It reads every weight once, except for the embedding (a row per token) and the experts. Of
@@ -144,6 +150,7 @@ def decode_work(shape: Shape, precision: Precision, batch: float, context: float
         precision: with `rollout_linear` and `rollout_kv`.
         batch: sequences.
         context: tokens of each in the cache, on average.
+        slower: times as long as their bytes that quantized experts take.
     """
     read = flops = fp8_flops = 0.0
     even = shape.experts_per_token / shape.experts if shape.experts else 0.0
@@ -152,6 +159,7 @@ def decode_work(shape: Shape, precision: Precision, batch: float, context: float
             continue
         each = (precision.rollout if fp8 else precision.plain).bytes_per_weight
         is_expert = part == "experts"
+        each *= slower if is_expert and fp8 else 1
         read += elements * each * (1 - (1 - even) ** batch if is_expert else 1)
         operations = 2 * elements * batch * (even if is_expert else 1) if matrix else 0
         flops += operations
@@ -168,9 +176,15 @@ def decode_work(shape: Shape, precision: Precision, batch: float, context: float
 
 
 def decode_seconds(
-    shape: Shape, precision: Precision, batch: float, context: float, gpu: str, fitted: Fitted
+    shape: Shape,
+    precision: Precision,
+    batch: float,
+    context: float,
+    gpu: str,
+    fitted: Fitted,
+    gpus: int = 1,
 ) -> float:
-    """Estimate the device's seconds of one decode step on one GPU, at rates that kernels reach.
+    """Estimate the device's seconds of one decode step, at rates that kernels reach.
 
     Args:
         shape: of the model.
@@ -179,10 +193,13 @@ def decode_seconds(
         context: tokens of each in the cache, on average.
         gpu: a key of `GPU_SPEED`.
         fitted: what neither bytes nor operations explain, of the model or one like it.
+        gpus: of the engine. They share everything evenly, and exchange activations in every layer.
     """
-    work = decode_work(shape, precision, batch, context)
+    is_untuned = gpus > 1 and gpu == "h100" and batch >= 128
+    work = decode_work(shape, precision, batch, context, UNTUNED if is_untuned else 1.0)
     read = work.seconds(GPU_SPEED[gpu].reached(), precision.cache.is_quantized)
-    return read + fitted.of_step(precision, batch)
+    exchange = 2 * shape.layers * EXCHANGE if gpus > 1 else 0.0
+    return (read + fitted.of_step(precision, batch)) / gpus + exchange
 
 
 class Decode(NamedTuple):
@@ -209,17 +226,13 @@ def engine_step_seconds(settled: Settled, running: float, context: float) -> flo
     """Estimate one decode step of an engine, by its device or its host, whichever takes longer.
 
     Args:
-        settled: of the run. A model that was not measured gets the fixed cost of one that was;
-            engines of several GPUs share the work evenly, and exchange it in every layer.
+        settled: of the run. A model that was not measured gets the fixed cost of one that was.
         running: sequences under way; a mean need not be whole.
         context: tokens of each, on average.
     """
-    shape, layout = settled.recipe.model.shape, settled.layout
-    precision, fitted = settled.recipe.precision, fitted_for(settled.recipe.model)
-    own = fitted.of_step(precision, running)
-    step = decode_seconds(shape, precision, running, context, settled.recipe.cluster.gpu, fitted)
-    exchange = 2 * shape.layers * EXCHANGE if layout.rollout_tensor > 1 else 0.0
-    device = (step - own) / layout.rollout_tensor + own + exchange
+    recipe, gpus = settled.recipe, settled.layout.rollout_tensor
+    shape, gpu, fitted = recipe.model.shape, recipe.cluster.gpu, fitted_for(recipe.model)
+    device = decode_seconds(shape, recipe.precision, running, context, gpu, fitted, gpus)
     return max(device, HOST.step + HOST.sequence * running)
 
 

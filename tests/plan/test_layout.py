@@ -12,7 +12,7 @@ from fp8_nemo.nemo_config.host import MAIN, Host
 from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import decision, describe, overview
-from fp8_nemo.plan.layout import choose
+from fp8_nemo.plan.layout import ALIKE, choose
 from fp8_nemo.plan.memory import (
     HEADROOM,
     checkpoint_gib,
@@ -103,6 +103,21 @@ def test_v0_7_0_never_keeps_the_optimizer():
     words = ("precision=bf16", "cluster.gpu=h200")
     assert layout(*words).keeps_optimizer
     assert not layout(*words, host=there).keeps_optimizer
+
+
+def test_of_layouts_about_as_fast_the_one_with_the_smallest_engines_is_taken():
+    [found] = compose_plans(["model=qwen3-30b-a3b", "precision=fp8-kv-attn"], lambda recipe: MAIN)
+    choices = choose(found.settled, MAIN)
+    first, fastest = choices[0], min(choices, key=lambda each: each.seconds.total)
+    assert first.layout.rollout_tensor == 1 < fastest.layout.rollout_tensor
+    assert fastest.seconds.total < first.seconds.total <= ALIKE * fastest.seconds.total
+    assert first.seconds.total == min(
+        each.seconds.total for each in choices if each.layout.rollout_tensor == 1
+    )
+    slow = [
+        each.seconds.total for each in choices if each.seconds.total > ALIKE * fastest.seconds.total
+    ]
+    assert len(slow) > 1 and slow == sorted(slow)
 
 
 def test_where_nothing_fits_the_least_is_taken_and_said():
@@ -246,7 +261,7 @@ def test_a_sweep_opens_with_one_row_a_cell():
 def test_a_precision_that_fits_without_headroom_is_told_as_tight():
     [large] = compose_plans(["model=qwen3-32b"], lambda recipe: MAIN)
     rows = dict(decision(large, MAIN)) | dict(precisions(large, MAIN))
-    assert rows["fits"].startswith("TIGHT") and "fp8-kv-attn 1.42x TIGHT" in rows["precisions"]
+    assert rows["fits"].startswith("TIGHT") and "fp8-kv-attn 1.37x TIGHT" in rows["precisions"]
 
 
 @pytest.mark.parametrize("name", sorted(set(option_names("model")) - {"auto"}))

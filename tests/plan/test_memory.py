@@ -20,6 +20,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.memory import memory_per_gpu
 from fp8_nemo.plan.model import count
 from fp8_nemo.plan.speed import (
+    EXCHANGE,
     FITTED,
     GPU_SPEED,
     HOST,
@@ -149,6 +150,20 @@ def test_a_batch_touches_the_experts_that_even_routes_would():
     work = decode_work(shape, FP8, batch=3, context=1)
     dense = QWEN_LINEARS - 128 * expert
     assert work.fp8_flops == pytest.approx(2 * 3 * (dense + 8 * expert))
+
+
+def test_two_gpus_halve_a_step_and_exchange_in_every_layer():
+    shape = shape_of("qwen3-30b-a3b")
+    for precision, gpu in ((Precision(), "h100"), (FP8, "h200")):
+        one, two = (decode_seconds(shape, precision, 128, 99, gpu, TRUE, n) for n in (1, 2))
+        assert two == pytest.approx(one / 2 + 2 * 48 * EXCHANGE)
+
+
+@pytest.mark.parametrize(("batch", "untuned"), [(127, False), (128, True)])
+def test_fp8_experts_over_two_h100_lack_tuned_tiles_from_128_rows(batch, untuned):
+    shape = shape_of("qwen3-30b-a3b")
+    one, two = (decode_seconds(shape, FP8, batch, 99, "h100", TRUE, n) for n in (1, 2))
+    assert (two > 1.2 * one / 2 + 2 * 48 * EXCHANGE) == untuned
 
 
 def test_a_step_is_its_bytes_over_bandwidth_until_the_products_take_longer():
