@@ -88,10 +88,11 @@ def overview(cells: Iterable[tuple[Plan, Host]]) -> Table:
 def _in_short(plan: Plan, host: Host) -> tuple[str, str, str, str]:
     """Return whether a run fits, what its worst phase needs, and how fast a step is."""
     memory, seconds = memory_per_gpu(plan.settled), step_seconds(plan.settled).total
+    room = fit(memory)
     needed = f"{memory.needed_gib(memory.worst):.0f} of {memory.gpu_gib:.0f}"
-    plain = in_precision(BASELINE, plan, host)
+    plain = None if room == "NO" else in_precision(BASELINE, plan, host)
     gain = f"{times(plan.settled, plain):.2f}x" if plain else "-"
-    return fit(memory), needed, f"{seconds:.0f}", gain
+    return room, needed, f"{seconds:.0f}", gain
 
 
 def change_lines(found: list[Difference]) -> list[str]:
@@ -116,9 +117,11 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     seconds = f"{here.total:.0f} s by estimate" + (f": {phases}" if phases else "")
     if plan.recipe.grpo.is_asynchronous:
         seconds += ", the longer of rollout and the others, then the refit; no such step was timed"
+    room = fit(memory)
+    speed = seconds if room == "NO" else f"{seconds}; {against_bf16(plan, host)}"
     return [
-        ("fits", f"{fit(memory)}: {needs} on {gpus}, by estimate"),
-        ("step", f"{seconds}; {against_bf16(plan, host)}"),
+        ("fits", f"{room}: {needs} on {gpus}, by estimate"),
+        ("step", speed),
         *([] if settled.shares_gpus else [("shared", if_shared(plan, host))]),
     ]
 
@@ -155,7 +158,10 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
         )
     if recipe.noise.is_on:
         rows["noise"] = f"{_as_typed(recipe.noise)}; none in a validation and the rollout after it"
-    rows |= _nemo_rows(plan, host) if plan.nemo else {}
+    if plan.nemo:
+        answer, both = plan.settled.response_tokens, plan.settled.sequence_tokens
+        rows["answers"] = f"up to {answer:,} tokens, with the prompt up to {both:,}"
+        rows |= _nemo_rows(plan, host)
     return [*rows.items(), *(("note", note) for note in plan.notes)]
 
 

@@ -18,7 +18,11 @@ SECRET_VARIABLE = re.compile(
     re.IGNORECASE,
 )
 """Names of environment variables, where `token` means no piece of a text."""
-SECRET_KEY = re.compile(rf"(?:.*_)?(?!token){NAME}|(?:hf|wandb|auth|bearer)_token", re.IGNORECASE)
+SECRET_KEY = re.compile(
+    rf"(?:.*_)?(?!token){NAME}|(?:(?:hf|hub|wandb|auth|bearer|access|api)_)?token", re.IGNORECASE
+)
+PIECES = "nemo.", "model.", "grpo.", "data.", "algorithm.", "correction.", "precision.", "lora."
+"""Groups whose keys count tokens, so that `grpo.max_new_token` is a slip of the pen."""
 SECRET_VALUE = re.compile(
     r"\b(?:hf_[a-zA-Z0-9]{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|nvapi-[\w-]{16,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,})"
@@ -48,7 +52,7 @@ def secrets_of_line(words: Iterable[str]) -> Iterator[str]:
     """Name the keys of a command line that hold a secret, before a word is parsed or echoed.
 
     A word that cannot be parsed is looked at too: `cluster.setup='export HF_TOKEN=...` without its
-    last quote. `token` is a piece of a text in NeMo RL's keys and a model's shape alone.
+    last quote. `token` is a piece of a text in the keys below `PIECES`.
     """
     for word in words:
         name, equals, text = word.partition("=")
@@ -56,8 +60,7 @@ def secrets_of_line(words: Iterable[str]) -> Iterator[str]:
         if SECRET_VALUE.search(key):
             yield f"a word{' before =' * bool(equals)}: holds what looks like a secret, {KEPT}"
         elif equals:
-            counts = key.startswith(("nemo.", "model.shape."))
-            looks = _looks_in(key) if counts else SECRET_VARIABLE
+            looks = _looks_in(key) if key.startswith(PIECES) else SECRET_VARIABLE
             yield from _secrets_at(key, None if text == "null" else text, looks)
 
 

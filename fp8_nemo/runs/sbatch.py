@@ -22,6 +22,7 @@ from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options.cluster import SBATCH_OPTIONS, Cluster
 from fp8_nemo.recipe.options.recipe import Recipe
+from fp8_nemo.recipe.secrets import SECRET_VARIABLE
 from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done, sync
 from fp8_nemo.runs.run_dir import job_dir, job_id, read_plan, run_path, state_of
 
@@ -183,8 +184,8 @@ def not_exported(plans: Iterable[Plan]) -> Iterator[str]:
     names = dict.fromkeys(word for plan in plans for word in plan.recipe.cluster.env)
     for name in names:
         if "=" not in name and name not in os.environ:
-            value = f"write {name}=VALUE if it is no secret"
-            yield f"cluster.env={name}: is not set here; export it, or {value}"
+            or_write = "" if SECRET_VARIABLE.fullmatch(name) else f", or write {name}=VALUE"
+            yield f"cluster.env={name}: is not set here; export it{or_write}"
 
 
 def write_job_files(plan: Plan, code: Path) -> None:

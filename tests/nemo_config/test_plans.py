@@ -835,7 +835,8 @@ def test_a_cache_that_holds_less_than_one_sequence_is_refused():
     enough = longest * bytes_of_a_token / 2**30
     assert plan(*words, f"model.memory.kv_cache_gib={enough}")
     with pytest.raises(PlanError, match=f"a sequence may have {longest:,}: no engine starts"):
-        plan(*words, f"model.memory.kv_cache_gib={enough * 0.999}", "model.parallel.rollout_tensor=1")
+        less = f"model.memory.kv_cache_gib={enough * 0.999}"
+        plan(*words, less, "model.parallel.rollout_tensor=1")
     assert plan(
         *words, f"model.memory.kv_cache_gib={enough / 2}", "model.parallel.rollout_tensor=2"
     )

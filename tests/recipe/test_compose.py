@@ -32,6 +32,7 @@ MISTAKES = {
     "+model=tiny-llama": "+model=tiny-llama: model is always there; write model=...",
     "correction=null": "correction=null: must be one of",
     "grpo.stepz=3": "grpo.stepz=3: no such key; did you mean grpo.steps?",
+    "grpo.max_new_token=3": "no such key; did you mean grpo.max_new_tokens?",
     "+grpo.stepz=3": "+grpo.stepz=3: no such key; did you mean grpo.steps?",
     "++grpo.stepz=3": "++grpo.stepz=3: no such key; did you mean grpo.steps?",
     "+model.parallel.tenosr=2": "did you mean model.parallel.tensor?",

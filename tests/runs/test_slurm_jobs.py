@@ -94,14 +94,17 @@ def test_a_dependency_on_a_run_that_can_never_end_is_one_line(slurm_plan, tmp_pa
 
 
 def test_the_jobs_environment_holds_what_is_given_and_names_what_is_secret(slurm_plan, monkeypatch):
-    plan = slurm_plan("cluster.env=['A=b c',MY_TOKEN]")
+    plan = slurm_plan("cluster.env=['A=b c',MY_TOKEN,MY_FOLDER]")
+    monkeypatch.delenv("MY_FOLDER", raising=False)
     monkeypatch.delenv("MY_TOKEN", raising=False)
     assert [*sbatch.not_exported([plan])] == [
-        "cluster.env=MY_TOKEN: is not set here; export it, "
-        "or write MY_TOKEN=VALUE if it is no secret"
+        "cluster.env=MY_TOKEN: is not set here; export it",
+        "cluster.env=MY_FOLDER: is not set here; export it, or write MY_FOLDER=VALUE",
     ]
     monkeypatch.setenv("MY_TOKEN", "x")
-    assert [*sbatch.not_exported([plan])] == [] and "--export=ALL,MY_TOKEN" in queued_by(plan)
+    monkeypatch.setenv("MY_FOLDER", "y")
+    assert [*sbatch.not_exported([plan])] == []
+    assert "--export=ALL,MY_TOKEN,MY_FOLDER" in queued_by(plan)
     [frozen] = freeze([plan])
     sbatch.write_job_files(plan, Path("/code"))
     job = run_path(plan) / "job"

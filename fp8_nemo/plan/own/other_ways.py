@@ -48,7 +48,7 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     why_not = _why_not(plan, times(plan.settled, plain))
     more = ", ".join(texts[name] for name in fastest if round(gains[name], 2) >= WORTH)
     advice = f"precision=bf16: {why_not}"
-    if more and not experts:
+    if more:
         advice += f"; by estimate, each at a risk of its own: {more}"
     return [
         ("precisions", said if texts else "no FP8 fits"),
@@ -57,9 +57,11 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
 
 
 def _why_not(plan: Plan, gain: float) -> str:
-    """Say why a plan's precision is not worth its risk; nothing if it is, or has none."""
-    recipe = plan.recipe
-    if not recipe.precision.rollout.is_quantized or round(gain, 2) >= WORTH:  # as it is shown
+    """Say why a plan's precision is not worth its risk; nothing if it is, has none or is too large.
+    """
+    recipe, is_worth = plan.recipe, round(gain, 2) >= WORTH  # as it is shown
+    fits = fit(memory_per_gpu(plan.settled)) != "NO"
+    if not recipe.precision.rollout.is_quantized or is_worth or not fits:
         return ""
     return f"{recipe.precision.name}'s {gain:.2f}x is too little to risk accuracy for"
 
