@@ -57,8 +57,7 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
 
 
 def _why_not(plan: Plan, gain: float) -> str:
-    """Say why a plan's precision is not worth its risk; nothing if it is, has none or is too large.
-    """
+    """Say why a plan's precision, if it is one that fits, is not worth its risk."""
     recipe, is_worth = plan.recipe, round(gain, 2) >= WORTH  # as it is shown
     fits = fit(memory_per_gpu(plan.settled)) != "NO"
     if not recipe.precision.rollout.is_quantized or is_worth or not fits:
