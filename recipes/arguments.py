@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +15,6 @@ from fp8_nemo.recipe.compose import choices
 from fp8_nemo.recipe.mistake import printable, shortened, verb_line
 from fp8_nemo.recipe.secrets import hidden
 
-HELP, VERSION = ("-h", "--help"), "--version"
 OF_ARGPARSE = {
     r"^the following arguments are required: (.*)": r"\1: must be given",
     r"^unrecognized arguments: (.*)": r"\1: no such flag or argument; --help lists them",
@@ -36,22 +35,6 @@ def version() -> str:
     return f"fp8-nemo {__version__}, for NeMo RL {' and '.join(SUPPORTED)}"
 
 
-def answered(words: Collection[str], text: str) -> bool:
-    """Print the help or the version if a command line asks for one; say whether it did.
-
-    Args:
-        words: the arguments.
-        text: the verb's help.
-    """
-    if VERSION in words:
-        print(version())
-    elif {*HELP} & {*words}:
-        print(text.strip())
-    else:
-        return False
-    return True
-
-
 class Parser(argparse.ArgumentParser):
     """Read the words after a verb; a mistake is one line, and no flag may be cut short."""
 
@@ -68,7 +51,7 @@ class Parser(argparse.ArgumentParser):
             description=CALL.sub(lambda call: verb_line(call[1]), (text or "").strip()),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
-        self.add_argument(VERSION, action="version", version=version())
+        self.add_argument("--version", action="version", version=version())
 
     def error(self, message: str) -> NoReturn:
         """Say a mistake in one line, without the usage, and without a secret that was typed."""
@@ -88,7 +71,7 @@ def cells_parser(verb: str, text: str | None) -> Parser:
     return parser
 
 
-def read_cells(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def read_cells(parser: Parser, words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the verb's own flags, and the words for `compose_plans`, which names what is wrong."""
     options, others = parser.parse_known_args(words)
     return options, [*options.words, *others, *["-m"] * options.multirun]
@@ -107,7 +90,7 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def run_dir_of(verb: str, text: str | None, words: Sequence[str]) -> Path:
+def run_dir_of(verb: str, text: str | None, words: Sequence[str] | None) -> Path:
     """Return the run directory, the only argument of a verb."""
     parser = Parser(verb, text)
     parser.add_argument("path", metavar="RUN_DIR", type=path, help="made by grpo, with a plan.json")

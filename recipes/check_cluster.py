@@ -20,8 +20,7 @@ from .arguments import run_dir_of
 
 def main(arguments: list[str] | None = None) -> int:
     """Print what was found; 0 if all is well, 1 if not, 2 if there is nothing to look at."""
-    words = sys.argv[1:] if arguments is None else arguments
-    path = run_dir_of("check_cluster", __doc__, words)
+    path = run_dir_of("check_cluster", __doc__, arguments)
     try:
         plan = read_plan(path)
         from fp8_nemo.launch.cluster_check import check, findings_table  # needs ray

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from .arguments import HELP, answered
+from .arguments import version
 
 VERBS = {
     "plan": "does it fit, how fast is it, what is NeMo RL told",
@@ -32,8 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     verb = words[0].replace("-", "_") if words else ""
     if verb in VERBS:
         return import_module(f".{verb}", __package__).main(words[1:])
-    lines = (f"  {name.replace('_', '-'):21}{text}" for name, text in VERBS.items())
-    if answered(words or [HELP[0]], "\n".join([__doc__ or "", *lines])):
+    if "--version" in words:
+        print(version())
+        return 0
+    if not words or {"-h", "--help"} & {*words}:
+        lines = (f"  {name.replace('_', '-'):21}{text}" for name, text in VERBS.items())
+        print(__doc__, *lines, sep="\n")
         return 0 if words else 2
     print(f"fp8-nemo {words[0]}: no such verb; fp8-nemo --help lists them", file=sys.stderr)
     return 2

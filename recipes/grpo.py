@@ -25,8 +25,7 @@ from .run import problems_with  # as recipes.run here, as fp8_nemo.recipes.run w
 
 def main(arguments: list[str] | None = None) -> int:
     """Run or queue every cell; 2 if the line is wrong, else the first exit code that is not 0."""
-    words = sys.argv[1:] if arguments is None else arguments
-    _, words = read_cells(cells_parser("grpo", __doc__), words)
+    _, words = read_cells(cells_parser("grpo", __doc__), arguments)
     try:
         plans = compose_plans(words, host_of, layout_of)
         if lines := [line for plan in plans for line in problems_with(plan)]:

@@ -20,13 +20,12 @@ from .arguments import Parser
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the checkpoint into the folder named first; 2 if the line is wrong."""
-    words = sys.argv[1:] if arguments is None else arguments
     parser = Parser("make_model", __doc__, choices(GROUPS))
     text = "where the model goes; it is made, or empty"
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help=text)
     text = "of the groups model and data, and seed=N"
     parser.add_argument("words", metavar="KEY=VALUE", nargs="*", help=text)
-    known, others = parser.parse_known_args(words)
+    known, others = parser.parse_known_args(arguments)
     try:
         folder, recipe = read_model_line([*filter(None, [known.folder]), *known.words, *others])
         require()

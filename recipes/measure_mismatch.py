@@ -23,7 +23,7 @@ from .arguments import Parser, path
 
 def main(arguments: list[str] | None = None) -> int:
     """Print and write the measurement; return 2 if nothing can be measured, or written."""
-    options = _options(sys.argv[1:] if arguments is None else arguments)
+    options = _options(arguments)
     require(["torch"])
     from fp8_nemo.correction.measure import measure, read_pairs
     from fp8_nemo.correction.quantiles import MeasureError
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _options(words: list[str]) -> argparse.Namespace:
+def _options(words: list[str] | None) -> argparse.Namespace:
     parser = Parser("measure_mismatch", __doc__)
     parser.add_argument(
         "paths",

@@ -25,11 +25,10 @@ from .arguments import cells_parser, read_cells  # as recipes here, as fp8_nemo.
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the plan of every cell; 2 if one of them is impossible."""
-    words = sys.argv[1:] if arguments is None else arguments
     parser = cells_parser("plan", __doc__)
     text = "show NeMo RL's keys that change, and the stock command that sets the same"
     parser.add_argument("--keys", action="store_true", help=text)
-    options, words = read_cells(parser, words)
+    options, words = read_cells(parser, arguments)
     try:
         plans = compose_plans(words, host_of, layout_of)
         queued_by = calls(plans) if plans[0].recipe.cluster.kind == "slurm" else []

@@ -26,7 +26,7 @@ from .arguments import Parser, path
 
 def main(arguments: list[str] | None = None) -> int:
     """Convert and print; 2 if SRC, DST or the settings are wrong, 130 if it was stopped."""
-    options = _options(sys.argv[1:] if arguments is None else arguments)
+    options = _options(arguments)
     require()
     from fp8_nemo.export.convert import convert
     from fp8_nemo.export.quantized_checkpoint import error_table, serve_line
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _options(words: list[str]) -> argparse.Namespace:
+def _options(words: list[str] | None) -> argparse.Namespace:
     parser = Parser("quantize_checkpoint", __doc__)
     parser.add_argument(
         "source", metavar="SRC", type=path, help="a Hugging Face folder, or a local run's directory"

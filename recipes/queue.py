@@ -27,7 +27,7 @@ EVERY = 10  # seconds between two looks
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; 2 if there is no run, or Slurm does not answer."""
-    options = _options(sys.argv[1:] if arguments is None else arguments)
+    options = _options(arguments)
     try:
         found = _look(options.paths)
         if options.cancel:
@@ -70,7 +70,7 @@ def _cancel(found: list[Stand]) -> int:
     return 0
 
 
-def _options(words: list[str]) -> argparse.Namespace:
+def _options(words: list[str] | None) -> argparse.Namespace:
     parser = Parser("queue", __doc__)
     text = "run directories, or folders of them; outputs if not given"
     parser.add_argument("paths", metavar="PATH", nargs="*", type=path, help=text)

@@ -26,8 +26,7 @@ DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.launch.driver"}
 
 def main(arguments: list[str] | None = None) -> int:
     """Return 0 once the last step is done, 2 if the directory cannot run, 1 if a proof failed."""
-    words = sys.argv[1:] if arguments is None else arguments
-    path = run_dir_of("run", __doc__, words)
+    path = run_dir_of("run", __doc__, arguments)
     try:
         plan = read_plan(path)
         refuses = plan.recipe.cluster.other_versions == "refuse"

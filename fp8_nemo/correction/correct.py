@@ -161,12 +161,9 @@ def correction_metrics(
     mask_BT = pair.mask_BT.bool()
     if not mask_BT.any():
         return {}
-    value_N = multiplier.value_BT[mask_BT].double()
-    samples_N = value_N
-    if _by_sequence(correction.level):
-        samples_N = multiplier.value_BT.amax(dim=1)[mask_BT.any(dim=1)].double()
+    samples_N = _samples(multiplier.value_BT, mask_BT, correction.level).double()
     return {
-        "correction/multiplier_mean": value_N.mean().item(),
+        "correction/multiplier_mean": multiplier.value_BT[mask_BT].double().mean().item(),
         "correction/ess": effective_sample_share(samples_N),
         "correction/clipped_fraction": multiplier.clipped_BT[mask_BT].double().mean().item(),
         "correction/masked_fraction": (~multiplier.kept_BT[mask_BT]).double().mean().item(),
@@ -199,19 +196,20 @@ def advantage_metrics(
 
 
 def _batch_mean(value_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
-    """Return the mean over real tokens, or over sequences that have one; 1 if there is none.
+    """Return the mean of the samples; 1 if there is none.
 
     Also 1 where the correction has thrown the batch away, as in verl: it gets no weight back.
     """
-    samples_N = value_BT[mask_BT]
-    if _by_sequence(level) and mask_BT.shape[1]:
-        samples_N = value_BT[mask_BT.any(dim=1), 0]
+    samples_N = _samples(value_BT, mask_BT, level)
     mean = samples_N.mean() if samples_N.numel() else torch.ones(())
     return mean if mean > THROWN_AWAY else torch.ones(())
 
 
-def _by_sequence(level: str) -> bool:
-    return level in ("sequence", "geometric")
+def _samples(value_BT: Tensor, mask_BT: Tensor, level: str) -> Tensor:
+    """Return the multipliers of real tokens, or by level one of each sequence that has a token."""
+    if level in ("sequence", "geometric") and mask_BT.shape[1]:
+        return value_BT.amax(dim=1)[mask_BT.any(dim=1)]
+    return value_BT[mask_BT]
 
 
 def _or(bound: float | None, default: float) -> float:

@@ -117,22 +117,18 @@ def judge(rows: Sequence[Row], verify: str) -> Verdict:
     found = [(signal, row[signal.key]) for signal in _signals(verify) if signal.key in row]
     if (growth := _growth(rows)) is not None:
         found.append((GROWTH, growth))
-    states = [(signal.state(value), _reason(signal, value)) for signal, value in found]
+    states = [(n, _reason(signal, value)) for signal, value in found if (n := signal.state(value))]
     states += [(1, reason) for reason in _zeros(rows)]
-    states += [(2, f"{key} is not a finite number: {NOT_FINITE}") for key in _broken(rows[-1])]
+    broken = [key for key in rows[-1] if key not in row]
+    states += [(2, f"{key} is not a finite number: {NOT_FINITE}") for key in broken]
     worst = max((state for state, _ in states), default=0)
-    return Verdict(STATES[worst], [reason for state, reason in states if state == worst > 0])
+    return Verdict(STATES[worst], [reason for state, reason in states if state == worst])
 
 
 def _signals(verify: str) -> Iterator[Signal]:
     for signal in SIGNALS:
         unproven = signal.key == KL and verify != "bytes"
         yield signal._replace(action=STALE) if unproven else signal
-
-
-def _broken(row: Row) -> Iterator[str]:
-    """Yield the metrics of a step that are NaN or infinite."""
-    return (key for key, value in row.items() if not math.isfinite(value))
 
 
 def _zeros(rows: Sequence[Row]) -> Iterator[str]:
@@ -181,10 +177,8 @@ def _growth(rows: Sequence[Row]) -> float | None:
 
 
 def _reason(signal: Signal, value: float) -> str:
-    """Say why a step has its state; "" of a healthy one."""
-    if not (state := signal.state(value)):
-        return ""
-    bound = (signal.watch, signal.unstable)[state - 1]
+    """Say why a step is not healthy."""
+    bound = (signal.watch, signal.unstable)[signal.state(value) - 1]
     side = ">" if signal.unstable > signal.watch else "<"
     texts = (f"{value:.{digits}g}" for digits in range(3, 18))
     found = next(text for text in texts if text != f"{bound:g}")  # not "1.05 above 1.05"

@@ -9,11 +9,11 @@ Shapes: B sequences, T tokens, N real tokens.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -83,11 +83,12 @@ def read_pairs(path: Path) -> dict[str, LogprobPair]:
 
 
 def _nemo_files(run_dir: Path) -> list[Path]:
-    of_step = {_step_of(file): file for file in sorted(run_dir.glob(NEMO_FILES))}  # exp_001 first
+    files = sorted(run_dir.glob(NEMO_FILES))  # exp_001 first
+    of_step = {int(file.stem.rpartition("step")[2]): file for file in files}
     steps = sorted(of_step)
     parts = min(len(steps), NEMO_STEPS) - 1
-    places = {part * (len(steps) - 1) // max(1, parts) for part in range(parts + 1)}
-    return [of_step[steps[place]] for place in sorted(places)]
+    places = (part * (len(steps) - 1) // max(1, parts) for part in range(parts + 1))
+    return [of_step[steps[place]] for place in places]
 
 
 def measure(pairs: dict[str, LogprobPair]) -> Measurement:
@@ -114,22 +115,13 @@ def measure(pairs: dict[str, LogprobPair]) -> Measurement:
 
 def effect(pairs: Iterable[LogprobPair], correction: Correction) -> Effect:
     """Average a correction's effect over batches, weighted by tokens; each is normalized alone."""
-    rows, weights = [], []
+    keys = ("clipped_fraction", "masked_fraction", "ess", "multiplier_mean")  # as `Effect`
+    rows, tokens = [], []
     for pair in pairs:
         found = correction_metrics(correct(pair, correction), pair, correction)
-        rows.append([found[f"correction/{key}"] for key in EFFECT_KEYS])
-        weights.append(float(pair.mask_BT.sum()))
-    total = math.fsum(weights)
-    columns = zip(*rows, strict=True)
-    return Effect(
-        *(
-            math.fsum(x * w for x, w in zip(column, weights, strict=True)) / total
-            for column in columns
-        )
-    )
-
-
-EFFECT_KEYS = ("clipped_fraction", "masked_fraction", "ess", "multiplier_mean")
+        rows.append([found[f"correction/{key}"] for key in keys])
+        tokens.append(int(pair.mask_BT.sum()))
+    return Effect(*np.average(rows, axis=0, weights=tokens).tolist())
 
 
 def by_position(
@@ -169,14 +161,11 @@ def by_length(pairs: Iterable[LogprobPair], parts: int = 4) -> Iterator[tuple[st
     ]
     sequences.sort(key=len)
     size = -(-len(sequences) // parts)
-    lasts = sorted({len(sequences[min(n, len(sequences)) - 1]) for n in _steps(size, parts)})
+    ends = (min(size * part, len(sequences)) for part in range(1, parts + 1))
+    lasts = sorted({len(sequences[end - 1]) for end in ends})
     for shortest, longest in zip([1, *(last + 1 for last in lasts)], lasts, strict=False):
         some = [each for each in sequences if shortest <= len(each) <= longest]
         yield f"{len(some[0])}-{len(some[-1])}", *_spread(torch.cat(some))
-
-
-def _steps(size: int, count: int) -> range:
-    return range(size, size * count + 1, size)
 
 
 def _spread(x_N: Tensor) -> tuple[float, float]:
@@ -248,7 +237,3 @@ def _padded(sequences: list[Tensor]) -> LogprobPair:
     length_B1 = torch.tensor([[len(each)] for each in sequences])
     mask_BT = torch.arange(log_ratio_BT.shape[1]) < length_B1
     return LogprobPair(log_ratio_BT, torch.zeros_like(log_ratio_BT), mask_BT)
-
-
-def _step_of(file: Path) -> int:
-    return int(file.stem.rpartition("step")[2])

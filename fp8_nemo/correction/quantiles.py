@@ -9,7 +9,6 @@ leaves the loss.
 from __future__ import annotations
 
 import bisect
-import math
 from argparse import ArgumentTypeError
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +24,7 @@ VETO = "min-token"
 
 
 class MeasureError(ValueError):
-    """Report that there is nothing to measure; one line."""
-
-
-class MeasurementError(ValueError):
-    """Report a file that is no measurement; one line."""
+    """Report that there is nothing to measure, or a file that is no measurement; one line."""
 
 
 def token_share(text: str) -> float:
@@ -105,21 +100,19 @@ def read_measurement(file: Path) -> Measurement:
     """Read back what `Measurement.to_json` gave.
 
     Raises:
-        MeasurementError: there is no such file, or it holds something else.
+        MeasureError: there is no such file, or it holds something else.
     """
     try:
         found = Measurement(**read_json(bytes_of(file)))
-        for statistic, points in found.quantiles.items():  # null: a ratio beyond all numbers
-            found.quantiles[statistic] = [math.inf if each is None else each for each in points]
         if any(len(points) != POINTS + 1 for points in found.quantiles.values()):
             raise ValueError("quantiles")
     except OSError as error:
-        raise MeasurementError(f"{file}: {str(error.strerror).lower()}") from None
+        raise MeasureError(f"{file}: {str(error.strerror).lower()}") from None
     except (ValueError, TypeError, AttributeError):
-        raise MeasurementError(f"{file}: is no measurement of measure_mismatch") from None
+        raise MeasureError(f"{file}: is no measurement of measure_mismatch") from None
     if missing := {*RATIOS, *DIVERGENCES, VETO}.difference(found.quantiles):
         lacks = f"{file}: is of another version, {', '.join(sorted(missing))} is missing"
-        raise MeasurementError(f"{lacks}; measure again")
+        raise MeasureError(f"{lacks}; measure again")
     return found
 
 
@@ -139,7 +132,7 @@ def verdict_of(correction: Correction) -> Verdict:
         return Verdict([], [])
     try:
         found = read_measurement(Path(correction.measurement))
-    except MeasurementError as error:
+    except MeasureError as error:
         remedy = f"write one with `{verb_line('measure_mismatch')} RUN_DIR`"
         key, text = "correction.measurement", str(error)
         return Verdict([Mistake(key, correction.measurement, text, remedy)], [])

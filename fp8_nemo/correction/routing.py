@@ -49,25 +49,17 @@ class RouteCount:
         return taken
 
 
-def replay_metrics(counted_2: Tensor, routes_BTLA: Tensor, lengths_B: Tensor) -> dict[str, float]:
+def replay_metrics(counted_2: Tensor, routes_BTLA: Tensor, routed_BT: Tensor) -> dict[str, float]:
     """Return the `replay/` keys of docs/metrics.md.
 
     Args:
         counted_2: what a `RouteCount` took in the logprob pass, of all ranks.
-        routes_BTLA: of the rollout, sequences from their first token on.
-        lengths_B: tokens of each; the last one was sampled and never sent to an expert.
+        routes_BTLA: of the rollout.
+        routed_BT: real tokens but a sequence's last, which was sampled and sent to no expert.
     """
-    places_T = torch.arange(routes_BTLA.shape[1], device=lengths_B.device)
-    routed_BT = places_T < (lengths_B - 1)[:, None]
-    return replay_shares(counted_2, is_missing(routes_BTLA), routed_BT)
-
-
-def replay_shares(counted_2: Tensor, missing_BTL: Tensor, routed_BT: Tensor) -> dict[str, float]:
-    """Return these shares of the tokens that a mask selects."""
     rerouted, compared = counted_2.tolist()
-    routes = int(routed_BT.sum()) * missing_BTL.shape[2]
-    missing = int((missing_BTL & routed_BT[..., None]).sum())
+    missing_RL = is_missing(routes_BTLA)[routed_BT]
     return {
         "replay/rerouted_fraction": rerouted / max(1, compared),
-        "replay/missing_fraction": missing / max(1, routes),
+        "replay/missing_fraction": int(missing_RL.sum()) / max(1, missing_RL.numel()),
     }

@@ -37,7 +37,7 @@ def convert(
         RunDirError: the run directory is damaged.
     """
     plan = read_plan(source) if (source / PLAN).is_file() else None
-    recipe = _recipe_of_run(source, plan, settings) if plan else _recipe_of(source, settings)
+    recipe = _recipe_of(source, plan, settings)
     texts = calibration_texts(recipe, calibrate)
     source = exported(source, plan) if plan else source  # once the line is known to be right
     calibration = calibration_of(recipe, source, texts, progress) if texts else None
@@ -47,14 +47,11 @@ def convert(
     return recipe.precision, errors
 
 
-def _recipe_of(source: Path, settings: list[str]) -> Recipe:
-    """Return what a checkpoint is to be converted to."""
-    return conversion_recipe(read_config(source)["num_hidden_layers"], settings)
-
-
-def _recipe_of_run(run_dir: Path, plan: Plan, settings: list[str]) -> Recipe:
-    """Return what a run's last checkpoint is to be converted to: as it was rolled out."""
-    last_checkpoint(run_dir, plan)  # refuses a run that has none
+def _recipe_of(source: Path, plan: Plan | None, settings: list[str]) -> Recipe:
+    """Return what a checkpoint is to be converted to; a run's last one: as it was rolled out."""
+    if plan is None:
+        return conversion_recipe(read_config(source)["num_hidden_layers"], settings)
+    last_checkpoint(source, plan)  # refuses a run that has none
     if not any(word.startswith("precision=") for word in settings):
         settings = [*_rolled_out(plan), *settings]
     return conversion_recipe(plan.recipe.model.shape.layers, settings)

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -45,6 +44,7 @@ from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.problems import Problem, Split, reward, working
 from fp8_nemo.runs.metrics import sync
 from fp8_nemo.runs.run_dir import new_staging
+from fp8_nemo.runs.terminal import console, tell
 
 SPECIALS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
@@ -90,22 +90,22 @@ def make(folder: Path, recipe: Recipe, problems: Split) -> None:
     how = teaching_for(problems.train, shape)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = new_model(shape, chat, recipe.seed)
-    console, every = Console(), max(1, how.steps // 10)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
+    shown, every = console(), max(1, how.steps // 10)
+    with Progress(console=shown, disable=not shown.is_terminal) as bar:
         task = bar.add_task(recipe.model.name, total=how.steps)
 
         def report(step: int, loss: float) -> None:
             """Move the bar, or print the line."""
-            shown = f"{recipe.model.name} loss {loss:.3f}"
-            bar.update(task, completed=step, description=shown)
-            if not console.is_terminal and step % every == 0:
-                console.print(f"{shown}  step {step}/{how.steps}", soft_wrap=True)
+            text = f"{recipe.model.name} loss {loss:.3f}"
+            bar.update(task, completed=step, description=text)
+            if not shown.is_terminal and step % every == 0:
+                tell(f"{text}  step {step}/{how.steps}")
 
         train_model(model, chat, problems.train, teaching=how, seed=recipe.seed, report=report)
     save_model(model, chat, folder)
     about = f"{model.num_parameters():,} parameters, weights {weights_digest(folder)}"
     share = sampled_right(model, chat, problems.validation[:GRADED], recipe.seed)
-    print(f"{folder}: {recipe.model.name}, {about}; {share:.0%} of its held-out answers are right")
+    tell(f"{folder}: {recipe.model.name}, {about}; {share:.0%} of its held-out answers are right")
 
 
 def make_chat() -> Chat:

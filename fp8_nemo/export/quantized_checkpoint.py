@@ -22,7 +22,6 @@ Shapes: O out features, I in features.
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,19 +46,13 @@ from fp8_nemo.export.source import (
     read_config,
     read_json,
 )
-from fp8_nemo.export.whole_files import (
-    PART,
-    part_of,
-    put,
-    without_parts,
-    write_json,
-    written,
-)
+from fp8_nemo.export.whole_files import PART, whole, without_parts, write_json, written
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.refit import encode, pieces_of
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options.precision import Precision
-from fp8_nemo.runs.metrics import make_folder, sha256_of
+from fp8_nemo.recipe.plain import sha256_of
+from fp8_nemo.runs.metrics import make_folder
 from fp8_nemo.runs.terminal import table
 
 BOOK = "quantization.json"
@@ -185,8 +178,11 @@ def _opened_book(
     A source is its configuration, and size and time of each shard: the KV scales are of all of it,
     so that a shard that is another now makes it another source.
     """
-    config = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
-    identity = {"config.json": config, "shards": {each.name: _fingerprint(each) for each in shards}}
+    stats = {each.name: each.stat() for each in shards}
+    identity = {
+        "config.json": sha256_of(source / "config.json"),
+        "shards": {name: [each.st_size, each.st_mtime_ns] for name, each in stats.items()},
+    }
     begun = {"source": identity, "settings": settings}
     if target.is_dir() and _is_begun(target):
         without_parts(target)
@@ -223,10 +219,6 @@ def _is_whole(file: Path, booked: dict[str, Any] | None) -> bool:
     return booked.get("sha256") in (None, sha256_of(file))
 
 
-def _fingerprint(file: Path) -> list[int]:
-    return [file.stat().st_size, file.stat().st_mtime_ns]
-
-
 def _convert(
     source: Path,
     target: Path,
@@ -257,11 +249,10 @@ def _convert(
                 if weights.is_fp8_weight(each, size, precision, layers):
                     errors.append(_error(each, group[each], values_of(made, precision)))
                 tensors |= {n: x.cpu().contiguous() for n, x in made.items()}
-    part = part_of(target)
-    save_file(tensors, part, metadata={"format": "pt"})
-    shutil.copymode(source, part)
-    digest = sha256_of(part)
-    put(part, target)
+    with whole(target) as part:
+        save_file(tensors, part, metadata={"format": "pt"})
+        shutil.copymode(source, part)
+        digest = sha256_of(part)
     progress(source.name, len(names), len(names))
     return {
         "sha256": digest,
@@ -296,9 +287,8 @@ def _error(name: str, weight: Tensor, values: Iterator[tuple[str, Tensor]]) -> W
 
 def _copy_rest(source: Path, target: Path) -> None:
     for file in _rest(source):
-        part = part_of(target / file.name)
-        shutil.copy(file, part)
-        put(part, target / file.name)
+        with whole(target / file.name) as part:
+            shutil.copy(file, part)
 
 
 def _rest(source: Path) -> Iterator[Path]:

@@ -5,16 +5,15 @@ Everything that a header or an index can say is checked before a weight is read.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from fp8_nemo.glue import wire as weights
+from fp8_nemo.recipe import plain
 from fp8_nemo.recipe.model_dir import damage
 from fp8_nemo.recipe.options.precision import Format, Precision
-from fp8_nemo.recipe.plain import bytes_of
 
 DTYPES = ("BF16", "F32")
 INDEX = "model.safetensors.index.json"
@@ -42,7 +41,7 @@ def read_config(source: Path) -> dict[str, Any]:
         raise ConversionError(f"{file}: model_type={family}, must be one of {families}")
     if not isinstance(config.get("num_hidden_layers"), int):
         raise ConversionError(f"{file}: has no num_hidden_layers")
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    return config
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def read_json(file: Path) -> dict[str, Any]:
         ConversionError: there is no such file, or nothing like it in it.
     """
     try:
-        found = json.loads(bytes_of(file))
+        found = plain.read_json(plain.bytes_of(file))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConversionError(

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from fp8_nemo.recipe.plain import to_json
-from fp8_nemo.runs.metrics import sync
+from fp8_nemo.runs.metrics import replaced
 
 PART = ".part"
 """Name of that folder; it is there only while something is written, or after a kill."""
@@ -45,27 +45,22 @@ def written(folder: Path) -> Iterator[None]:
             folder.rmdir()
 
 
-def part_of(file: Path) -> Path:
-    """Return where a file is to be written before `put` gives it its place."""
-    (file.parent / PART).mkdir(exist_ok=True)
-    return file.parent / PART / file.name
-
-
-def put(part: Path, file: Path) -> None:
-    """Give what `part_of` named its place, once it is on the disk.
+@contextmanager
+def whole(file: Path) -> Iterator[Path]:
+    """Yield where to write a file that gets its place once it is whole and on disk.
 
     Raises:
         OSError: the disk is full, or fails.
     """
-    sync(part)
-    part.rename(file)
+    part = file.parent / PART / file.name
+    part.parent.mkdir(exist_ok=True)
+    with replaced(file, part):
+        yield part
     with suppress(OSError):  # something else is being written
         part.parent.rmdir()
-    sync(file.parent)
 
 
 def write_json(file: Path, content: Any) -> None:
     """Replace a file by an object, whole."""
-    part = part_of(file)
-    part.write_text(to_json(content, indent=1) + "\n")
-    put(part, file)
+    with whole(file) as part:
+        part.write_text(to_json(content, indent=1) + "\n")

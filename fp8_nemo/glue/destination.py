@@ -190,16 +190,12 @@ class Sample:
 
 def spec_of(tensor: Tensor) -> WireSpec:
     """Return type and shape of a tensor as the wire names them."""
-    return WireSpec(dtype_of(tensor), tuple(tensor.shape))
-
-
-def dtype_of(tensor: Tensor) -> str:
-    """Return a tensor's type as the wire names it: `float8_e4m3fn`."""
-    return _dtype(tensor.dtype)
+    return WireSpec(wire_dtype(tensor.dtype), tuple(tensor.shape))
 
 
 @cache
-def _dtype(dtype: torch.dtype) -> str:
+def wire_dtype(dtype: torch.dtype) -> str:
+    """Return a type as the wire names it: `float8_e4m3fn`."""
     return str(dtype).removeprefix("torch.")
 
 

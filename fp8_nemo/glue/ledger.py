@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.destination import Destination, dtype_of
+from fp8_nemo.glue.destination import Destination, wire_dtype
 from fp8_nemo.glue.digest import Placed, digests_of, placed
 from fp8_nemo.glue.manifest import (
     KV_SUFFIXES,
@@ -81,7 +81,7 @@ class Ledger:
     Args:
         expected: what the wire brings, from `wire.wire_specs`.
         destination: the engine's tensors. Their form may differ from what is sent: an engine that
-            quantizes for itself receives BF16. Without a destination, only the wire is proven.
+            quantizes for itself receives BF16.
         verify: `bytes` or `names`.
         number: of this refit, by the receiver's count.
     """
@@ -89,7 +89,7 @@ class Ledger:
     def __init__(
         self,
         expected: Mapping[str, WireSpec],
-        destination: Destination | None = None,
+        destination: Destination,
         *,
         verify: str = "bytes",
         number: int = 0,
@@ -103,21 +103,15 @@ class Ledger:
         """Known once `close` has read it."""
         self.sentinel = False
         self.arrived_digests, self.loaded_digests = _Digests(), _Digests()
-        self.otherwise: Collection[str] = ()
+        here, held = destination.here, destination.held
+        others = {name for name in here if expected.get(name) != here[name]}
+        made_here = [name for name in others if expected.get(name) != held[name]]
+        self.otherwise = others | {*destination.staged}
         """Names that the engine holds in part, or in another form than they arrive in."""
-        self.poisoned: Collection[str] = ()
-        self.before: list[Tensor] = []
+        self.poisoned: Collection[str] = made_here if self.is_digested else here.keys()
+        self.before = destination.sample.read() if number != 1 else []
         """Sampled bytes of the engine's linears, from before the refit; of a first one, none."""
-        if destination is None:
-            self.otherwise = expected.keys()
-        else:
-            here, held = destination.here, destination.held
-            others = {name for name in here if expected.get(name) != here[name]}
-            made_here = [name for name in others if expected.get(name) != held[name]]
-            self.otherwise = others | {*destination.staged}
-            self.poisoned = made_here if self.is_digested else here.keys()
-            self.before = destination.sample.read() if number != 1 else []
-            destination.poison(self.poisoned)
+        destination.poison(self.poisoned)
 
     def receive(self, name: str, tensor: Tensor) -> bool:
         """Record one arrival and return whether the engine must now load the tensor.
@@ -144,8 +138,8 @@ class Ledger:
         """
         some = self._otherwise(tensors)
         self.arrived_digests.book([name for name, _ in some], [placed(x, x.shape) for _, x in some])
-        if held := self.destination and self.destination.held:
-            self.loading([(name, x) for name, x in some if held.get(name) == self.expected[name]])
+        held = self.destination.held
+        self.loading([(name, x) for name, x in some if held.get(name) == self.expected[name]])
 
     def loading(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Digest this engine's part of each tensor that it is about to load.
@@ -153,10 +147,9 @@ class Ledger:
         `arrived` calls it. A receiver that quantizes or repacks what arrived calls it with the
         result.
         """
-        if to := self.destination:
-            some = self._otherwise(tensors)
-            parts = [to.placed(n, x[to.parts[n].of_wire or ...]) for n, x in some]
-            self.loaded_digests.book([name for name, _ in some], parts)
+        some, to = self._otherwise(tensors), self.destination
+        parts = [to.placed(n, x[to.parts[n].of_wire or ...]) for n, x in some]
+        self.loaded_digests.book([name for name, _ in some], parts)
 
     def close(self, look: Callable[[], Destination] | None = None) -> RefitProof:
         """Check the whole refit with one read on the host, and return its proof.
@@ -172,28 +165,28 @@ class Ledger:
         if problems := self._known_problems():
             raise RefitError(problems)
         opened = self.destination
-        now = look() if opened and look else opened
+        now = look() if look else opened
         numbers = self._ask(now)
         # The device digests the engine meanwhile.
-        moved = [*_moved(opened, now)] if opened and now else []
-        held = opened.held if opened else self.expected
-        named = {*held, *(opened.staged if opened else ())}
+        moved = [*_moved(opened, now)]
+        named = {*opened.held, *opened.staged}
         scaled = {weights.weight_of(name) for name in named if weights.weight_of(name) != name}
         verified = sum(name in scaled for name in self.received)
         found = self._read(numbers, now)
         if problems := self._wire_problems(found):
             raise RefitError(problems)
         wanted = self._wanted(found)
-        if now and (problems := [*moved, *self._engine_problems(found, wanted, now)]):
+        if problems := [*moved, *self._engine_problems(found, wanted, now)]:
             raise RefitError(problems)
-        sent = self.manifest.digests if self.manifest else []
+        assert self.manifest is not None  # `_wire_problems` has refused a stream without one
+        sent = self.manifest.digests
         return RefitProof(
             bytes=sum(self.received.values()),
             verified_weights=verified,
             equal_digests=len(wanted.keys() & found.held.keys()),
             sent=struct.pack(f"{len(sent)}q", *sent),
             changed=sum(found.changed.values()),
-            sampled=opened.sample.bytes if opened and self.before else 0,
+            sampled=opened.sample.bytes if self.before else 0,
         )
 
     def wire_problems(self) -> list[str]:
@@ -206,7 +199,7 @@ class Ledger:
             return "unknown name"
         if name in self.received:
             return "sent twice"
-        if (dtype := dtype_of(tensor)) != spec.dtype:
+        if (dtype := wire_dtype(tensor.dtype)) != spec.dtype:
             return f"wrong dtype {dtype}, expected {spec.dtype}"
         if tensor.shape != spec.shape:
             return f"wrong shape {list(tensor.shape)}, expected {list(spec.shape)}"
@@ -248,7 +241,7 @@ class Ledger:
             of_engine.append(now.digests())
         if now and now.kv_scales:
             of_engine.append(now.kv_bits())
-        if now and self.destination and self.before:
+        if now and self.before:
             of_engine.append(self.destination.sample.changed(self.before))
         return torch.cat(
             [manifest, *self.arrived_digests.tensors, *self.loaded_digests.tensors, *of_engine]

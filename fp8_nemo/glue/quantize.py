@@ -223,26 +223,17 @@ def _bf16(weight_OI: Tensor) -> Tensor:
 
 
 def _quantize_in_torch(weight_OI: Tensor, pow2: bool, nonfinite: Tensor) -> Fp8Weight:
-    O, I = weight_OI.shape[-2:]
     value_OI = weight_OI.to(torch.bfloat16).float()
-    padded_OI = pad(value_OI, (0, -I % BLOCK, 0, -O % BLOCK))
-    amax_PQ = _blocks(padded_OI).abs().amax(dim=(-3, -1))
+    amax_PQ = _blocks(value_OI).abs().amax(dim=(-3, -1))
     nonfinite.logical_or_(~torch.isfinite(amax_PQ).all())
     scale_PQ, scale_inv_PQ = exact_scales(amax_PQ, torch.bfloat16, pow2)
-    scaled_OI = (_blocks(padded_OI) * scale_PQ[..., :, None, :, None]).reshape(padded_OI.shape)
-    fp8_OI = _saturating_cast(scaled_OI[..., :O, :I])
+    fp8_OI = _saturating_cast(_scaled(value_OI, scale_PQ))
     return Fp8Weight(fp8_OI.contiguous(), scale_inv_PQ)
 
 
 def dequantize_blocks(fp8_weight: Fp8Weight) -> Tensor:
     """Return the FP32 values `[..., O, I]` that the bytes and scales represent."""
-    fp8_OI, scale_inv_PQ = fp8_weight
-    O, I = fp8_OI.shape[-2:]
-    if O % BLOCK == 0 and I % BLOCK == 0:
-        blocks = _blocks(fp8_OI.float())
-        return (blocks * scale_inv_PQ[..., :, None, :, None]).reshape(fp8_OI.shape)
-    scale_inv_OI = scale_inv_PQ.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
-    return fp8_OI.float() * scale_inv_OI[..., :O, :I]
+    return _scaled(fp8_weight.fp8_OI.float(), fp8_weight.scale_inv_PQ)
 
 
 def quantize_groups(x_TI: Tensor, *, pow2: bool = False) -> Fp8Groups:
@@ -300,9 +291,18 @@ def exact_scales(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, 
     return scale, torch.ones_like(scale) / scale
 
 
-def _blocks(padded_OI: Tensor) -> Tensor:
-    """Return a view of `[..., O, I]` as `[..., P, 128, Q, 128]`."""
+def _blocks(x_OI: Tensor) -> Tensor:
+    """Return `[..., O, I]`, filled up with zeros, as `[..., P, 128, Q, 128]`."""
+    O, I = x_OI.shape[-2:]
+    padded_OI = pad(x_OI, (0, -I % BLOCK, 0, -O % BLOCK))
     return padded_OI.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+
+
+def _scaled(x_OI: Tensor, scale_PQ: Tensor) -> Tensor:
+    """Return `[..., O, I]`, each block times its scale."""
+    O, I = x_OI.shape[-2:]
+    blocks = _blocks(x_OI) * scale_PQ[..., :, None, :, None]
+    return blocks.flatten(-2).flatten(-3, -2)[..., :O, :I]
 
 
 def _saturating_cast(scaled: Tensor) -> Tensor:

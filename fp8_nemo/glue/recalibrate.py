@@ -183,6 +183,18 @@ def check_scales(scales: Mapping[str, float], num_layers: int, groups: int = 1) 
     return found
 
 
+def change_metrics(
+    amax_L3: Tensor, before: dict[str, float], after: dict[str, float]
+) -> dict[str, float]:
+    """Return the `recalibrate/` keys of docs/metrics.md; none before the first scales."""
+    if not before:
+        return {}
+    return {
+        "recalibrate/saturated_fraction": saturated_fraction(amax_L3, before),
+        "recalibrate/max_drift": max_drift(before, after),
+    }
+
+
 def saturated_fraction(amax_L3: Tensor, scales: dict[str, float]) -> float:
     """Return the share of the 3L ranges that exceeded `448 * scale` of the current scales."""
     groups = amax_L3.shape[-1] // 3

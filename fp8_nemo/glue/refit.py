@@ -23,22 +23,11 @@ from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.digest import digests_of, placed
-from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, manifest
 from fp8_nemo.glue.quantize import QUANTIZERS, plain_dtype
 from fp8_nemo.glue.recalibrate import RecalibrateError, check_scales
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.recipe.options.precision import Precision
-
-__all__ = [
-    "Ledger",
-    "RefitError",
-    "RefitProof",
-    "encode",
-    "in_groups",
-    "refit_stream",
-    "with_noise",
-]
 
 GROUP_BYTES = 2**28
 """Trainer weights that wait for one launch: 256 MiB, 0.2% of a GPU, a layer of 8B or of experts."""

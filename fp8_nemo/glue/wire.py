@@ -53,11 +53,8 @@ _FUSED = {
 """Projection to vLLM's module that holds its out-features, and all that are held there in order."""
 _SLABS = {"mlp.experts.gate_up_proj": _GATE_UP, "mlp.experts.down_proj": _DOWN}
 """Slab of experts in transformers to the projections that are stacked in it."""
-_EXPERTS = {
-    **dict.fromkeys(_GATE_UP, ("w13_weight", _GATE_UP)),
-    **dict.fromkeys(_DOWN, ("w2_weight", _DOWN)),
-}
-"""Projection of experts to vLLM's slab, and all that are stacked in it."""
+EXPERT_SLABS = dict.fromkeys(_GATE_UP, "w13_weight") | dict.fromkeys(_DOWN, "w2_weight")
+"""Projection of experts to vLLM's slab, in which those of its `fused_module` are stacked."""
 _CUT_ALONG_IN = {"o_proj", "down_proj"}
 """Projections of which a tensor-parallel rank holds some in-features; of others, some out."""
 _NEVER_FP8 = {"mlp.gate", "mlp.shared_expert_gate"}
@@ -158,11 +155,6 @@ def fused_with(name: str) -> tuple[str, ...]:
         return (name,)
     stem = module.removesuffix(projection)
     return tuple(f"{stem}{each}.{kind}" for each in fused_module(projection)[1])
-
-
-def expert_slab(projection: str) -> tuple[str, tuple[str, ...]]:
-    """Return vLLM's slab that holds an expert's projection, and all projections in it."""
-    return _EXPERTS[projection]
 
 
 def is_cut_along_in(projection: str) -> bool:

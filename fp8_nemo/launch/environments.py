@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8_nemo.launch import probe
-from fp8_nemo.nemo.worker_settings import PLUGIN, WorkerSettings, own_folder
+from fp8_nemo.nemo.worker_settings import OUR_WORKERS, PLUGIN, WorkerSettings, own_folder
 from fp8_nemo.nemo_config.checkout import read_host
 from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, root_of
 from fp8_nemo.nemo_config.own.loss import native_correction
@@ -26,12 +26,6 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.runs.frozen_code import is_clone, write_metadata
 
-WORKERS = {
-    "policy": "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
-    "vLLM": "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker",
-}
-"""Full names of the workers that have environments of their own in NeMo RL's container."""
-ASYNCHRONOUS = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
 PROBE_LIMIT = 45  # seconds that an interpreter may take to say what it has
 IMAGE_COMMIT = "NEMO_RL_COMMIT"
 """Variable of NeMo RL's image: the commit that it was built of (its Dockerfile)."""
@@ -49,7 +43,8 @@ def settings_of(recipe: Recipe) -> WorkerSettings:
 
 def workers_of(recipe: Recipe) -> dict[str, str]:
     """Return the full names of NeMo RL's workers whose environments a run of this recipe needs."""
-    return WORKERS | ({"vLLM": ASYNCHRONOUS} if recipe.grpo.is_asynchronous else {})
+    policy, engine, asynchronous = OUR_WORKERS
+    return {"policy": policy, "vLLM": asynchronous if recipe.grpo.is_asynchronous else engine}
 
 
 def interpreters(plan: Plan) -> dict[str, str]:

@@ -28,9 +28,9 @@ from fp8_nemo.recipe.model_dir import SHIPPED
 RESOURCE = "slurm-"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Hold a cluster or wait for one, and return the exit code."""
-    command, *words = sys.argv[1:] if arguments is None else arguments
+    command, *words = sys.argv[1:]
     return hold() if command == "hold" else wait(int(words[0]), words[1:])
 
 

@@ -31,6 +31,7 @@ from fp8_nemo.launch.engine_checks import (
 )
 from fp8_nemo.launch.environments import settings_of, workers_of
 from fp8_nemo.launch.ray_cluster import open_for_anyone, outside_code
+from fp8_nemo.nemo.worker_settings import OUR_WORKERS
 from fp8_nemo.nemo_config.checkout import config_of
 from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.nemo_config.own.environments import classes
@@ -344,8 +345,6 @@ def _register_workers(needed: Iterable[str]) -> None:
     from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
     from nemo_rl.utils.venvs import create_local_venv_on_each_node
 
-    from fp8_nemo.nemo.policy import OUR_WORKERS
-
     for stock in needed:
         ours = OUR_WORKERS[stock]
         executable = ACTOR_ENVIRONMENT_REGISTRY[stock]
@@ -358,8 +357,6 @@ def _register_workers(needed: Iterable[str]) -> None:
 def our_generation_worker() -> Iterator[None]:
     """Let NeMo RL make our vLLM workers where it would make its own (seam engine-worker)."""
     from nemo_rl.models.generation.vllm import vllm_generation
-
-    from fp8_nemo.nemo.policy import OUR_WORKERS
 
     stock = vllm_generation.resolve_generation_worker_cls
 

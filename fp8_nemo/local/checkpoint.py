@@ -17,8 +17,7 @@ from torch import Tensor
 
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.local.policy import Policy
-from fp8_nemo.recipe.plain import read_json, to_json
-from fp8_nemo.runs.metrics import sha256_of
+from fp8_nemo.recipe.plain import read_json, sha256_of, to_json
 from fp8_nemo.runs.run_dir import checkpoint_step, new_checkpoint
 
 TENSORS, STATE = "state.safetensors", "state.json"

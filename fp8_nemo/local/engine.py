@@ -54,10 +54,6 @@ class Batch:
         """Return the response part of the rectangle."""
         return self.tokens_BT[:, -self.response_mask_BR.shape[1] :]
 
-    def rows(self, start: int, stop: int) -> Batch:
-        """Return some of the sequences."""
-        return self.of(slice(start, stop))
-
     def of(self, rows: slice | Tensor) -> Batch:
         """Return the sequences of a slice, or where a mask is true."""
         fields: dict[str, Any] = {

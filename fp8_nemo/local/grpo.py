@@ -32,7 +32,7 @@ from fp8_nemo.correction.correct import (
 from fp8_nemo.correction.measure import packed, pair_file
 from fp8_nemo.correction.metrics import changed_bytes
 from fp8_nemo.correction.mismatch import LogprobPair, length_metrics, mismatch_metrics
-from fp8_nemo.correction.routing import RouteCount, is_missing, replay_shares
+from fp8_nemo.correction.routing import RouteCount, replay_metrics
 from fp8_nemo.correction.update import policy_ratio
 from fp8_nemo.glue import recalibrate
 from fp8_nemo.glue.refit import refit_stream, with_noise
@@ -176,7 +176,8 @@ class GrpoLoop:
                 self.policy.warm_up(step - 1, warmup)
             with clock("train"):
                 row |= self._update(batch, advantages, train_BR, reference_BR, multiplier)
-            row |= sampled | rollout_metrics(rollout.batch, self.settled.response_tokens)
+            lengths_B = rollout.batch.response_mask_BR.sum(1)
+            row |= sampled | length_metrics(lengths_B, self.settled.response_tokens)
             row |= mismatch_metrics(pair) | correction_metrics(
                 multiplier, pair, self.recipe.correction
             )
@@ -249,7 +250,7 @@ class GrpoLoop:
             return {}
         routed_BT = batch.mask_BT.clone()
         routed_BT[:, -1] = False
-        return replay_shares(self.routes.take(), is_missing(batch.routes_BTLA), routed_BT)
+        return replay_metrics(self.routes.take(), batch.routes_BTLA, routed_BT)
 
     def _update(
         self,
@@ -301,7 +302,7 @@ class GrpoLoop:
                     bool(algorithm.token_level_loss),
                 )
 
-            norms.append(self.policy.update(batch.rows(whole.start, whole.stop), loss_of))
+            norms.append(self.policy.update(batch.of(whole), loss_of))
         largest = max((norm for norm in norms if norm is not None), default=0.0)
         return {"train/grad_norm": largest} | self._scale_metrics(norms) | moved.row()
 
@@ -316,15 +317,12 @@ class GrpoLoop:
         """Set the first scales, before any response: ranges of prompts, with more room."""
         prompts = self.settled.prompts_per_step
         prompts = [self.chat.prompt(each.input) for each in self._problems_of(0, prompts)]
-        self._observe_prompts(prompts)
-        settings = self.recipe.glue.recalibrate
-        return recalibrate.kv_scales(self.progress.observer.read(), settings.first_margin)
-
-    def _observe_prompts(self, prompts: list[list[int]]) -> None:
         tokens_BT, mask_BT = pad_left(prompts, self.chat.pad, self.policy.device)
         last_B1 = tokens_BT[:, -1:]
         batch = Batch(tokens_BT, mask_BT, torch.ones_like(last_B1).bool(), last_B1.float())
         self.policy.logprobs(batch, self.progress.observer)
+        settings = self.recipe.glue.recalibrate
+        return recalibrate.kv_scales(self.progress.observer.read(), settings.first_margin)
 
     def _recalibrate(self, batch: Batch) -> dict[str, float]:
         """Set new scales from this step's ranges; return how the scales in force did."""
@@ -333,10 +331,7 @@ class GrpoLoop:
             self.policy.logprobs(batch, observer)
         amax_SL3, before = observer.read(), self.progress.kv_scales
         self.progress.kv_scales = recalibrate.kv_scales(amax_SL3, settings.margin)
-        return {
-            "recalibrate/saturated_fraction": recalibrate.saturated_fraction(amax_SL3[0], before),
-            "recalibrate/max_drift": recalibrate.max_drift(before, self.progress.kv_scales),
-        }
+        return recalibrate.change_metrics(amax_SL3[0], before, self.progress.kv_scales)
 
     def _refit(self, trained: int) -> dict[str, float]:
         recipe, verify = self.recipe, self.recipe.glue.verify
@@ -367,11 +362,6 @@ class GrpoLoop:
         problems = self.problems.validation[:VALIDATION_PROBLEMS]
         generator = torch.Generator(self.policy.device).manual_seed(self.recipe.seed)
         return self._answered(problems, generator).right_B.mean().item()
-
-
-def rollout_metrics(batch: Batch, longest: int) -> dict[str, float]:
-    """Describe what is learned from: lengths, answers that the longest length cut."""
-    return length_metrics(batch.response_mask_BR.sum(1), longest)
 
 
 class Clock:

@@ -210,4 +210,4 @@ def micro_batches(batch: Batch) -> Iterator[Batch]:
     """Yield rows of at most `TOKENS_PER_MICRO_BATCH` tokens, padding counted."""
     size = max(1, TOKENS_PER_MICRO_BATCH // batch.tokens_BT.shape[1])
     for start in range(0, len(batch.tokens_BT), size):
-        yield batch.rows(start, start + size)
+        yield batch.of(slice(start, start + size))

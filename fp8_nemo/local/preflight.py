@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fp8_nemo.plan.model import position_mistakes
 from fp8_nemo.plan.plan import Plan
-from fp8_nemo.recipe.model_dir import damage, model_mistakes, model_path, positions
+from fp8_nemo.recipe.model_dir import damage, known_positions, model_mistakes, model_path
 from fp8_nemo.recipe.own.reward import reward_problems
 from fp8_nemo.recipe.problems import (
     TRAIN_FILE,
@@ -44,7 +44,7 @@ def problems_with(plan: Plan) -> list[str]:
 def _long_prompts(plan: Plan) -> Iterator[str]:
     """Yield each file whose prompts have, with their answers, no place in the model's positions."""
     folder, data = model_path(plan.recipe.model), plan.recipe.data
-    most, answer = positions(folder), plan.settled.response_tokens
+    most, answer = known_positions(plan.recipe), plan.settled.response_tokens
     if most is None:
         return
     for file in (TRAIN_FILE, VALIDATION_FILE) if not data.is_made else ():

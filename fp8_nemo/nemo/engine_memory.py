@@ -12,7 +12,6 @@ Shapes: O out features, I in features, E experts; scales are of blocks of 128.
 # vLLM stands on the path of a run, not of a type check.
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,10 +20,11 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue.destination import Destination, Part
+from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.wire import (
     BLOCK,
+    EXPERT_SLABS,
     WireSpec,
-    expert_slab,
     fused_module,
     is_cut_along_in,
     is_fp8_weight,
@@ -33,12 +33,12 @@ from fp8_nemo.glue.wire import (
     scale_name,
     wire_specs,
 )
-from fp8_nemo.nemo.marlin.layout import arriving, by_parameter, modules, repacked
+from fp8_nemo.nemo.marlin.layout import arriving, modules, repacked
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Precision
 
-OWN_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
+OWN_SCALES = (*KV_SUFFIXES, ".prob_scale")
 """Parameters of vLLM's attention, which it reads into buffers of its own."""
 EXPERTS = (".mlp.experts.routed_experts", ".mlp.experts")
 """What vLLM 0.25 and 0.20 call the module that holds a layer's experts."""
@@ -223,9 +223,9 @@ def _expert_place(
     layer, number, projection = expert
     local = number if rank.experts is None else rank.experts[layer][number]
     cut = rank if rank.experts is None else Rank()
-    slab, together = expert_slab(projection)
-    modules = (f"model.layers.{layer}{suffix}.{slab}" for suffix in EXPERTS)
-    parameter = next((name for name in modules if name in parameters), None)
+    _, together = fused_module(projection)
+    slabs = (f"model.layers.{layer}{suffix}.{EXPERT_SLABS[projection]}" for suffix in EXPERTS)
+    parameter = next((name for name in slabs if name in parameters), None)
     if parameter is None:
         return None
     if is_cut_along_in(projection):
@@ -294,8 +294,10 @@ class EngineMemory:
         """What vLLM repacked for a kernel, by parameter, and the wire names that fill it."""
         plain = self.precision.plain.dtype
         found = modules(self.shape, self.precision)
-        specs = [by_parameter(repacked(each, plain), each) for each in found]
-        return dict(ChainMap(*specs)), {name for each in found for name in arriving(each)}
+        specs: dict[str, WireSpec] = {}
+        for each in found:
+            specs |= {f"{each.path}.{name}": spec for name, spec in repacked(each, plain).items()}
+        return specs, {name for each in found for name in arriving(each)}
 
     def sent(self, precision: Precision) -> dict[str, WireSpec]:
         """Return what the wire brings in a precision; cached: 37,000 tensors take 0.2 s."""

@@ -32,11 +32,10 @@ from fp8_nemo.glue.quantize import FP8_MAX
 from fp8_nemo.glue.recalibrate import (
     AmaxObserver,
     RecalibrateError,
+    change_metrics,
     check_scales,
     kv_scales,
-    max_drift,
     real_rows,
-    saturated_fraction,
 )
 from fp8_nemo.glue.wire import kv_scale_names
 from fp8_nemo.recipe.options.precision import Recalibrate
@@ -118,12 +117,7 @@ class KvScales:
 
     def _put_in_force(self, scales: dict[str, float], amax_L3: Tensor) -> dict[str, float]:
         before, self.in_force = self.in_force, scales
-        if not before:
-            return {}
-        return {
-            "recalibrate/saturated_fraction": saturated_fraction(amax_L3, before),
-            "recalibrate/max_drift": max_drift(before, scales),
-        }
+        return change_metrics(amax_L3, before, scales)
 
 
 def ranges_of(scales: dict[str, float], margin: float) -> Tensor:
@@ -183,7 +177,8 @@ class _Watch:
     ) -> None:
         """Observe one layer's micro-batch, Q, K and V `[R, H, D]` or `[T, S, H, D]`; a hook."""
         query, packed = arguments[0], options.get("packed_seq_params")
-        first, count = self.seen[layer], query.shape[1] if packed is None else _sequences(packed)
+        count = query.shape[1] if packed is None else len(_starts(packed)) - 1
+        first = self.seen[layer]
         self.seen[layer] += count
         if self.seen[layer] > len(self.lengths):
             raise RecalibrateError(
@@ -218,10 +213,6 @@ def attentions(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     for name, module in model.named_modules():
         if name.endswith("self_attention") and hasattr(module, "core_attention"):
             yield int(module.layer_number) - 1, module.core_attention  # type: ignore[arg-type]
-
-
-def _sequences(packed: Any) -> int:
-    return len(_starts(packed)) - 1
 
 
 def _starts(packed: Any) -> Tensor:

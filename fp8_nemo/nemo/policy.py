@@ -50,17 +50,8 @@ from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.kv_scales import KvScales
 from fp8_nemo.nemo.step_metrics import OPENED
-from fp8_nemo.nemo.worker_settings import WorkerSettings
+from fp8_nemo.nemo.worker_settings import WORKER, WorkerSettings
 
-WORKER = "fp8_nemo.nemo.policy_worker.Fp8PolicyWorker"
-OUR_WORKERS = {
-    "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker": WORKER,
-    "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker":
-        "fp8_nemo.nemo.generation_worker.Fp8GenerationWorker",
-    "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker":
-        "fp8_nemo.nemo.generation_worker.Fp8AsyncGenerationWorker",
-}  # fmt: skip
-"""Ray actors of ours by NeMo RL's, in whose Python environment each runs."""
 RANGES = "fp8_nemo_ranges.json"
 """Beside a checkpoint's weights: ranges and scales, so that a resumed run starts with them."""
 
@@ -74,7 +65,7 @@ class WatchedPolicy(Policy):
     """
 
     def __init__(self, settings: WorkerSettings, **arguments: Any) -> None:
-        self.settings, self.correction = settings, settings.correction
+        self.settings = settings
         self.row: dict[str, float] = {}
         self.refit_info: dict[str, Any] = {}
         self.proofs: Callable[[], list[dict[str, Any]]] = list
@@ -94,9 +85,9 @@ class WatchedPolicy(Policy):
             LogprobError: a logprob of a real token is not finite.
             RefitError: engines took different weights from different ranks of the trainer.
         """
-        pair = logprob_pair(data)
-        multiplier = correct(pair, self.correction)
-        self.row |= mismatch_metrics(pair) | correction_metrics(multiplier, pair, self.correction)
+        pair, correction = logprob_pair(data), self.settings.correction
+        multiplier = correct(pair, correction)
+        self.row |= mismatch_metrics(pair) | correction_metrics(multiplier, pair, correction)
         self.row |= advantage_metrics(multiplier, pair, data["advantages"][:, 1:])
         longest = self.cfg["generation"]["max_new_tokens"]
         full_B = data["input_lengths"] >= self.cfg["max_total_sequence_length"]
@@ -105,9 +96,11 @@ class WatchedPolicy(Policy):
         self.row |= refit_metrics(self.proofs(), self.refit_info)
         if self.settings.replays and self.settings.needs_plugin:
             counted_2 = torch.tensor(self.run_all_workers_single_data("fp8_nemo_take_routes")[0])
-            self.row |= replay_metrics(counted_2, data["routed_experts"], data["input_lengths"])
+            routes_BTLA, last_B1 = data["routed_experts"], data["input_lengths"][:, None] - 1
+            routed_BT = torch.arange(routes_BTLA.shape[1], device=last_B1.device) < last_B1
+            self.row |= replay_metrics(counted_2, routes_BTLA, routed_BT)
         if not self.settings.loss_corrects:
-            data = corrected(data, multiplier, self.correction.renormalize_denominator)
+            data = corrected(data, multiplier, correction.renormalize_denominator)
         if self.settings.needs_plugin:
             loss_fn = watched_loss(loss_fn)
         results = super().train(data, loss_fn, *arguments, **options)

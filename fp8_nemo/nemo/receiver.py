@@ -162,7 +162,8 @@ class Refit:
             engine.look_again()
             _clear_kv_scales(engine.attentions)
             if settings.glue.verify != "off":
-                self.ledger = _open(engine, settings, number)
+                sent, now = engine.sent(settings.wire_precision), engine.last_seen()
+                self.ledger = Ledger(sent, now, verify=settings.glue.verify, number=number)
                 if torch.cuda.is_available():  # NCCL's receiver loads on streams of its own
                     torch.cuda.synchronize()  # so the poison must be in before
         except Exception as error:  # raised when the stream has ended
@@ -263,15 +264,6 @@ def _reason(error: Exception) -> str:
     [*_, at] = traceback.extract_tb(error.__traceback__)
     notes = getattr(error, "__notes__", [])
     return ", ".join([f"{text} at {at.filename}:{at.lineno}, `{at.line}`", *notes])
-
-
-def _open(engine: EngineMemory, settings: WorkerSettings, number: int) -> Ledger:
-    return Ledger(
-        engine.sent(settings.wire_precision),
-        engine.last_seen(),
-        verify=settings.glue.verify,
-        number=number,
-    )
 
 
 def _clear_kv_scales(of: Sequence[Any]) -> None:

@@ -24,6 +24,16 @@ VARIABLE = "FP8_NEMO_WORKERS"
 PLUGIN = "fp8_nemo"
 """Our entry point of the group `PLUGINS`, by which vLLM finds our receiver."""
 PLUGINS = "vllm.general_plugins"
+WORKER = "fp8_nemo.nemo.policy_worker.Fp8PolicyWorker"
+OUR_WORKERS = {
+    "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker": WORKER,
+    "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker":
+        "fp8_nemo.nemo.generation_worker.Fp8GenerationWorker",
+    "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker":
+        "fp8_nemo.nemo.generation_worker.Fp8AsyncGenerationWorker",
+}  # fmt: skip
+"""Ray actors of ours by NeMo RL's, in whose Python environment each runs: policy, vLLM, and vLLM's
+asynchronous engine."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fp8_nemo.nemo_config.host import MAIN, ROOT_VARIABLE, Host, HostError, root_of
@@ -65,14 +65,14 @@ class Bases(dict[str, Mapping[str, Any]]):
         """Load a base file when it is first asked for.
 
         Raises:
-            HostError: as `load_base`.
+            HostError: as `_read_base`.
         """
-        self[path] = leaves(load_base(self.root, path))
+        self[path] = leaves(_plain(_read_base(self.root, path)))
         return self[path]
 
 
-def load_base(root: Path, path: str) -> dict[str, Any]:
-    """Load one base YAML as nested plain data, with the checkout's own loader.
+def _read_base(root: Path, path: str) -> DictConfig:
+    """Read one base YAML, which resolves, with the checkout's own loader.
 
     Raises:
         HostError: there is no such file, or it cannot be read.
@@ -83,10 +83,17 @@ def load_base(root: Path, path: str) -> dict[str, Any]:
     loader = _config_module(root)
     loader.register_omegaconf_resolvers()
     try:
-        content = OmegaConf.to_container(loader.load_config(str(file)), resolve=True)
+        config = loader.load_config(str(file))
+        _plain(config)
     except (OmegaConfBaseException, ValueError) as error:
         first = str(error).splitlines()[0]
         raise HostError(f"model.base_config={path}: cannot be read ({first})") from error
+    return config
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    """Return a configuration as nested plain data, its interpolations resolved."""
+    content = OmegaConf.to_container(config, resolve=True)
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
 
@@ -99,19 +106,16 @@ def config_of(root: Path, base_config: str, written: Mapping[str, Any]) -> dict[
     Raises:
         HostError: a key that the base does not have, or a base that cannot be read.
     """
-    loader, declared = _config_module(root), _declared(root)
-    load_base(root, base_config)
-    config = loader.load_config(str(root / base_config))
+    config, declared = _read_base(root, base_config), _declared(root)
     OmegaConf.set_struct(config, True)
     for key, value in written.items():
         try:
             text = escape_interpolation(value)
             OmegaConf.update(config, key, text, force_add=may_be_added(key, declared))
         except OmegaConfBaseException as error:
-            raise HostError(f"{base_config}: {key}={value} does not fit: {error}") from error
-    content = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(content, dict)
-    return {str(key): value for key, value in content.items()}
+            why = str(error).splitlines()[0]
+            raise HostError(f"{base_config}: {key}={value} does not fit: {why}") from error
+    return _plain(config)
 
 
 @lru_cache

@@ -100,10 +100,6 @@ class Host:
         """Return the leaves of a base YAML; empty without a checkout."""
         return {} if self.bases is None else self.bases[path]
 
-    def has(self, path: str, key: str) -> bool:
-        """Return whether a base YAML has a leaf; true without a checkout."""
-        return self.bases is None or key in self.bases[path]
-
 
 def root_of(recipe: Recipe) -> Path | None:
     """Return the checkout that a recipe names, else the environment's; None if there is none."""

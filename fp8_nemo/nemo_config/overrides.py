@@ -9,7 +9,6 @@ Folders are added last, when it is known where a run stands (`path_overrides`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,7 @@ from fp8_nemo.nemo_config.own.asynchronous import asynchronous_keys
 from fp8_nemo.nemo_config.own.environments import reward_keys, reward_paths
 from fp8_nemo.nemo_config.own.fp16 import fp16_keys
 from fp8_nemo.nemo_config.own.layouts import layout_keys
-from fp8_nemo.nemo_config.own.loss import algorithm_keys, loss_keys, native_correction
-from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
-from fp8_nemo.recipe.mistake import Mistake
+from fp8_nemo.nemo_config.own.loss import algorithm_keys, loss_keys
 from fp8_nemo.recipe.model_dir import model_path
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.options.training import Lora
@@ -64,38 +61,8 @@ VLLM_CACHE = {"bf16": "auto", "fp16": "auto", "fp8": "fp8"}
 """`vllm_cfg.kv_cache_dtype` by the format of the cache."""
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """What NeMo RL is handed: `Configuration({"grpo.seed": 42}, {}, loss_corrects=True)`."""
-
-    keys: dict[str, Any]
-    """Every key that the cell sets, but folders; the user's own replace ours."""
-    environment: dict[str, str]
-    """Of the driver's process; its workers inherit it. Never a secret."""
-    loss_corrects: bool
-    """NeMo RL's own loss applies the correction; else the advantages carry it."""
-    mistakes: tuple[Mistake, ...] = ()
-    """What is wrong with the keys that the user gave under `nemo`."""
-
-
-def configure(settled: Settled, host: Host) -> Configuration:
-    """Write the configuration of a run, and list the mistakes in the user's part of it.
-
-    Args:
-        settled: the run's recipe, with the user's own keys.
-        host: the NeMo RL whose base YAML has the other keys.
-    """
-    ours = _keys_of(settled, host)
-    return Configuration(
-        ours | dict(settled.own),
-        _environment_variables(settled),
-        native_correction(settled.recipe) is not None,
-        tuple(own_key_mistakes(settled, ours, host)),
-    )
-
-
-def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
-    """Return every key that this cell sets, without folders and the user's own keys."""
+def keys_of(settled: Settled, host: Host) -> dict[str, Any]:
+    """Return every key that a cell sets, but folders; the user's own then replace ours."""
     recipe = settled.recipe
     base = recipe.model.base_config or ""
     there = host.leaves(base)
@@ -119,11 +86,12 @@ def _keys_of(settled: Settled, host: Host) -> dict[str, Any]:
         **fp16_keys(recipe.precision),
         VALIDATION_BATCH: settled.validation_problems,  # one batch of all
     }
-    lacking = [key for key in ONLY_IF_KNOWN if not host.has(base, key)]
+    lacking = set(ONLY_IF_KNOWN).difference(there) if host.bases is not None else ()
     return {key: value for key, value in written.items() if key not in lacking}
 
 
-def _environment_variables(settled: Settled) -> dict[str, str]:
+def environment_variables(settled: Settled) -> dict[str, str]:
+    """Return those of the driver's process, which its workers inherit; never a secret."""
     recipe = settled.recipe
     found = {
         "TORCH_CUDA_ARCH_LIST": ARCHITECTURES[recipe.cluster.gpu],  # seam architectures

@@ -11,15 +11,15 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.keys import ABSENT, OPTIONAL, OURS, PINNED, may_be_added
+from fp8_nemo.nemo_config.keys import ABSENT, OURS, PINNED, may_be_added
+from fp8_nemo.nemo_config.own.loss import given_options
 from fp8_nemo.nemo_config.seams import ENGINE, GRPO
 from fp8_nemo.nemo_config.versions import Source
 from fp8_nemo.recipe.mistake import Mistake
-from fp8_nemo.recipe.plain import leaves, to_json
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.recipe.settled import Settled
 
 ROOTS = {"": (GRPO, "MasterConfig"), "policy.generation.": (f"{ENGINE}/config.py", "VllmConfig")}
@@ -51,10 +51,10 @@ def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> I
     base, refused = settled.recipe.model.base_config or "", PINNED | ABSENT
     there = {**ours, **host.leaves(base)}
     known = {*host.declared, *OURS, *refused, *there}
-    options = _options_given(settled)
+    options = given_options(settled.recipe)
     for key, value in settled.own.items():
         named, kinds = f"nemo.{key}", host.declared.get(key)
-        if option := OURS.get(key) or options.get(key):
+        if option := OURS.get(key) or options.get(key, ("",))[0]:
             yield Mistake(named, value, f"is written by {option}", "set that instead")
         elif key in refused and value != refused[key][0]:
             allowed, reason = refused[key]
@@ -73,12 +73,6 @@ def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> I
         elif not kinds and not _is_like(value, there.get(key)):
             kind = type(there[key]).__name__
             yield Mistake(named, value, f"must be of type {kind}, as {there[key]!r} is")
-
-
-def _options_given(settled: Settled) -> dict[str, str]:
-    """Name, by NeMo RL's key, the options that are not null and write it."""
-    given = leaves(asdict(settled.recipe))
-    return {key: name for name, keys in OPTIONAL.items() if given[name] is not None for key in keys}
 
 
 def fits(value: Any, kinds: str) -> bool:

@@ -208,8 +208,8 @@ class Defect(NamedTuple):
     name: str
     is_in: Callable[[Source], bool]
     """Whether a checkout has it, by its source."""
-    limit: Callable[[Settled, bool], Limit]
-    """What it forbids; told whether the host has it."""
+    limit: Callable[[Settled], Limit]
+    """What it forbids where a host has it."""
 
 
 def _drops_kv_scales(source: Source) -> bool:
@@ -218,13 +218,13 @@ def _drops_kv_scales(source: Source) -> bool:
     return not any(keyword.arg == "kv_scales" for call in sends for keyword in call.keywords)
 
 
-def _without_fp8_kv(settled: Settled, has: bool) -> Limit:
+def _without_fp8_kv(settled: Settled) -> Limit:
     precision = settled.recipe.precision
     alike = "fp8-e2e" if precision.train.is_quantized else "fp8-linear"
     return Limit(
         "precision.rollout_kv",
         precision.rollout_kv,
-        has and precision.cache.is_quantized and settled.shares_gpus,
+        precision.cache.is_quantized and settled.shares_gpus,
         "this NeMo RL drops the KV scales on the way to the engine, which runs with 1.0",
         f"v0.7.0: {SEAMS['drops-kv-scales'].path}",
         f"{LATER}precision={alike} (rollout_kv=bf16)",
@@ -237,12 +237,12 @@ def _appends_bf16_layers(source: Source) -> bool:
     return any("_get_params_in_layers" in ast.dump(call) for call in appends)
 
 
-def _without_bf16_layers(settled: Settled, has: bool) -> Limit:
+def _without_bf16_layers(settled: Settled) -> Limit:
     precision = settled.recipe.precision
     return Limit(
         BF16_LAYERS,
         precision.bf16_layers,
-        has and precision.rollout.is_quantized and precision.bf16_layers > 0,
+        precision.rollout.is_quantized and precision.bf16_layers > 0,
         "this NeMo RL quantizes the layers that should stay BF16",
         f"v0.7.0: {FP8}, bf16_params.append",
         f"{LATER}set both to 0",
@@ -263,12 +263,12 @@ def _breaks_pow2(source: Source) -> bool:
     return calls_itself or any(len(call.args) > 1 for call in _calls(source.tree(FP8), "append"))
 
 
-def _without_pow2(settled: Settled, has: bool) -> Limit:
+def _without_pow2(settled: Settled) -> Limit:
     precision = settled.recipe.precision
     return Limit(
         "precision.scales",
         precision.scales,
-        has and bool(precision.rollout.block) and precision.scales == "pow2",
+        bool(precision.rollout.block) and precision.scales == "pow2",
         "this NeMo RL's rollout stops at powers of two: a TypeError, or RecursionError",
         f"{FP8}, v0.7.0: vllm_patches.append, main 7ea279a: per_token_group_quant_fp8",
         "set precision.scales=fp32",
@@ -280,11 +280,11 @@ def _always_moves_optimizer(source: Source) -> bool:
     return "offload_optimizer_for_refit" not in source.text(MEGATRON_SETUP)
 
 
-def _without_kept_optimizer(settled: Settled, has: bool) -> Limit:
+def _without_kept_optimizer(settled: Settled) -> Limit:
     return Limit(
         "nemo.policy.offload_optimizer_for_refit",
         not settled.layout.keeps_optimizer,
-        has and settled.layout.keeps_optimizer and settled.shares_gpus,
+        settled.layout.keeps_optimizer and settled.shares_gpus,
         "this NeMo RL always moves the optimizer to the host",
         "v0.7.0: nemo_rl/models/policy/workers/megatron_policy_worker.py, offload_before_refit",
         f"{LATER}leave it out",
@@ -297,13 +297,13 @@ def _loses_hf_overrides(source: Source) -> bool:
     return "vllm_kwargs.update(fp8_kwargs)" in ast.unparse(worker)
 
 
-def _without_hf_overrides(settled: Settled, has: bool) -> Limit:
+def _without_hf_overrides(settled: Settled) -> Limit:
     policy = settled.recipe.nemo.get("policy")
     given = policy.get("hf_config_overrides") if isinstance(policy, dict) else None
     return Limit(
         "nemo.policy.hf_config_overrides",
         given,
-        has and bool(given) and settled.recipe.precision.rollout.is_quantized,
+        bool(given) and settled.recipe.precision.rollout.is_quantized,
         "this NeMo RL's FP8 rollout goes without them, the trainer with them",
         f"v0.7.0: {SEAMS['hf-overrides'].path}, vllm_kwargs.update(fp8_kwargs)",
         f"{LATER}write them into a copy of the model's config.json",
@@ -318,12 +318,12 @@ def _pins_another_vllm(source: Source) -> bool:
     return source.vllm != TRIED_VLLM
 
 
-def _without_alignment(settled: Settled, has: bool) -> Limit:
+def _without_alignment(settled: Settled) -> Limit:
     precision = settled.recipe.precision
     return Limit(
         "precision.align",
         precision.align,
-        has and precision.is_aligned,
+        precision.is_aligned,
         f"was tried with vLLM {TRIED_VLLM} alone, and this NeMo RL pins another",
         "v0.7.0: pyproject.toml, vllm==0.20.0",
         f"{LATER}set precision.align=none",
@@ -335,23 +335,23 @@ def _ends_with_its_data(source: Source) -> bool:
     return "class CyclingDataLoader" not in source.text("nemo_rl/data/dataloader.py")
 
 
-def _without_asynchronous(settled: Settled, has: bool) -> Limit:
+def _without_asynchronous(settled: Settled) -> Limit:
     return Limit(
         "grpo.max_sample_age",
         settled.recipe.grpo.max_sample_age,
-        has and settled.recipe.grpo.is_asynchronous,
+        settled.recipe.grpo.is_asynchronous,
         "this NeMo RL's asynchronous loop ends with an error after one pass of the data",
         "v0.7.0: nemo_rl/data/dataloader.py, CyclingDataLoader",
         f"{LATER}set null",
     )
 
 
-def _without_four_bits(settled: Settled, has: bool) -> Limit:
+def _without_four_bits(settled: Settled) -> Limit:
     precision = settled.recipe.precision
     return Limit(
         "precision.rollout_linear",
         precision.rollout_linear,
-        has and precision.rollout.group > 0,
+        precision.rollout.group > 0,
         f"was tried with vLLM {TRIED_VLLM} alone, and this NeMo RL pins another",
         "v0.7.0: pyproject.toml, vllm==0.20.0",
         f"{LATER}choose precision=fp8-linear",
@@ -377,7 +377,8 @@ MAIN_DEFECTS = frozenset({POW2_BROKEN})
 def defect_limits(settled: Settled, defects: frozenset[str]) -> Iterator[Limit]:
     """Yield the limit of each known defect; it counts as kept if the host lacks the defect."""
     for each in DEFECTS:
-        yield each.limit(settled, each.name in defects)
+        limit = each.limit(settled)
+        yield limit._replace(broken=limit.broken and each.name in defects)
 
 
 def _functions(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

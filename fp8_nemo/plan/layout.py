@@ -103,7 +103,8 @@ def _choice(settled: Settled) -> Choice:
 def _candidates(settled: Settled, host: Host) -> Iterator[Layout]:
     """Yield every way to spread the model that NeMo RL takes, with its best batches and cache."""
     recipe, given = settled.recipe, settled.layout
-    open_keys = {key for key, value in _given(settled) if value is None}
+    typed = vars(recipe.model.parallel) | vars(recipe.model.memory)
+    open_keys = {key for key, value in typed.items() if value is None}
     ranks = [each if key in open_keys else (getattr(given, key),) for key, each in RANKS.items()]
     own, kept = settled.own, recipe.model.memory.optimizer
     keeps = [given.keeps_optimizer]
@@ -156,10 +157,3 @@ def _with_cache(settled: Settled) -> Layout:
 
 def _free(settled: Settled, phase: str) -> float:
     return memory_per_gpu(settled).headroom(phase)
-
-
-def _given(settled: Settled) -> Iterator[tuple[str, object]]:
-    """Yield the recipe's own layout numbers by their names in `Layout`."""
-    model = settled.recipe.model
-    for group in (model.parallel, model.memory):
-        yield from vars(group).items()

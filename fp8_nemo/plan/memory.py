@@ -148,13 +148,11 @@ def _merging(settled: Settled) -> float:
 
 def _trainer(settled: Settled, own: Held) -> dict[str, float]:
     """Return the parts in bytes of a trainer that has everything on its GPU, between passes."""
-    precision = settled.recipe.precision
-    fp8 = precision.train.is_quantized
     return {
         "weights": 2 * own.held,
         "gradients": _gradient_bytes(settled) * own.trained,
-        "optimizer": (12 if precision.keeps_masters else 10) * own.spread,
-        "FP8 copies": 2 * own.held * own.quantized if fp8 else 0.0,
+        "optimizer": (12 if settled.recipe.precision.keeps_masters else 10) * own.spread,
+        "FP8 copies": own.copies,
         "allowance": ALLOWANCE_GIB * GIB,
     }
 
@@ -174,11 +172,10 @@ def _training(settled: Settled, own: Held) -> dict[str, float]:
 def _kept(settled: Settled, own: Held) -> dict[str, float]:
     """Return the parts in bytes of the trainer's state that stay while the engine works."""
     precision = settled.recipe.precision
-    fp8 = precision.train.is_quantized
     return {
         "masters": 4 * own.spread if precision.keeps_masters else 0.0,
-        "their gradients": 4 * own.spread if fp8 else 0.0,
-        "FP8 copies": 2 * own.held * own.quantized if fp8 else 0.0,
+        "their gradients": 4 * own.spread if precision.train.is_quantized else 0.0,
+        "FP8 copies": own.copies,
         "moments": _moments(settled) * own.spread if settled.layout.keeps_optimizer else 0.0,
     }
 
@@ -225,7 +222,7 @@ def kv_cache_tokens(settled: Settled, memory: MemoryByPhase) -> int:
 
 
 class Held(NamedTuple):
-    """Count what one GPU's trainer holds: `Held(8.0e9, 8.0e9, 1.0e9, 0.87)`."""
+    """Count what one GPU's trainer holds: `Held(8.0e9, 8.0e9, 1.0e9, 1.4e10)`."""
 
     held: float
     """Parameters on it, adapters included."""
@@ -233,8 +230,8 @@ class Held(NamedTuple):
     """Of these, the trained ones: all, or the adapters."""
     spread: float
     """Parameters whose optimizer state it has."""
-    quantized: float
-    """Share of all that FP8 training quantizes."""
+    copies: float
+    """Bytes of an FP8 trainer's copies of its linear weights, in both directions."""
 
 
 def _held(settled: Settled) -> Held:
@@ -247,7 +244,8 @@ def _held(settled: Settled) -> Held:
         in_dense, in_expert = adapter_parameters(shape, lora)
         trained, spread = _shares(settled, in_dense, in_expert * settled.layout.expert)
         held += trained
-    return Held(held, trained, spread, quantized / (dense + expert))
+    share = quantized / (dense + expert) if settled.recipe.precision.train.is_quantized else 0.0
+    return Held(held, trained, spread, 2 * held * share)
 
 
 def _shares(settled: Settled, dense: float, expert: float) -> tuple[float, float]:

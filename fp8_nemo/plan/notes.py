@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from fp8_nemo.nemo_config.own.loss import native_correction
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.memory import HEADROOM, MemoryByPhase, memory_per_gpu
 from fp8_nemo.plan.model import adapters
@@ -30,13 +31,12 @@ STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05
 """NeMo RL's own (conf/glue/stock.yaml)."""
 
 
-def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> Iterator[str]:
+def nemo_notes(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
     """List the notes on a run inside NeMo RL.
 
     Args:
         settled: the run's recipe.
         memory: `memory_per_gpu` of the run.
-        loss_corrects: NeMo RL's own loss applies the correction.
     """
     yield from _recalibrate_notes(settled)
     recipe = settled.recipe
@@ -50,7 +50,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase, loss_corrects: bool) -> 
     if SHARE in settled.own and settled.layout.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
     one_ratio = recipe.algorithm.filled.sequence_level_importance_ratios
-    if recipe.correction.name != "none" and not loss_corrects:
+    if recipe.correction.name != "none" and native_correction(recipe) is None:
         name = recipe.correction.name + (" with one ratio a sequence" if one_ratio else "")
         yield f"correction: NeMo RL has no {name}, it multiplies the advantages"
     if recipe.glue.transfer == "fp8" and not recipe.glue.sends_fp8:

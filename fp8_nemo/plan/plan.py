@@ -21,8 +21,9 @@ from typing import Any
 
 from fp8_nemo.nemo_config.host import MAIN, Host, base_of
 from fp8_nemo.nemo_config.limits import format_mistakes, host_mistakes
-from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, configure
+from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, environment_variables, keys_of
 from fp8_nemo.nemo_config.seams import SEAMS
+from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import MemoryByPhase, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.model import adapters
@@ -215,25 +216,26 @@ def _nemo_plan(recipe: Recipe, host: Host, layout: Layout | None) -> Plan:
     chooses = recipe.model.layout == "auto"
     if chooses and layout is None and (choices := choose(settled, host)):
         settled = dataclasses.replace(settled, layout=choices[0].layout)
-    nemo = configure(settled, host)
+    ours = keys_of(settled, host)
+    written = ours | dict(settled.own)
     _refuse([
         *_batch_mistakes(settled),
         *_container_mistakes(recipe.cluster),
         *host_mistakes(settled, host),
-        *nemo.mistakes,
+        *own_key_mistakes(settled, ours, host),
     ])  # fmt: skip
     memory = memory_per_gpu(settled)
-    _refuse([*_small_cache(settled, memory), *_no_validation(nemo.keys)])
+    _refuse([*_small_cache(settled, memory), *_no_validation(written)])
     return Plan(
         _cell(recipe),
         "nemo",
         settled.recipe,
-        notes=(*host.notes, *nemo_notes(settled, memory, nemo.loss_corrects)),
+        notes=(*host.notes, *nemo_notes(settled, memory)),
         nemo=NemoPlan(
             host.name,
             base,
-            nemo.keys,
-            nemo.environment,
+            written,
+            environment_variables(settled),
             settled.layout._asdict() if chooses else None,
         ),
     )

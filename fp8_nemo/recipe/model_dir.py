@@ -16,7 +16,7 @@ from fp8_nemo.recipe.options.model import Model
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.options.training import TASKS, Data
 from fp8_nemo.recipe.own.model import NUMBERS, shape_of
-from fp8_nemo.recipe.plain import bytes_of, leaves, read_json
+from fp8_nemo.recipe.plain import bytes_of, leaves, read_json, sha256_of
 
 SHIPPED = Path(__file__).parent / "models"
 NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -47,14 +47,9 @@ def weights_digest(folder: Path) -> str:
     """Return the digest of a model's weight files' names and bytes: equal for equal starts."""
     digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     with ThreadPoolExecutor() as pool:  # one thread hashes 1.2 GB a second
-        for path, found in zip(paths, pool.map(_file_digest, paths), strict=True):
-            digest.update(path.name.encode() + found)
+        for path, found in zip(paths, pool.map(sha256_of, paths), strict=True):
+            digest.update(path.name.encode() + bytes.fromhex(found))
     return digest.hexdigest()[:12]
-
-
-def _file_digest(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
 
 
 def model_mistakes(recipe: Recipe, *, pads: bool) -> Iterator[Mistake]:
@@ -145,12 +140,6 @@ def _tokenizer_mistakes(folder: Path) -> Iterator[Mistake]:
                 yield Mistake("model.path", folder, text, "copy it again")
 
 
-def positions(folder: Path) -> int | None:
-    """Return the positions of a model in a folder, `max_position_embeddings`; None if unsaid."""
-    found = _read_object(folder / "config.json").get("max_position_embeddings")
-    return found if type(found) is int else None
-
-
 def known_config(recipe: Recipe) -> dict[str, Any]:
     """Return the `config.json` that a run reads, from its folder or the hub's cache; else empty.
 
@@ -158,7 +147,7 @@ def known_config(recipe: Recipe) -> dict[str, Any]:
     """
     if _overrides_config(recipe):
         return {}
-    if recipe.model.hub_id:
+    if recipe.model.hub_id and recipe.chosen_backend == "nemo":
         return cached_config(recipe.model.hub_id)
     try:
         return _read_object(model_path(recipe.model) / "config.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import math
 import re
@@ -30,6 +31,12 @@ def bytes_of(file: Path) -> bytes:
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise OSError(errno.EINVAL, "is a pipe or a device, not a file")
     return file.read_bytes()
+
+
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hex."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_json(text: str | bytes) -> Any:

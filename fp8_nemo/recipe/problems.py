@@ -18,6 +18,7 @@ import hashlib
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -227,7 +228,7 @@ def _sum_of(numbers: Sequence[int]) -> Problem:
 
 def _parse(line: str, where: str) -> Problem:
     try:
-        fields = json.loads(line, object_pairs_hook=_Once)
+        fields = json.loads(line, object_pairs_hook=_once)
     except _TwiceError as error:
         raise DataError(f'{where}: has "{error}" twice; leave one') from None
     except (ValueError, RecursionError):
@@ -249,14 +250,12 @@ class _TwiceError(ValueError):
     """Name a key that an object has twice: some readers take the first, some the last."""
 
 
-class _Once(dict[str, object]):
-    """Hold a JSON object whose keys differ."""
-
-    def __init__(self, pairs: list[tuple[str, object]]) -> None:
-        super().__init__(pairs)
-        for key in self:
-            if sum(key == each for each, _ in pairs) > 1:
-                raise _TwiceError(key)
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object whose keys differ."""
+    for key, times in Counter(key for key, _ in pairs).items():
+        if times > 1:
+            raise _TwiceError(key)
+    return dict(pairs)
 
 
 def shared_problems(data: Data) -> tuple[int, int]:

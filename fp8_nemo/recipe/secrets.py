@@ -100,7 +100,7 @@ def _secrets_at(key: str, value: Any, looks: re.Pattern[str]) -> Iterator[str]:
     name, text = key.rpartition(".")[2].replace("-", "_"), str(value)
     assigned = [each for each in ASSIGNED.findall(text) if SECRET_VARIABLE.fullmatch(each)]
     if OF_ENVIRONMENT in text:
-        yield _frozen(key)
+        yield f"{key}: {OF_ENVIRONMENT} gives it a variable's value, {KEPT}"
     elif value is not None and looks.fullmatch(name):
         yield f"{key}: looks like a secret, {KEPT}"
     elif assigned:
@@ -109,7 +109,3 @@ def _secrets_at(key: str, value: Any, looks: re.Pattern[str]) -> Iterator[str]:
         yield f"{key}: gives {assigned[0]} a value, {kept}"
     elif SECRET_VALUE.search(text) or (key.startswith("cluster.") and IN_SHELL.search(text)):
         yield f"{key}: holds what looks like a secret, {KEPT}"
-
-
-def _frozen(key: str) -> str:
-    return f"{key}: {OF_ENVIRONMENT} gives it a variable's value, {KEPT}"

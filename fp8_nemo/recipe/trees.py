@@ -21,7 +21,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from fp8_nemo.recipe.mistake import as_typed, printable
+from fp8_nemo.recipe.mistake import as_typed
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.secrets import OF_ENVIRONMENT, unparsed
 
@@ -52,7 +52,7 @@ def read_word(
     try:
         return parser.parse_override(text)
     except HydraException:
-        raise WordError(printable(unparsed(text, _why(text, options())))) from None
+        raise WordError(unparsed(text, _why(text, options()))) from None
 
 
 def _why(text: str, options: Mapping[str, list[str]]) -> str:

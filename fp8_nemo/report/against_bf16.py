@@ -105,9 +105,6 @@ class AgainstBaseline:
             return below
         return "equal" if abs(found.mean - none) + found.half <= equal else "open"
 
-    def _beside_baseline(self) -> str:
-        return f", BF16's {self.baseline_kl.mean:{KL_FORMAT}}" if self.baseline_kl else ""
-
     def __str__(self) -> str:
         said = []
         if self.accuracy:
@@ -115,9 +112,8 @@ class AgainstBaseline:
         elif self.finished < self.seeds:
             said.append("no accuracy before both have finished")
         if self.kl:
-            said.append(
-                f"KL {self.kl.text(KL_FORMAT)}{self._beside_baseline()}; worst step {self.health}"
-            )
+            of = f", BF16's {self.baseline_kl.mean:{KL_FORMAT}}" if self.baseline_kl else ""
+            said.append(f"KL {self.kl.text(KL_FORMAT)}{of}; worst step {self.health}")
         if self.step:
             said.append(f"step {self.step.text('.2f')} times as fast ({self.speed_word})")
         if self.rollout:

@@ -10,7 +10,6 @@ validation) is a dash, never a zero. A damaged run directory is named, the other
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -215,7 +214,7 @@ def compare(runs: Iterable[FinishedRun], damaged: Iterable[str] = ()) -> Compari
     """
     runs, groups = list(runs), defaultdict(list)
     for run in runs:
-        groups[json.dumps(run.settings, sort_keys=True, allow_nan=False)].append(run)
+        groups[frozenset(run.settings.items())].append(run)
     repeated = [line for group in groups.values() for line in _drop_repeated(group)]
     runs = [run for group in groups.values() for run in group]
     labels = _labels([group[0] for group in groups.values()])

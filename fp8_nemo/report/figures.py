@@ -89,10 +89,8 @@ def draw(curve: Curve, comparison: Comparison, width: float) -> Figure | None:
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     axes = figure.subplots()
     for index in seen:
-        cell = comparison.cells[index]
-        if len(series) <= MOST_RUNS:
-            _draw_seeds(axes, cell, index, curve, neighbours)
-        _draw_mean(axes, cell, index, curve, neighbours, labels[index])
+        cell, with_seeds = comparison.cells[index], len(series) <= MOST_RUNS
+        _draw_cell(axes, cell, index, curve, neighbours, labels[index], with_seeds)
     step = "step" if neighbours == 1 else f"step (a point is the mean of {neighbours})"
     axes.set(xlabel=step, yscale=curve.scale)
     axes.set_title(curve.axis, loc="left", fontsize=10)
@@ -199,32 +197,23 @@ def _legend_height(labels: list[str], columns: int) -> float:
     return 0.22 * max(sum(1 + label.count("\n") for label in side) for side in sides)
 
 
-def _draw_seeds(axes: Axes, cell: Cell, index: int, curve: Curve, width: int) -> None:
-    """Draw the seeds of a cell, if it has several, as thin lines."""
-    seeds = [series for run in cell.runs if (series := run.series(curve.key))]
-    for series in seeds if len(seeds) > 1 else ():
-        color = OKABE_ITO[index % len(OKABE_ITO)]
-        points = _points(series, width, _apart(curve, cell))
-        axes.plot(*points, color=color, linewidth=0.7, alpha=0.4)
-
-
-def _draw_mean(axes: Axes, cell: Cell, index: int, curve: Curve, width: int, label: str) -> None:
-    """Draw the mean of a cell's seeds as a thick line, as far as every seed goes."""
-    seeds = [series for run in cell.runs if (series := run.series(curve.key))]
+def _draw_cell(
+    axes: Axes, cell: Cell, index: int, curve: Curve, width: int, label: str, with_seeds: bool
+) -> None:
+    """Draw the mean of a cell's seeds as a thick line, as far as all go; several as thin lines."""
     color, dashes, marker = (each[index % len(each)] for each in (OKABE_ITO, DASHES, MARKERS))
+    apart = cell.runs[0].recipe.grpo.validate_every if curve.key == "val/accuracy" else 1
+    seeds = [series for run in cell.runs if (series := run.series(curve.key))]
+    for series in seeds if with_seeds and len(seeds) > 1 else ():
+        axes.plot(*_points(series, width, apart), color=color, linewidth=0.7, alpha=0.4)
     shared = sorted(set.intersection(*map(set, seeds)))
     mean = {step: fmean(each[step] for each in seeds) for step in shared}
-    steps, means = _points(mean, width, _apart(curve, cell))
+    steps, means = _points(mean, width, apart)
     every = max(1, len(steps) // 8)
     axes.plot(
         steps, means, color=color, linestyle=dashes, marker=marker, linewidth=2, markersize=5,
         markevery=[*range(index % every, len(steps), every), *_alone(means)], label=label,
     )  # fmt: skip
-
-
-def _apart(curve: Curve, cell: Cell) -> int:
-    """Return how far apart two neighbours of a curve are at most: beyond it a point is missing."""
-    return cell.runs[0].recipe.grpo.validate_every if curve.key == "val/accuracy" else 1
 
 
 def _points(series: Mapping[int, float], width: int, apart: int) -> tuple[list[float], list[float]]:

@@ -14,6 +14,7 @@ from fp8_nemo.recipe.compose import ComposeError, compose, option_folder, option
 from fp8_nemo.recipe.options.correction import DIVERGENCES, RATIOS, Correction
 from fp8_nemo.runs.metrics import write_whole
 from fp8_nemo.runs.run_dir import report_dir
+from fp8_nemo.runs.terminal import table
 
 if TYPE_CHECKING:  # the verb has looked for torch before anything here is called
     from fp8_nemo.correction.mismatch import LogprobPair
@@ -42,51 +43,46 @@ def _distribution(pairs: Collection[LogprobPair], measurement: Measurement) -> T
     from fp8_nemo.correction.measure import by_length, by_position
 
     title = f"mismatch of {measurement.tokens:,} tokens in {measurement.sequences:,} sequences"
-    table = _empty_table(title, "tokens", "KL (k3)", "p99 |log ratio|")
     parts = {
         "all at": by_position(pairs, parts=1),
         "position": by_position(pairs),
         "length": by_length(pairs),
     }
-    for what, rows in parts.items():
-        for name, kl, p99 in rows:
-            table.add_row(f"{what} {name}", f"{kl:.2e}", f"{p99:.3f}")
-    return table
+    rows = [
+        (f"{what} {name}", f"{kl:.2e}", f"{p99:.3f}")
+        for what, found in parts.items()
+        for name, kl, p99 in found
+    ]
+    return table(title, ("tokens", "KL (k3)", "p99 |log ratio|"), rows)
 
 
 def _effects(pairs: Collection[LogprobPair]) -> Table:
     """Lay out what every option of conf/correction would do to these batches."""
     from fp8_nemo.correction.measure import effect
 
-    table = _empty_table(
-        "what each correction would do", "correction", "clips", "rejects", "ESS", "mean multiplier"
-    )
+    rows = []
     for name in option_names("correction"):
         try:
             [recipe] = compose([f"correction={name}", "correction.measurement=null"])
         except ComposeError as error:  # a site's own file
-            table.add_row(name, error.lines[0])
+            rows.append((name, error.lines[0], "", "", ""))
             continue
         found = effect(pairs, recipe.correction)
-        table.add_row(
-            name,
-            f"{found.clipped:.2%}",
-            f"{found.rejected:.2%}",
-            f"{found.ess:.4f}",
-            f"{found.mean:.4f}",
-        )
-    return table
+        shares = f"{found.clipped:.2%}", f"{found.rejected:.2%}"
+        rows.append((name, *shares, f"{found.ess:.4f}", f"{found.mean:.4f}"))
+    heads = ("correction", "clips", "rejects", "ESS", "mean multiplier")
+    return table("what each correction would do", heads, rows)
 
 
 def _proposals(measurement: Measurement, reject: float) -> Table:
     """Lay out for every statistic the bounds that reject the wanted share."""
-    title = f"bounds that reject {reject:.2%} of these tokens"
-    table = _empty_table(title, "correction.mask", "low", "high", "rejects")
+    rows = []
     for name in (*RATIOS, *DIVERGENCES):
         low, high = measurement.bounds(name, reject)
         share = measurement.rejected(Correction(mask=name, low=low, high=high))
-        table.add_row(name, "" if low is None else f"{low:.6g}", f"{high:.6g}", f"{share:.2%}")
-    return table
+        rows.append((name, "" if low is None else f"{low:.6g}", f"{high:.6g}", f"{share:.2%}"))
+    title = f"bounds that reject {reject:.2%} of these tokens"
+    return table(title, ("correction.mask", "low", "high", "rejects"), rows)
 
 
 def write_measurement(measurement: Measurement, measured: Path) -> Path:
@@ -145,10 +141,3 @@ def write_option(
     ]
     write_whole(path, "\n".join(lines) + "\n")
     return [path]
-
-
-def _empty_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table

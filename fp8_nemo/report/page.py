@@ -89,39 +89,20 @@ def write_pages(
 
     Raises:
         OSError: there is nowhere to write.
-        ModuleNotFoundError: an extra is not installed.
-    """
-    above = Path(os.path.commonpath([path.resolve() for path in paths]))
-    folder = report_dir(short_path(above) if above != Path(above.anchor) else Path())
-    yield write_markdown(comparison, folder, command)
-    if with_html:
-        yield write_html(comparison, folder, command)
-
-
-def write_markdown(comparison: Comparison, folder: Path, command: str) -> Path:
-    """Write `report.md` and its figures; return the page.
-
-    Raises:
         ModuleNotFoundError: matplotlib, an extra that the table does not need.
     """
     from fp8_nemo.report.figures import save_figures
 
-    page = folder / "report.md"
-    write_whole(page, to_markdown(comparison, save_figures(comparison, folder), command))
-    return page
+    above = Path(os.path.commonpath([path.resolve() for path in paths]))
+    folder = report_dir(short_path(above) if above != Path(above.anchor) else Path())
+    figures = save_figures(comparison, folder)
+    write_whole(folder / "report.md", to_markdown(comparison, figures, command))
+    yield folder / "report.md"
+    if with_html:
+        from fp8_nemo.report.html.render import to_html
 
-
-def write_html(comparison: Comparison, folder: Path, command: str) -> Path:
-    """Write `report.html`, one file with everything inside; return it.
-
-    Raises:
-        ModuleNotFoundError: matplotlib, an extra that the table does not need.
-    """
-    from fp8_nemo.report.html.render import to_html
-
-    page = folder / "report.html"
-    write_whole(page, to_html(comparison, command))
-    return page
+        write_whole(folder / "report.html", to_html(comparison, command))
+        yield folder / "report.html"
 
 
 def choice(comparison: Comparison) -> str:
@@ -224,13 +205,12 @@ def _state(run: FinishedRun) -> str:
 
 def health(comparison: Comparison) -> str:
     """Sum up the health of each run that was not always healthy."""
-    return "\n".join(_health(comparison.runs)) or "No step was other than healthy."
-
-
-def _health(runs: Iterable[FinishedRun]) -> Iterator[str]:
-    for run in runs:
-        if found := summary(run.rows, run.recipe.glue.verify):
-            yield f"- {escape_markdown(run.path)}: {escape_markdown(found)}"
+    lines = [
+        f"- {escape_markdown(run.path)}: {escape_markdown(found)}"
+        for run in comparison.runs
+        if (found := summary(run.rows, run.recipe.glue.verify))
+    ]
+    return "\n".join(lines) or "No step was other than healthy."
 
 
 def common_environment(comparison: Comparison) -> str:

@@ -14,10 +14,10 @@ import hashlib
 import shutil
 import tomllib
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from fp8_nemo.recipe.plain import sha256_of
 from fp8_nemo.runs.metrics import RunDirError, make_folder, sync
 from fp8_nemo.runs.provenance import COMMIT, commit
 from fp8_nemo.runs.run_dir import new_staging
@@ -36,7 +36,7 @@ def code_dir(outputs: Path) -> Path:
     for package, folder in _packages().items():
         for file in _files(folder):
             digest.update(f"{package}/{file.relative_to(folder)}\0".encode())
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
+            digest.update(bytes.fromhex(sha256_of(file)))
     return outputs.absolute() / ".code" / digest.hexdigest()[:12]
 
 
@@ -75,23 +75,14 @@ def _copy_whole(target: Path) -> None:
         staging.chmod(0o755)
         for path in (*staging.rglob("*"), staging):  # or a loss of power leaves empty files here
             sync(path)
-        with suppress(FileExistsError):  # another submission was first
-            _rename(staging, target)
+        try:
+            staging.rename(target)
+        except OSError:
+            if not target.exists():  # else another submission was first
+                raise
         sync(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _rename(staging: Path, target: Path) -> None:
-    """Rename a folder to one that is not there.
-
-    Raises:
-        FileExistsError: it is there, whatever this file system says then.
-    """
-    try:
-        staging.rename(target)
-    except OSError as error:
-        raise FileExistsError(str(target)) if target.exists() else error from error
 
 
 def _packages() -> dict[str, Path]:

@@ -7,7 +7,6 @@ was not finite; it is read as NaN.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -116,14 +115,6 @@ def rows_until(run_dir: Path, checkpoint: Path | None, step: int, first: int) ->
     return sorted(rows, key=lambda row: row["step"])
 
 
-def rewind_metrics(run_dir: Path, checkpoint: Path | None, step: int, first: int) -> None:
-    """Make METRICS what it was when a checkpoint was saved: later steps are computed again.
-
-    Args, Raises: as `rows_until`.
-    """
-    write_rows(run_dir / METRICS, rows_until(run_dir, checkpoint, step, first))
-
-
 def keep_rows(run_dir: Path, checkpoint: Path, *more: dict[str, Any]) -> None:
     """Copy a run's rows, and more, into a checkpoint that is being saved."""
     if rows := [*read_metrics(run_dir), *more]:
@@ -183,12 +174,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replaced(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a file to write in the place of one that it replaces once it is whole and on disk.
 
     Its name is always the same, so that what a kill leaves is gone with the next one.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary or path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
         sync(temporary)
@@ -205,12 +196,6 @@ def make_folder(folder: Path) -> list[Path]:
     for each in missing:
         sync(each.parent)
     return missing
-
-
-def sha256_of(file: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hex."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -34,15 +34,16 @@ from fp8_nemo.recipe.plain import escape_interpolation, read_json, to_json
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout
 from fp8_nemo.runs.metrics import (
     FIRST_STEP,
+    METRICS,
     RunDirError,
     keep_rows,
     make_folder,
     missing_steps,
     read_metrics,
-    rewind_metrics,
     rows_until,
     steps_done,
     sync,
+    write_rows,
 )
 
 PLAN, RECIPE = "plan.json", "recipe.yaml"
@@ -249,7 +250,8 @@ def rewind(run_dir: Path, backend: str) -> Path | None:
         RunDirError: rows that the run had are nowhere.
     """
     last = next(reversed(checkpoints(run_dir)), None)
-    rewind_metrics(run_dir, last, checkpoint_step(last) if last else -1, FIRST_STEP[backend])
+    step = checkpoint_step(last) if last else -1
+    write_rows(run_dir / METRICS, rows_until(run_dir, last, step, FIRST_STEP[backend]))
     return last
 
 

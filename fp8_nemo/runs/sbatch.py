@@ -21,9 +21,8 @@ from pathlib import Path
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options.cluster import SBATCH_OPTIONS, Cluster
-from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.secrets import SECRET_VARIABLE
-from fp8_nemo.runs.metrics import RunDirError, read_metrics, steps_done, sync
+from fp8_nemo.runs.metrics import RunDirError, read_metrics, replaced, steps_done
 from fp8_nemo.runs.run_dir import job_dir, job_id, read_plan, run_path, state_of
 
 SCRIPT = "fp8_nemo/slurm/grpo.sbatch"
@@ -197,7 +196,7 @@ def write_job_files(plan: Plan, code: Path) -> None:
     cluster = plan.recipe.cluster
     settings = {
         "FP8_NEMO_CODE": code,
-        "FP8_NEMO_PYTHON": _python(plan.recipe),
+        "FP8_NEMO_PYTHON": cluster.python or ("python3" if cluster.container else sys.executable),
         "FP8_NEMO_STEPS": plan.recipe.grpo.steps,
         "FP8_NEMO_REQUEUE": int(cluster.requeue),
         "FP8_NEMO_PREFLIGHT": int(cluster.preflight),
@@ -244,10 +243,6 @@ def enter_command(plan: Plan) -> list[str]:
     return [re.sub("|".join(named), lambda found: named[found[0]], word) for word in cluster.enter]
 
 
-def _python(recipe: Recipe) -> str:
-    return recipe.cluster.python or ("python3" if recipe.cluster.container else sys.executable)
-
-
 def _asks_for_gpus(plan: Plan) -> bool:
     """Tell whether to name GPUs: for NeMo RL, where Slurm counts them; the node has all anyway."""
     cluster = plan.recipe.cluster
@@ -279,8 +274,7 @@ def _write_entries(path: Path, entries: Iterable[str]) -> None:
 
 def _write(path: Path, text: str) -> None:
     """Write a file that its owner alone reads; another owner's, of a shared folder, is replaced."""
-    path.unlink(missing_ok=True)
-    path.touch(mode=0o600)
-    path.write_bytes(os.fsencode(text))
-    sync(path)
-    sync(path.parent)
+    with replaced(path) as new:
+        new.unlink(missing_ok=True)
+        new.touch(mode=0o600)
+        new.write_bytes(os.fsencode(text))

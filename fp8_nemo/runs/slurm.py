@@ -25,7 +25,7 @@ from fp8_nemo.recipe.mistake import as_typed
 from fp8_nemo.recipe.options.cluster import SBATCH_OPTIONS
 from fp8_nemo.runs.frozen_code import code_dir, freeze_code
 from fp8_nemo.runs.metrics import RunDirError, write_whole
-from fp8_nemo.runs.queue import QueueError, bare, entries, unreached
+from fp8_nemo.runs.queue import QueueError, bare, entries, has_slurm, log_of, unreached
 from fp8_nemo.runs.run_dir import (
     Frozen,
     State,
@@ -69,16 +69,15 @@ class Job:
     @property
     def watch(self) -> str:
         """Return the command that shows what a job in the queue prints."""
-        return shlex.join(["tail", "-F", f"{self.path}/log/slurm-{self.id}.out"])
+        return shlex.join(["tail", "-F", str(log_of(self.path, self.id or ""))])
 
 
-def in_queue(plans: Iterable[Plan]) -> dict[Path, Job]:
+def in_queue(plans: Collection[Plan]) -> dict[Path, Job]:
     """Return the jobs that the plans' directories have in Slurm's queue, whoever queued them.
 
     Raises:
         QueueError: Slurm does not answer.
     """
-    plans = list(plans)
     known = {run_path(plan): job_id(run_path(plan)) for plan in plans}
     found, me = entries([number for number in known.values() if number]), _own_name()
     jobs = {}
@@ -104,7 +103,7 @@ def not_queued(plans: list[Plan]) -> list[Plan]:
     Raises:
         SubmitError: one is.
     """
-    found = in_queue(plans) if shutil.which("squeue") else {}
+    found = in_queue(plans) if has_slurm() else {}
     lines = [
         f"{job.path}: is in the queue as job {job.id}; wait for it, or `scancel {job.id}` first"
         for job in found.values()
@@ -130,13 +129,12 @@ def refuse(plans: list[Plan]) -> list[str]:
     return kept
 
 
-def submit_problems(plans: Iterable[Plan]) -> list[str]:
+def submit_problems(plans: Collection[Plan]) -> list[str]:
     """Return one line for each thing for which Slurm, or the job, would turn these plans away.
 
     Raises:
         RunDirError: the run that one depends on can never end well.
     """
-    plans = list(plans)
     lines = [*(line for plan in plans for line in _folder_problems(plan)), *not_exported(plans)]
     if plans and shutil.which("sbatch") is None:
         return [
@@ -277,7 +275,7 @@ def is_array(plans: Collection[Plan]) -> bool:
     except OSError:  # no Slurm here: a plan is looked at
         return True
     sizes = [line.split("=")[1] for line in asked.stdout.splitlines() if "MaxArraySize" in line]
-    return bool(sizes) and int(sizes[0]) >= len(plans) > 1
+    return bool(sizes) and int(sizes[0]) >= len(plans)
 
 
 def _queue_array(plans: list[Plan], code: Path, name: str) -> Iterator[Job]:

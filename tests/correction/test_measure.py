@@ -20,7 +20,6 @@ from fp8_nemo.correction.mismatch import LogprobPair
 from fp8_nemo.correction.quantiles import (
     MeasureError,
     Measurement,
-    MeasurementError,
     read_measurement,
 )
 from fp8_nemo.plan.cells import compose_plans
@@ -212,16 +211,16 @@ def test_a_measurement_reads_back_and_anything_else_is_one_line(tmp_path, measur
     assert read_measurement(file) == measured
     for content in ("", "{}", '{"quantiles": {}}', json.dumps(dataclasses.asdict(measured))[:-9]):
         file.write_text(content)
-        with pytest.raises(MeasurementError, match="is no measurement"):
+        with pytest.raises(MeasureError, match="is no measurement"):
             read_measurement(file)
     old = dataclasses.asdict(measured)
     del old["quantiles"]["max-k2"]
     file.write_text(json.dumps(old))
-    with pytest.raises(MeasurementError, match="max-k2 is missing; measure again"):
+    with pytest.raises(MeasureError, match="max-k2 is missing; measure again"):
         read_measurement(file)
-    with pytest.raises(MeasurementError, match="no such file"):
+    with pytest.raises(MeasureError, match="no such file"):
         read_measurement(tmp_path / "gone.json")
-    with pytest.raises(MeasurementError, match="is a directory"):
+    with pytest.raises(MeasureError, match="is a directory"):
         read_measurement(tmp_path)
 
 
@@ -310,7 +309,7 @@ def test_an_option_that_does_not_compose_is_a_row_and_no_end(measured, monkeypat
 
     monkeypatch.setattr(bounds, "option_names", lambda group: ["my-broken", "tis"])
     effects = list(mismatch_tables([batch(0)], measured, 0.01))[1]
-    name, clips = (list(column.cells) for column in effects.columns[:2])
+    name, clips = ([str(cell) for cell in column.cells] for column in effects.columns[:2])
     assert name == ["my-broken", "tis"] and "must be one of" in clips[0] and "%" in clips[1]
 
 

@@ -24,5 +24,6 @@ def test_a_sequences_last_token_has_no_route_to_miss():
     routes = torch.zeros(2, 4, 3, 2, dtype=torch.int8)
     routes[0, 2:] = MISSING  # token 2 is missing, token 3 the last
     routes[1, 1:] = MISSING  # two tokens: the second is the last
-    found = replay_metrics(torch.tensor([3, 12]), routes, torch.tensor([4, 2]))
+    routed = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    found = replay_metrics(torch.tensor([3, 12]), routes, routed)
     assert found == {"replay/rerouted_fraction": 0.25, "replay/missing_fraction": 3 / 12}

@@ -404,6 +404,7 @@ def infinite(tensor):
 FAULTS = {
     "config.json: No such file or directory": lambda s, t: (s / "config.json").unlink(),
     "config.json: Expecting": lambda s, t: (s / "config.json").write_text("{"),
+    "config.json: nested too deeply": lambda s, t: (s / "config.json").write_text("[" * 100_000),
     "config.json: is not an object": lambda s, t: (s / "config.json").write_text("[]"),
     "config.json: has no num_hidden_layers": lambda s, t: edited(
         s / "config.json", num_hidden_layers=...

@@ -9,6 +9,7 @@ import pytest
 
 from fp8_nemo.launch import environments
 from fp8_nemo.launch.environments import image_problems, worker_problems
+from fp8_nemo.nemo.worker_settings import OUR_WORKERS
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
@@ -24,7 +25,7 @@ def image(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
     def install(worker: str, **packages: str) -> str:
-        folder = tmp_path / environments.WORKERS[worker]
+        folder = tmp_path / dict(zip(("policy", "vLLM"), OUR_WORKERS, strict=False))[worker]
         venv.create(folder, symlinks=True)
         [site] = folder.glob("lib/python*/site-packages")
         for name, version in packages.items():

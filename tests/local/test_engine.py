@@ -82,7 +82,7 @@ def test_a_prompt_is_answered_alike_alone_and_padded_among_longer_ones():
     policy, engine, _ = pair_of("tiny-llama", Precision())
     chat = Chat.load(SHIPPED / "tiny-llama")
     batch = sample(engine, "tiny-llama", ["5+5", "98-45"])
-    alone = batch.rows(0, 1)
+    alone = batch.of(slice(1))
     alone = dataclasses.replace(
         alone, tokens_BT=alone.tokens_BT[:, 2:], mask_BT=alone.mask_BT[:, 2:]
     )

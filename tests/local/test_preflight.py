@@ -131,6 +131,13 @@ def test_a_file_in_a_folders_place_is_said_to_be_one(make_plan, copy):
     assert line == f"model.path={copy}/config.json: is a file; give the model's folder"
 
 
+def test_a_local_run_has_its_own_models_positions_not_those_of_a_hub(make_plan):
+    [line] = problems_with(
+        make_plan("model.hf_id=Qwen/Qwen2.5-Math-7B", "grpo.max_new_tokens=3000")
+    )
+    assert line.startswith("grpo.max_new_tokens=3000: leaves a prompt no place in the model's 2048")
+
+
 def test_more_tokens_than_the_model_has_positions_are_refused(make_plan, tmp_path):
     [line] = problems_with(make_plan("grpo.max_new_tokens=100000"))
     assert line == (

@@ -112,7 +112,7 @@ def test_the_optimizer_is_handed_the_gradient_of_the_loss_as_defined(make_plan, 
     known = advantages, train, reference, values, counted, penalty
     for start, (masters, grads) in zip(range(0, len(mask), size), steps, strict=True):
         stock.load_state_dict(masters)
-        rows = batch.rows(start, start + size)
+        rows = batch.of(slice(start, start + size))
         expected, before = restated_gradients(stock, rows, start, *known)
         norms.append(before)
         error = sum((grads[name] - expected[name]).square().sum() for name in expected).sqrt()

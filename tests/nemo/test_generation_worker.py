@@ -123,7 +123,7 @@ def test_nemo_rl_makes_our_worker_for_its_own_alone(classes):
     from nemo_rl.models.generation.vllm import vllm_generation
 
     from fp8_nemo.launch.session import our_generation_worker
-    from fp8_nemo.nemo.policy import OUR_WORKERS
+    from fp8_nemo.nemo.worker_settings import OUR_WORKERS
 
     stock = vllm_generation.resolve_generation_worker_cls
     both = list(OUR_WORKERS.items())[1:]

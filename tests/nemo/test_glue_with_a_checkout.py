@@ -101,8 +101,8 @@ def test_the_policy_worker_is_nemo_rls_with_our_methods(nemo_path, monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-    from fp8_nemo.nemo.policy import OUR_WORKERS, WORKER
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorker, Fp8PolicyWorkerImpl
+    from fp8_nemo.nemo.worker_settings import OUR_WORKERS, WORKER
 
     assert issubclass(Fp8PolicyWorkerImpl, MegatronPolicyWorkerImpl)
     assert f"{Fp8PolicyWorkerImpl.__module__}.Fp8PolicyWorker" == WORKER
@@ -176,6 +176,7 @@ def test_a_head_that_a_tied_checkpoint_holds_twice_is_not_sent(nemo_path, monkey
     import torch
     from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
+    from fp8_nemo.glue.destination import Destination
     from fp8_nemo.glue.ledger import Ledger
     from fp8_nemo.glue.wire import named_shapes, wire_specs
     from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
@@ -194,9 +195,13 @@ def test_a_head_that_a_tied_checkpoint_holds_twice_is_not_sent(nemo_path, monkey
     worker = Fp8PolicyWorkerImpl.__new__(Fp8PolicyWorkerImpl)
     worker.fp8_nemo_wire = {}
     specs = wire_specs(shapes, recipe.precision, recipe.model.shape.layers)
-    ledger = Ledger(specs, verify="names", number=1)
+    engine = {
+        name: torch.zeros(each.shape).to(getattr(torch, each.dtype)) for name, each in specs.items()
+    }
+    ledger = Ledger(specs, Destination(engine, specs), verify="names", number=1)
     for name, tensor in worker._iter_params_with_optional_kv_scales():
-        ledger.receive(name, tensor)
+        if ledger.receive(name, tensor):
+            engine[name].copy_(tensor)
     assert ledger.close().verified_weights == 14
 
 

@@ -17,7 +17,7 @@ from fp8_nemo.nemo_config.checkout import config_of, read_host
 from fp8_nemo.nemo_config.host import MAIN, Host
 from fp8_nemo.nemo_config.keys import ADDED, PASSED, command_line
 from fp8_nemo.nemo_config.limits import host_limits
-from fp8_nemo.nemo_config.overrides import configure
+from fp8_nemo.nemo_config.overrides import keys_of
 from fp8_nemo.nemo_config.seams import ENGINE, SEAMS
 from fp8_nemo.nemo_config.typed_keys import declared_keys, fits
 from fp8_nemo.nemo_config.versions import Source
@@ -232,7 +232,7 @@ def test_nemo_rls_own_assert_fails_where_our_limit_does(key):
               if isinstance(node, ast.Assert) and node.lineno == seam.lines[0]]  # fmt: skip
     for words, holds in zip(ASSERTS[key], (False, True), strict=True):
         settled = settle(recipe(*words), there.base(BASE))
-        config = config_of(Path(ROOT), BASE, configure(settled, there).keys)
+        config = config_of(Path(ROOT), BASE, keys_of(settled, there) | settled.own)
         policy = config["policy"]
         names = {
             "config": policy,

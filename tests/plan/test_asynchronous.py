@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8_nemo.launch.environments import ASYNCHRONOUS, interpreters
+from fp8_nemo.launch.environments import interpreters
 from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import decision, describe
@@ -93,8 +93,14 @@ def test_an_asynchronous_run_has_a_directory_of_its_own_and_others_keep_theirs()
 
 def test_the_environment_of_the_worker_that_runs_is_looked_at(monkeypatch):
     monkeypatch.setenv("NEMO_RL_ROOT", "/nemo")
-    assert ASYNCHRONOUS in interpreters(plan(AGE, "cluster.interpreter=container"))["vLLM"]
-    assert ASYNCHRONOUS not in interpreters(plan("cluster.interpreter=container"))["vLLM"]
+    assert (
+        "VllmAsyncGenerationWorker"
+        in interpreters(plan(AGE, "cluster.interpreter=container"))["vLLM"]
+    )
+    assert (
+        "VllmAsyncGenerationWorker"
+        not in interpreters(plan("cluster.interpreter=container"))["vLLM"]
+    )
 
 
 def test_the_local_backend_refuses_it():

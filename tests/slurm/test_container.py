@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.launch.environments import WORKERS
+from fp8_nemo.nemo.worker_settings import OUR_WORKERS
 from fp8_nemo.runs.frozen_code import freeze_code
 from tests.slurm.conftest import ROOT, Job
 
 ENTER = ROOT / "slurm" / "container" / "enter.sh"
 CLONE = "/opt/nemo-rl"
 PYTHONS = {"driver": "python3"} | {
-    name: f"/opt/ray_venvs/{full}/bin/python" for name, full in WORKERS.items()
+    name: f"/opt/ray_venvs/{full}/bin/python"
+    for name, full in zip(("policy", "vLLM"), OUR_WORKERS, strict=False)
 }
 CELL = ["backend=nemo", "model=tiny-llama", "precision=fp8-linear", "data=arithmetic"]
 

@@ -36,7 +36,7 @@ STUDY = Study("tiny-llama", 1, 1e-4, steps=(1,), repetitions=2, prompts=16)
 @pytest.fixture(scope="module")
 def bench():
     found = Bench(STUDY)
-    found.held_out = found.held_out.rows(0, 32)
+    found.held_out = found.held_out.of(slice(32))
     return found
 
 
@@ -44,7 +44,7 @@ def bench():
 def start(bench):
     """After one update of BF16, so that there are moments."""
     policy = bench.policies["bf16"]
-    policy.update(bench.held_out.rows(0, 32), lambda current_BR, part: -current_BR.mean() / 32)
+    policy.update(bench.held_out.of(slice(32)), lambda current_BR, part: -current_BR.mean() / 32)
     found = Start.of(policy)
     bench._set_scales(found, 1)
     return found

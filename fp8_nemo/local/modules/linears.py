@@ -155,11 +155,6 @@ class Fp8TrainLinear(nn.Linear):
         return _with_bias(Fp8Product.apply(input, self.weight, self.pow2), self.bias)
 
 
-def fp8_operand(held: Sequence[Tensor]) -> Operand:
-    """Return what `linear_fp8` takes, of FP8 bytes and block scales."""
-    return operand(Fp8Weight(*held))
-
-
 def nvfp4_operand(held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return what `linear_w4a16` takes: values `[O, I]`, and scales of rows `[O]` or `[1]`.
 
@@ -192,7 +187,7 @@ class Product(NamedTuple):
 
 
 PRODUCTS = {
-    "fp8": Product(fp8_operand, linear_fp8),
+    "fp8": Product(lambda held: operand(Fp8Weight(*held)), linear_fp8),
     "nvfp4": Product(nvfp4_operand, linear_w4a16),
 }
 """By quantized format, of linears and of experts."""

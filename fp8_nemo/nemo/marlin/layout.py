@@ -8,7 +8,6 @@ Shapes: N out features of the fused module, K in features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fp8_nemo.glue.wire import (
@@ -130,11 +129,6 @@ def repacked(module: Module, plain: str) -> dict[str, WireSpec]:
         "weight_scale": WireSpec("float8_e4m3fn", (K // NVFP4.group, N)),
         "weight_global_scale": WireSpec("float32", (1,)),
     } | _bias(module, plain)
-
-
-def by_parameter(specs: Mapping[str, WireSpec], module: Module) -> dict[str, WireSpec]:
-    """Return a module's specs under the full names of its parameters."""
-    return {f"{module.path}.{name}": spec for name, spec in specs.items()}
 
 
 def _bias(module: Module, plain: str) -> dict[str, WireSpec]:

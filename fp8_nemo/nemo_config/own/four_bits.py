@@ -18,8 +18,6 @@ from fp8_nemo.recipe.settled import Settled
 
 TILES = (64, 128), (128, 64)
 """Multiples that Marlin wants of a linear's out- and in-features, one pair or the other."""
-Row = tuple[str, object, bool, str, str, str]
-"""Key, value, broken, why, mirrors and remedy of a limit."""
 ROUNDS = "four bits round more coarsely than FP8"
 
 
@@ -27,81 +25,75 @@ def four_bit_limits(settled: Settled) -> Iterator[Limit]:
     """Yield the limits of models, engines and options: of what was not written, or cannot be."""
     recipe = settled.recipe
     four = recipe.precision.rollout_linear == "nvfp4"
-    for row in (*_of_model(settled, four), *_of_options(recipe)):
-        key, value, broken, why, mirrors, remedy = row
-        yield Limit(key, value, four and broken, why, mirrors, remedy)
+    for each in (*_of_model(settled, four), *_of_options(recipe)):
+        yield each._replace(broken=four and each.broken)
 
 
-def _of_model(settled: Settled, four: bool) -> tuple[Row, ...]:
-    """Return what was not written for a model, or for its engine."""
+def _of_model(settled: Settled, four: bool) -> Iterator[Limit]:
+    """Yield what was not written for a model, or for its engine."""
     recipe, at = settled.recipe, settled.layout
     shape = recipe.model.shape
     padded = _padded(shape, recipe.precision) if four else None
-    return (
-        (
-            "precision.rollout_linear",
-            recipe.precision.rollout_linear,
-            shape.experts > 0,
-            "is for dense models: a refit into Marlin's slabs of experts is not written",
-            "vllm, prepare_nvfp4_moe_layer_for_marlin",
-            "choose precision=fp8-linear",
-        ),
-        (
-            "model.parallel.rollout_tensor",
-            at.rollout_tensor,
-            at.rollout_tensor > 1,
-            "must be 1 with four bits: a refit into a rank's part of Marlin's layout is not "
-            "written",
-            "fp8_nemo/nemo/marlin/staging.py",
-            "set model.parallel.rollout_tensor=1",
-        ),
-        (
-            "model.shape",
-            padded,
-            padded is not None,
-            f"is of a linear that Marlin would pad: it wants multiples of {TILES[0]} or {TILES[1]}",
-            "vllm, marlin_padded_nk",
-            "choose precision=fp8-linear or bf16",
-        ),
+    yield Limit(
+        "precision.rollout_linear",
+        recipe.precision.rollout_linear,
+        shape.experts > 0,
+        "is for dense models: a refit into Marlin's slabs of experts is not written",
+        "vllm, prepare_nvfp4_moe_layer_for_marlin",
+        "choose precision=fp8-linear",
+    )
+    yield Limit(
+        "model.parallel.rollout_tensor",
+        at.rollout_tensor,
+        at.rollout_tensor > 1,
+        "must be 1 with four bits: a refit into a rank's part of Marlin's layout is not written",
+        "fp8_nemo/nemo/marlin/staging.py",
+        "set model.parallel.rollout_tensor=1",
+    )
+    yield Limit(
+        "model.shape",
+        padded,
+        padded is not None,
+        f"is of a linear that Marlin would pad: it wants multiples of {TILES[0]} or {TILES[1]}",
+        "vllm, marlin_padded_nk",
+        "choose precision=fp8-linear or bf16",
     )
 
 
-def _of_options(recipe: Recipe) -> tuple[Row, ...]:
-    """Return the options that four bits cannot go with."""
-    return (
-        (
-            "correction",
-            recipe.correction.name,
-            not recipe.correction.is_on,
-            f"must correct: {ROUNDS}, and NeMo RL asks for a correction under FP8 alone",
-            SEAMS["needs-correction"].path,
-            "choose correction=tis",
-        ),
-        (
-            "glue",
-            recipe.glue.name,
-            not recipe.glue.sends_fp8,
-            "must quantize and send four bits itself: Q, K and V share a scale, which a receiver "
-            "that gets them apart cannot make",
-            "fp8_nemo/glue/refit.py, in_groups",
-            "set glue.quantize=fused glue.transfer=fp8",
-        ),
-        (
-            "grpo.max_sample_age",
-            recipe.grpo.max_sample_age,
-            recipe.grpo.is_asynchronous,
-            "must be null with four bits: only the synchronous worker starts an engine in them",
-            "fp8_nemo/nemo/generation_worker.py, _create_engine",
-            "set grpo.max_sample_age=null",
-        ),
-        (
-            "cluster.gpu",
-            recipe.cluster.gpu,
-            recipe.cluster.gpu == "b200",
-            "was not tried with four bits, and vLLM would take Hopper's way there too",
-            "vllm, ModelOptNvFp4W4A16LinearMethod",
-            "choose cluster.gpu=h100 or h200",
-        ),
+def _of_options(recipe: Recipe) -> Iterator[Limit]:
+    """Yield the options that four bits cannot go with."""
+    yield Limit(
+        "correction",
+        recipe.correction.name,
+        not recipe.correction.is_on,
+        f"must correct: {ROUNDS}, and NeMo RL asks for a correction under FP8 alone",
+        SEAMS["needs-correction"].path,
+        "choose correction=tis",
+    )
+    yield Limit(
+        "glue",
+        recipe.glue.name,
+        not recipe.glue.sends_fp8,
+        "must quantize and send four bits itself: Q, K and V share a scale, which a receiver "
+        "that gets them apart cannot make",
+        "fp8_nemo/glue/refit.py, in_groups",
+        "set glue.quantize=fused glue.transfer=fp8",
+    )
+    yield Limit(
+        "grpo.max_sample_age",
+        recipe.grpo.max_sample_age,
+        recipe.grpo.is_asynchronous,
+        "must be null with four bits: only the synchronous worker starts an engine in them",
+        "fp8_nemo/nemo/generation_worker.py, _create_engine",
+        "set grpo.max_sample_age=null",
+    )
+    yield Limit(
+        "cluster.gpu",
+        recipe.cluster.gpu,
+        recipe.cluster.gpu == "b200",
+        "was not tried with four bits, and vLLM would take Hopper's way there too",
+        "vllm, ModelOptNvFp4W4A16LinearMethod",
+        "choose cluster.gpu=h100 or h200",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 from fp8_nemo.nemo_config.keys import (
@@ -15,7 +15,6 @@ from fp8_nemo.nemo_config.keys import (
     STOP_COEFFICIENT,
 )
 from fp8_nemo.recipe.options.recipe import Recipe
-from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.settled import Settled
 
 
@@ -65,15 +64,20 @@ def loss_keys(settled: Settled) -> dict[str, Any]:
     }
 
 
-def algorithm_keys(settled: Settled) -> dict[str, Any]:
-    """Return the options of the algorithm, of warm-up and gradient clip, that are given."""
-    given, algorithm = leaves(asdict(settled.recipe)), settled.recipe.algorithm
-    found = {
-        key: given[option]
+def given_options(recipe: Recipe) -> dict[str, tuple[str, Any]]:
+    """Return, by NeMo RL's key, each option that is not null and writes it, with its value."""
+    return {
+        key: (option, value)
         for option, keys in OPTIONAL.items()
-        if given[option] is not None
+        if (value := attrgetter(option)(recipe)) is not None
         for key in keys
     }
+
+
+def algorithm_keys(settled: Settled) -> dict[str, Any]:
+    """Return the options of the algorithm, of warm-up and gradient clip, that are given."""
+    algorithm = settled.recipe.algorithm
+    found = {key: value for key, (_, value) in given_options(settled.recipe).items()}
     if algorithm.overlong_buffer is not None:
         found |= {
             SHAPES: True,

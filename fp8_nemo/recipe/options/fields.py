@@ -11,9 +11,9 @@ def short_name(default: str) -> Any:
     return field(default=default, metadata={"short_name": True})
 
 
-def one_of(*allowed: str, default: str | None = None) -> Any:
-    """Declare a string field with a closed list of values."""
-    return field(default=default or allowed[0], metadata={"one_of": allowed})
+def one_of(*allowed: str) -> Any:
+    """Declare a string field with a closed list of values, the first of which is the default."""
+    return field(default=allowed[0], metadata={"one_of": allowed})
 
 
 def optional_one_of(*allowed: str) -> Any:

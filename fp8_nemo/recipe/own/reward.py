@@ -9,7 +9,6 @@ right answer, or anything else as text, such as unit tests as JSON. The value is
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import inspect
 import math
@@ -20,6 +19,7 @@ from typing import Any
 
 from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.options.training import Data
+from fp8_nemo.recipe.plain import sha256_of
 from fp8_nemo.recipe.problems import Problem, reward
 
 FUNCTION = "reward"
@@ -98,7 +98,7 @@ def reward_problems(data: Data, first: Problem = EXAMPLE) -> Iterator[str]:
 
 def reward_digest(file: Path) -> str:
     """Digest a user's file: a run that went on with another reward would be two experiments."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    return sha256_of(file)[:12]
 
 
 def _is_finite(value: Any) -> bool:
