@@ -191,8 +191,8 @@ def data_dir(run_dir: Path) -> Path:
 def job_dir(run_dir: Path) -> Path:
     """Return where a run keeps what its Slurm job reads, and its number."""
     folder = run_dir / "job"
-    folder.mkdir(exist_ok=True)
-    (run_dir / "log").mkdir(exist_ok=True)  # Slurm opens the job's output there, or fails
+    make_folder(folder)
+    make_folder(run_dir / "log")  # Slurm opens the job's output there, or fails
     return folder
 
 

@@ -169,6 +169,20 @@ def kept_code(outputs: str, package: str) -> int:
     return 0
 
 
+def submitted(outputs: str, package: str, *words: str) -> int:
+    """Write what a line's one cell needs as a job, but queue nothing."""
+    from fp8_nemo.plan.cells import compose_plans
+    from fp8_nemo.runs import frozen_code
+    from fp8_nemo.runs.sbatch import write_job_files
+
+    frozen_code._packages = lambda: {"small": Path(package)}
+    line = (*words, f"outputs={outputs}")
+    if code := frozen(*line):
+        return code
+    write_job_files(compose_plans(line)[0], frozen_code.freeze_code(Path(outputs)))
+    return 0
+
+
 def served(run: str, copy: str) -> int:
     """Copy a run's directory, whole, unless that is done, and convert its model there."""
     done = Path(copy) / "copied"

@@ -30,11 +30,13 @@ class Power:
     bytes_of: dict[int, bytes] = field(default_factory=dict)
     names_of: dict[int, dict[str, int]] = field(default_factory=dict)
     is_folder: dict[int, bool] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
+    """When each file was, in ns, as a file system keeps it."""
 
     def __call__(self, number: int) -> None:
         """Hear of a change, and watch syncs from the first one on."""
         if number == 1:
-            self._keep_names(self.root)
+            self._keep_all()
             os.fsync = self._watched(os.fsync)
         if number in self.moments:
             self._write(self.images / str(number))
@@ -59,7 +61,20 @@ class Power:
         if found.st_ino in self.is_folder:
             os.close(descriptor)
         self.is_folder[found.st_ino] = stat.S_ISDIR(found.st_mode)
+        self.written[found.st_ino] = found.st_mtime_ns
         return found.st_ino
+
+    def _keep_all(self) -> None:
+        """Take what lies there already as synced."""
+        for folder in (self.root, *(each for each in self.root.rglob("*") if each.is_dir())):
+            self._keep_names(folder)
+            for file in folder.iterdir():
+                if not file.is_dir():
+                    self.bytes_of[self._number(file)] = file.read_bytes()
+
+    def _put(self, number: int, to: Path) -> None:
+        to.write_bytes(self.bytes_of.get(number, b""))
+        os.utime(to, ns=(0, self.written.get(number, 0)))
 
     def _keep_names(self, folder: Path) -> None:
         listed = {each.name: self._number(each) for each in folder.iterdir()}
@@ -77,7 +92,7 @@ class Power:
                 (to / each.name).mkdir()
                 self._write_ahead(each, to / each.name)
             else:
-                (to / each.name).write_bytes(self.bytes_of.get(self._number(each), b""))
+                self._put(self._number(each), to / each.name)
 
     def _write_behind(self, number: int, to: Path) -> None:
         for name, each in self.names_of.get(number, {}).items():
@@ -85,4 +100,4 @@ class Power:
                 (to / name).mkdir()
                 self._write_behind(each, to / name)
             else:
-                (to / name).write_bytes(self.bytes_of.get(each, b""))
+                self._put(each, to / name)

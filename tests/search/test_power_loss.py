@@ -13,30 +13,42 @@ from pathlib import Path
 import pytest
 
 from fp8_nemo.recipe.model_dir import SHIPPED
-from tests.search.children import Child, kept_code, rows, trained, tree, undisturbed, verb
+from tests.search.children import (
+    Child,
+    kept_code,
+    rows,
+    submitted,
+    trained,
+    tree,
+    undisturbed,
+    verb,
+)
 from tests.search.power import Power
 from tests.search.test_kills import OF_AN_ATTEMPT, RUN
 
 
-def lost(tmp_path: Path, call, parts: int | None) -> tuple[list[Path], dict]:
+def lost(
+    tmp_path: Path, call, parts: int | None, but: tuple[str, ...] = OF_AN_ATTEMPT
+) -> tuple[list[Path], dict]:
     """Return the disks of so many moments of a call, or of all, and what it makes undisturbed.
 
     Args:
-        tmp_path: with the folder `disk`, on which the call works.
+        tmp_path: with the folder `disk`, on which the call works; what lies there is synced.
         call: with its arguments.
         parts: how many moments; None for all.
+        but: as for `tree`.
     """
-    disk, output = tmp_path / "disk", tmp_path / "output"
+    disk, output, before = (tmp_path / name for name in ("disk", "output", "before"))
+    shutil.copytree(disk, before)
     _, changes = undisturbed(output, *call)
-    whole = tree(disk, OF_AN_ATTEMPT)
-    shutil.rmtree(disk)
-    disk.mkdir()
+    whole = tree(disk, but)
+    put(before, disk)
     end = changes + 1
     every = 1 if parts is None else max(1, changes // parts)
     moments = frozenset({*range(max(1, every // 2), end, every), end})
     child = Child(output, *call, before=Power(disk, tmp_path / "images", moments))
     assert child.end() == 0, child.error
-    assert tree(disk, OF_AN_ATTEMPT) == whole
+    assert tree(disk, but) == whole
     found = sorted((tmp_path / "images").glob("*/*"), key=lambda each: int(each.parent.name))
     assert len(found) == 2 * len(moments)
     return found, whole
@@ -82,6 +94,41 @@ def conversions(tmp_path: Path, parts: int | None) -> Iterator[str]:
             yield where
 
 
+def exports(tmp_path: Path, parts: int | None) -> Iterator[str]:
+    """Yield each moment after which a run's model that is converted again is not whole."""
+    disk = tmp_path / "disk"
+    line = [word for word in RUN if not word.startswith("precision=")]
+    undisturbed(tmp_path / "output", trained, *line, "precision=fp8-linear", f"outputs={disk}")
+    [run] = disk.glob("*/*/*")
+    call = (verb, "quantize_checkpoint", str(run), f"{run}/fp8")
+    but = (*OF_AN_ATTEMPT, "fp8/quantization.json")  # which says when its shards were written
+    images, whole = lost(tmp_path, call, parts, but)
+    for image in images:
+        put(image, disk)
+        undisturbed(tmp_path / "output", *call)
+        if tree(disk, but) != whole:
+            yield f"{image.parent.name} {image.name}"
+
+
+def submissions(tmp_path: Path, parts: int | None) -> Iterator[str]:
+    """Yield each moment after which a line that is submitted again leaves no whole job."""
+    disk, package = tmp_path / "disk", tmp_path / "small"
+    disk.mkdir()
+    package.mkdir()
+    (package / "__init__.py").write_text("NAME = 'small'\n")
+    call = (submitted, f"{disk}/outputs", str(package), *RUN, "cluster=slurm")
+    images, whole = lost(tmp_path, call, parts)
+    queued = [tree(image, OF_AN_ATTEMPT) for image in images[-2:]]
+    lacking = [{n for n in whole if each.get(n) != whole[n]} for each in queued]
+    assert lacking == [set(), set()], "it was done, and is not kept for the job"
+    for image in images:
+        put(image, disk)
+        undisturbed(tmp_path / "output", *call)
+        found = tree(disk, OF_AN_ATTEMPT)
+        if {name: each for name, each in found.items() if ".staging" not in name} != whole:
+            yield f"{image.parent.name} {image.name}"
+
+
 def code(tmp_path: Path, parts: int | None) -> Iterator[str]:
     """Yield each moment after which a job would find a copy of the code that is not whole."""
     disk, package = tmp_path / "disk", tmp_path / "small"
@@ -108,10 +155,14 @@ def loads(folder: Path) -> bool:
         return False
 
 
-LOST = {"runs": runs, "conversions": conversions, "code": code}
+LOST = {"runs": runs, "conversions": conversions, "exports": exports, "code": code,
+        "submissions": submissions}  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "parts"), [("runs", 1), ("conversions", 6), ("code", 12)])
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [("runs", 1), ("conversions", 6), ("exports", 3), ("code", 12), ("submissions", 6)],
+)
 def test_after_a_loss_of_power_at_some_moments_it_goes_on_without_a_hole(what, parts, tmp_path):
     assert list(LOST[what](tmp_path, parts)) == []
 
