@@ -17,7 +17,7 @@ from fp8_nemo.recipe.options.precision import Precision
 
 
 class Served(NamedTuple):
-    """How a checkpoint of one format is read."""
+    """Say how a checkpoint of one format is read."""
 
     values: Callable[[Sequence[Tensor]], Tensor]
     """Makes FP32 values of a weight's bytes and scales, in the order of `wire.HELD`."""

@@ -76,7 +76,7 @@ class Destination:
 
     @cached_property
     def digests(self) -> Callable[[], Tensor]:
-        """The object that digests all of `digested` in one launch.
+        """Return the object that digests all of `digested` in one launch.
 
         Raises:
             RefitError: a part ends within a word of the wire's.
@@ -85,14 +85,14 @@ class Destination:
 
     @cached_property
     def sample(self) -> Sample:
-        """The values of the linears, and of their scales, by which changes are counted."""
+        """Return the values of the linears, and of their scales, by which changes are counted."""
         linears = {n for n in self.held if is_linear(n, self.held[n].shape)}
         names = [n for n in self.digested if weight_of(n) in linears]
         return Sample([self.parts[name].tensor for name in names])
 
     @cached_property
     def watched(self) -> dict[str, tuple[str, list[Tensor]]]:
-        """The kind of each tensor that is not empty, and views of what is poisoned of it."""
+        """Return the kind of each tensor that is not empty, and views of what is poisoned of it."""
         names = [*self.digested, *self.kv_scales]
         return {name: _watched(name, self.parts[name].tensor) for name in names}
 

@@ -109,13 +109,13 @@ class Run(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether its words can be loaded four at a time, 16 aligned bytes."""
+        """Return whether its words can be loaded four at a time, 16 aligned bytes."""
         aligned = not (self.address % ALIGNED or self.length % ALIGNED)
         return aligned and self.value_stride == self.itemsize and not self.row_stride % ALIGNED
 
     @property
     def tiles(self) -> int:
-        """Number of programs that digest it."""
+        """Return the number of programs that digest it."""
         return -(-self.rows // TILE_ROWS) * -(-self.length // (WORD * TILE_WORDS))
 
 

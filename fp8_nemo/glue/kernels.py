@@ -17,6 +17,7 @@ R rows (tokens), H heads, D head dimension, T tokens.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportCallIssue=false, reportArgumentType=false
 # Triton comes with a CUDA build of torch, and only there is this module imported.
 from __future__ import annotations
 

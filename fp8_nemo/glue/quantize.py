@@ -52,14 +52,14 @@ GROUP = FORMATS["nvfp4"].group
 
 
 class Fp8Weight(NamedTuple):
-    """An FP8 weight: bytes `[..., O, I]` and FP32 block scales `[..., P, Q]`."""
+    """Hold an FP8 weight: bytes `[..., O, I]` and FP32 block scales `[..., P, Q]`."""
 
     fp8_OI: Tensor
     scale_inv_PQ: Tensor
 
 
 class Nvfp4Weight(NamedTuple):
-    """A weight in four bits: bytes `[..., O, I/2]`, E4M3 scales `[..., O, I/16]`, one in FP32."""
+    """Hold a four-bit weight: bytes `[..., O, I/2]`, E4M3 scales `[..., O, I/16]`, one in FP32."""
 
     packed_OI: Tensor
     scale_OG: Tensor
@@ -68,7 +68,7 @@ class Nvfp4Weight(NamedTuple):
 
 
 class Fp8Groups(NamedTuple):
-    """FP8 activations or gradients: bytes `[..., T, I]` and FP32 group scales `[..., T, Q]`."""
+    """Hold FP8 activations or gradients: bytes `[..., T, I]`, FP32 group scales `[..., T, Q]`."""
 
     fp8_TI: Tensor
     scale_inv_TQ: Tensor

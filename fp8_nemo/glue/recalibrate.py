@@ -25,7 +25,7 @@ from fp8_nemo.glue.wire import kv_scale_names
 
 
 class RecalibrateError(ValueError):
-    """Ranges or scales that FP8 cannot use; `problems` names each."""
+    """Report ranges or scales that FP8 cannot use; `problems` names each."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = list(problems)
@@ -34,7 +34,7 @@ class RecalibrateError(ValueError):
 
 
 class AmaxObserver:
-    """Running maxima `amax_SL3` of the last S steps; row 0 is the current step.
+    """Keep running maxima `amax_SL3` of the last S steps; row 0 is the current step.
 
     Args:
         num_layers: layers of the model, counted globally.

@@ -38,7 +38,7 @@ SENTINEL_BYTES = 512
 
 
 class Encoded(NamedTuple):
-    """A group of weights as it travels, and the verdict on each."""
+    """Hold a group of weights as it travels, and the verdict on each."""
 
     tensors: list[tuple[str, Tensor]]
     names: list[str]

@@ -30,7 +30,7 @@ SHOWN_PROBLEMS = 8  # a model of 18,000 expert weights may lose them all
 
 
 class RefitError(RuntimeError):
-    """A refit that did not land whole; `problems` names every tensor that failed."""
+    """Report a refit that did not land whole; `problems` names every tensor that failed."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
@@ -64,7 +64,7 @@ _IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 class WireSpec(NamedTuple):
-    """Type and shape that a tensor must have when it arrives: `WireSpec("float32", (2, 8))`."""
+    """State type and shape that a tensor must have on arrival: `WireSpec("float32", (2, 8))`."""
 
     dtype: str
     shape: tuple[int, ...]

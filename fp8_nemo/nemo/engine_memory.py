@@ -45,7 +45,7 @@ EXPERTS = (".mlp.experts.routed_experts", ".mlp.experts")
 
 
 class Rank(NamedTuple):
-    """One worker's place: `Rank(0, 2, {0: {0: 0, 1: 1}})`."""
+    """State one worker's place: `Rank(0, 2, {0: {0: 0, 1: 1}})`."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -65,7 +65,7 @@ class _Place(NamedTuple):
 
 
 class ParameterCache:
-    """The dictionaries in which a model's modules keep their parameters, found by one walk.
+    """Keep the dictionaries in which a model's modules hold their parameters, found by one walk.
 
     A walk of a large model takes milliseconds, and a refit asks twice. The cached dictionaries show
     a parameter whose storage or object changed. They would miss a changed module or parameter name:
@@ -267,7 +267,7 @@ def _blocks(part: slice) -> slice:
 
 
 class EngineMemory:
-    """One worker's model, and where in its memory each tensor of the wire lies.
+    """Tell where in the memory of one worker's model each tensor of the wire lies.
 
     A mixture of experts has 37,000 of them: they are looked up when something has moved.
 
@@ -286,12 +286,12 @@ class EngineMemory:
 
     @cached_property
     def rank(self) -> Rank:
-        """This worker's place; one read on the host for each layer with experts."""
+        """Return this worker's place; one read on the host for each layer with experts."""
         return rank_of(self.model)
 
     @cached_property
     def repacked(self) -> tuple[dict[str, WireSpec], set[str]]:
-        """What vLLM repacked for a kernel, by parameter, and the wire names that fill it."""
+        """Return what vLLM repacked for a kernel, by parameter, and the wire names that fill it."""
         plain = self.precision.plain.dtype
         found = modules(self.shape, self.precision)
         specs: dict[str, WireSpec] = {}

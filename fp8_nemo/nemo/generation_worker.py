@@ -25,7 +25,7 @@ from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 
 class Fp8GenerationWorkerImpl(VllmGenerationWorkerImpl):
-    """What a worker does differently; `Fp8GenerationWorker` is the Ray actor of it."""
+    """Define what a worker does differently; `Fp8GenerationWorker` is the Ray actor of it."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         """Start NeMo RL's engine, in four bits where the run's linears are in them."""
@@ -53,11 +53,11 @@ class Fp8GenerationWorkerImpl(VllmGenerationWorkerImpl):
 
 @ray.remote
 class Fp8GenerationWorker(Fp8GenerationWorkerImpl):
-    """The actor."""
+    """Run the worker as a Ray actor."""
 
 
 class Fp8AsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
-    """NeMo RL's asynchronous worker, whose engine the driver can ask; `generate_async` is its own.
+    """Let the driver ask an asynchronous worker's engine; `generate_async` is NeMo RL's own.
 
     Its answers come one by one, each with its logprobs, while the engine goes on.
     """
@@ -76,7 +76,7 @@ class Fp8AsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
 
 @ray.remote
 class Fp8AsyncGenerationWorker(Fp8AsyncGenerationWorkerImpl):
-    """The actor."""
+    """Run the asynchronous worker as a Ray actor."""
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from fp8_nemo.recipe.plain import to_json
 
 
 class KvScales:
-    """The KV scales of a run: the current ones, and what was seen since they were made.
+    """Hold the KV scales of a run: the current ones, and what was seen since they were made.
 
     A step goes `saw_ranges` (its logprob forward), `trained`, then `take_ranges` or, with
     `source: forward`, `take_scales`; `done` opens the next one.
@@ -70,7 +70,7 @@ class KvScales:
 
     @property
     def needs_forward(self) -> bool:
-        """Whether a forward must be run to measure: none was seen, and new scales are due."""
+        """Return whether a forward must run to measure: none was seen, and new scales are due."""
         return not self.is_observed and (self.has_trained or not self.in_force)
 
     def take_ranges(self, amax_L3: Tensor) -> dict[str, float]:
@@ -164,7 +164,7 @@ def watched(
 
 
 class _Watch:
-    """One batch's forwards: how many sequences each layer took, and which rows are real tokens."""
+    """Watch a batch's forwards: how many sequences each layer took, which rows are real tokens."""
 
     def __init__(self, observer: AmaxObserver, lengths: Tensor, cp_rank: int, cp_size: int) -> None:
         self.observer, self.cp_rank, self.cp_size = observer, cp_rank, cp_size

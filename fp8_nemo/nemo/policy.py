@@ -57,7 +57,7 @@ RANGES = "fp8_nemo_ranges.json"
 
 
 class WatchedPolicy(Policy):
-    """NeMo RL's `Policy`, with our correction and the metrics of a step in `row`.
+    """Extend NeMo RL's `Policy` with our correction and the metrics of a step in `row`.
 
     Args:
         settings: of the run.
@@ -240,7 +240,7 @@ def without_correction(loss_fn: ClippedPGLossFn) -> ClippedPGLossFn:
 
 
 class WatchedLoss(ClippedPGLossFn):
-    """NeMo RL's loss, which also says how far an update has moved the policy."""
+    """Compute NeMo RL's loss, and say how far an update has moved the policy."""
 
     def __call__(
         self,
@@ -249,7 +249,7 @@ class WatchedLoss(ClippedPGLossFn):
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """NeMo RL's value and metrics, and our two, as shares of the update's tokens."""
+        """Return NeMo RL's loss and metrics, with our two as shares of the update's tokens."""
         loss, metrics = super().__call__(
             next_token_logprobs, data, global_valid_seqs, global_valid_toks
         )

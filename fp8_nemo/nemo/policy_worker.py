@@ -30,7 +30,7 @@ from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 
 class LossScale:
-    """FP16's loss scale in Megatron: an update that overflows is skipped, and halves the scale.
+    """Scale FP16's loss in Megatron: skip an update that overflows, and halve the scale.
 
     Megatron returns no norm of such an update, which NeMo RL cannot take (seam fp16-skipped-step).
     Experts have an optimizer and a scaler of their own, but the loss is multiplied by the first
@@ -64,7 +64,7 @@ class LossScale:
 
 
 class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
-    """What a worker does differently; `Fp8PolicyWorker` is the Ray actor of it."""
+    """Define what a worker does differently; `Fp8PolicyWorker` is the Ray actor of it."""
 
     fp8_nemo_wire: dict[str, tuple[torch.Size, torch.dtype]] | None = None
     """Names, shapes and types of the stream, from NeMo RL's handshake; None before it."""
@@ -241,7 +241,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         return self.fp8_nemo_loss_scale.take()
 
     def fp8_nemo_take_routes(self) -> list[int]:
-        """Routes exchanged, and routes compared, on all ranks since the last call."""
+        """Return the routes exchanged, and routes compared, on all ranks since the last call."""
         assert self.fp8_nemo_routes, "asked after a logprob pass of replay=r3 alone"
         counted_2 = self.fp8_nemo_routes.take()
         torch.distributed.all_reduce(counted_2)
@@ -263,7 +263,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class Fp8PolicyWorker(Fp8PolicyWorkerImpl):
-    """The Ray actor."""
+    """Run the worker as a Ray actor."""
 
 
 @contextmanager

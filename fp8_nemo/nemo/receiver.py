@@ -145,7 +145,7 @@ class Receiver(Extension):
 
 
 class Refit:
-    """One refit of one worker's model, from before the first tensor to the proof.
+    """Receive one refit of one worker's model, from before the first tensor to the proof.
 
     Args:
         engine: the worker's.

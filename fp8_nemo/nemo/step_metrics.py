@@ -36,7 +36,7 @@ NeMo RL also refits before validating. The step after that starts with a fresh e
 
 
 class OverheardLogger:
-    """NeMo RL's `Logger`, which also hands each finished step to `write`.
+    """Wrap NeMo RL's `Logger`, and also hand each finished step to `write`.
 
     Args:
         logger: NeMo RL's.

@@ -38,7 +38,7 @@ asynchronous engine."""
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """The part of a recipe that the glue needs: `WorkerSettings.of(recipe, loss_corrects=True)`."""
+    """Hold what the glue needs of a recipe: `WorkerSettings.of(recipe, loss_corrects=True)`."""
 
     precision: Precision
     shape: Shape
@@ -83,19 +83,19 @@ class WorkerSettings:
 
     @property
     def observes(self) -> bool:
-        """Whether the policy's workers watch Q, K and V in the logprob forward."""
+        """Return whether the policy's workers watch Q, K and V in the logprob forward."""
         return self.precision.cache.is_quantized and self.glue.recalibrate.source == "logprob"
 
     @property
     def needs_plugin(self) -> bool:
-        """Whether workers must be ours: they receive, observe, align, or skip FP16's overflows."""
+        """Return whether workers must be ours to receive, observe, align or skip FP16 overflows."""
         precision = self.precision
         ours = precision.is_aligned or precision.plain.scales_loss
         return self.glue.has_receiver or self.observes or ours
 
     @property
     def wire_precision(self) -> Precision:
-        """The precision that is sent: FP8 that we quantized, or BF16 for the receiver's rule."""
+        """Return the precision sent: FP8 that we quantized, or BF16 for the receiver's rule."""
         if self.glue.sends_fp8:
             return self.precision
         return replace(self.precision, rollout_linear=self.precision.plain.name)

@@ -52,7 +52,7 @@ def read_host(root: Path) -> Host:
 
 
 class Bases(dict[str, Mapping[str, Any]]):
-    """Base YAML files of a checkout as `{dotted key: value}`, each read when first asked for.
+    """Hold a checkout's base YAML files as `{dotted key: value}`, each read when first asked for.
 
     NeMo RL's own loader resolves inheritance and interpolations.
     """

@@ -68,7 +68,7 @@ class Host:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line if the checkout is of a revision that was never run; else empty."""
+        """Return a line if the checkout is of a revision that was never run; else empty."""
         if self.root is None or any(word in TESTED for word in self.name.split()):
             return ()
         text = f"untested: what our code calls is there; tested are {' and '.join(SUPPORTED)}"

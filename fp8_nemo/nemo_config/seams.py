@@ -31,7 +31,7 @@ class Seam(NamedTuple):
 
     @property
     def path(self) -> str:
-        """File and lines: `nemo_rl/algorithms/grpo.py:1338`."""
+        """Return file and lines: `nemo_rl/algorithms/grpo.py:1338`."""
         return f"{self.file}:{','.join(map(str, self.lines))}"
 
     def __str__(self) -> str:

@@ -132,7 +132,7 @@ class Source:
 
     @cached_property
     def name(self) -> str:
-        """Version and commit: `0.7.0 81aa43d`."""
+        """Return version and commit: `0.7.0 81aa43d`."""
         numbers = dict(
             re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", self.text("nemo_rl/package_info.py"), re.M)
         )
@@ -141,7 +141,7 @@ class Source:
 
     @cached_property
     def vllm(self) -> str | None:
-        """The pinned version of vLLM, by `pyproject.toml`."""
+        """Return the pinned version of vLLM, by `pyproject.toml`."""
         found = re.search(r"vllm==([\d.]+)", self.text("pyproject.toml"))
         return found[1] if found else None
 

@@ -49,7 +49,7 @@ SHOWN_GPUS = ("h100", "h200")
 
 
 class Difference(NamedTuple):
-    """One key that a plan sets otherwise than its base: `Difference("grpo.seed", 42, 7)`."""
+    """Name a key that a plan sets otherwise than its base: `Difference("grpo.seed", 42, 7)`."""
 
     key: str
     base: Any

@@ -68,7 +68,7 @@ def choose(settled: Settled, host: Host) -> list[Choice]:
 
 @dataclass(frozen=True)
 class _Search:
-    """A search for layouts: the cells of a sweep that differ by their seed share one."""
+    """Search for layouts: the cells of a sweep that differ by their seed share one search."""
 
     text: str
     host_id: int

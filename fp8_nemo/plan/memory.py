@@ -44,7 +44,10 @@ MERGED_BYTES = 12
 
 @dataclass(frozen=True)
 class MemoryByPhase:
-    """Bytes on one GPU: `MemoryByPhase({"train": {"weights": 8e9, ...}, "refit": {...}}, 79.6)`."""
+    """Hold the bytes on one GPU.
+
+    `MemoryByPhase({"train": {"weights": 8e9, ...}, "refit": {...}}, 79.6)`.
+    """
 
     phases: dict[str, dict[str, float]]
     """Phase of the step -> what lies on the GPU -> bytes."""
@@ -52,7 +55,7 @@ class MemoryByPhase:
 
     @property
     def worst(self) -> str:
-        """The phase that needs most."""
+        """Return the phase that needs most."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     def headroom(self, phase: str) -> float:

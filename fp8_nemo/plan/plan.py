@@ -94,18 +94,18 @@ class Plan:
 
     @cached_property
     def settled(self) -> Settled:
-        """The recipe with its numbers as plain, typed fields."""
+        """Return the recipe with its numbers as plain, typed fields."""
         base = LOCAL_BASE if self.nemo is None else base_of(self.nemo.overrides)
         return settle(self.recipe, base, self.layout)
 
     @property
     def layout(self) -> Layout | None:
-        """What the plan chose for `model.layout=auto`; None where the recipe gives it."""
+        """Return what the plan chose for `model.layout=auto`; None where the recipe gives it."""
         return Layout(**self.nemo.layout) if self.nemo and self.nemo.layout else None
 
     @property
     def hash6(self) -> str:
-        """Six hex digits over the backend and most of the recipe.
+        """Return six hex digits over the backend and most of the recipe.
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
         null, `algorithm=grpo`, `replay=none`, `lora=none`, `noise=none`,
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def run_name(self) -> str:
-        """Path of the run directory below `outputs`: MODEL/PRECISION-CORRECTION/sSEED-HASH6."""
+        """Return the run's path below `outputs`: MODEL/PRECISION-CORRECTION/sSEED-HASH6."""
         return f"{self.cell}/s{self.recipe.seed}-{self.hash6}"
 
     def to_json(self) -> dict[str, Any]:

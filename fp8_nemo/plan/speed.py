@@ -19,7 +19,7 @@ from fp8_nemo.recipe.settled import Settled
 
 @dataclass(frozen=True)
 class Speed:
-    """Rates of one GPU: `Speed(4.8e12, 989e12, 1979e12, 4.8e12, 4.8e12)`."""
+    """Hold the rates of one GPU: `Speed(4.8e12, 989e12, 1979e12, 4.8e12, 4.8e12)`."""
 
     weights: float
     """Bytes a second of its own memory, at which weights are read."""
@@ -63,7 +63,7 @@ PRODUCTS_REACHED = 0.8
 
 
 class Fitted(NamedTuple):
-    """What neither bytes nor operations explain: `Fitted(1.27e-3, 13.2e-6, 0.54e-3, 0.32)`."""
+    """Hold what neither bytes nor operations explain: `Fitted(1.27e-3, 13.2e-6, 0.54e-3, 0.32)`."""
 
     decode: float
     """Seconds of a decode step."""
@@ -90,7 +90,7 @@ model was measured."""
 
 
 class Host(NamedTuple):
-    """What the host does for one decode step: `Host(0.3e-3, 46e-6)`."""
+    """State what the host does for one decode step: `Host(0.3e-3, 46e-6)`."""
 
     step: float
     """Seconds."""
@@ -116,7 +116,7 @@ engine of several GPUs has; from 128 rows (1.36 to 1.63, experts-h100.json)."""
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """What one decode step of the whole batch reads and multiplies, over all GPUs of the engine."""
+    """Count what a decode step of the whole batch reads and multiplies, over all engine GPUs."""
 
     weight_bytes: float
     kv_bytes: float
@@ -203,7 +203,7 @@ def decode_seconds(
 
 
 class Decode(NamedTuple):
-    """What one engine decodes: `Decode(160, 9800.0)`."""
+    """State what one engine decodes: `Decode(160, 9800.0)`."""
 
     running: int
     """Sequences that its KV cache holds at once."""

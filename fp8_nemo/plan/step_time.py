@@ -32,19 +32,19 @@ SLICES = 12
 
 
 class Lengths(NamedTuple):
-    """Mean tokens of a step's prompts and answers: `Lengths(256, 1920)`."""
+    """Hold the mean tokens of a step's prompts and answers: `Lengths(256, 1920)`."""
 
     prompt: float
     answer: float
 
     @property
     def sequence(self) -> float:
-        """Tokens of both."""
+        """Return the tokens of both."""
         return self.prompt + self.answer
 
 
 class Reached(NamedTuple):
-    """What part of a format's peak a pass reaches: `Reached(forward=0.6, backward=0.55)`."""
+    """State what part of a format's peak a pass reaches: `Reached(forward=0.6, backward=0.55)`."""
 
     forward: float
     backward: float
@@ -125,16 +125,16 @@ class StepSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All phases, one after the other."""
+        """Return the sum of all phases, one after the other."""
         return sum(self)
 
 
 class OverlappedSeconds(StepSeconds):
-    """The same of an asynchronous step, whose engines sample the next one's answers meanwhile."""
+    """Hold an asynchronous step's seconds: engines sample the next one's answers meanwhile."""
 
     @property
     def total(self) -> float:
-        """The longer of rollout and training, then the refit, which waits for both."""
+        """Return the longer of rollout and training, then the refit, which waits for both."""
         return max(self.rollout, self.logprob + self.train + self.optimizer) + self.refit
 
 

@@ -162,7 +162,7 @@ class Settled:
 
     @property
     def sequences_per_engine(self) -> int:
-        """Sequences of one batch that one engine samples, at most."""
+        """Return the sequences of one batch that one engine samples, at most."""
         return math.ceil(self.sequences_per_batch * self.layout.rollout_tensor / self.rollout_gpus)
 
     @property

@@ -9,6 +9,7 @@ Of attention B sequences, K key heads, G query heads of each, S places in a cach
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportCallIssue=false, reportArgumentType=false
 # Triton comes with a CUDA build of torch, and only there is this module imported.
 from __future__ import annotations
 

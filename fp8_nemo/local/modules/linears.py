@@ -177,7 +177,7 @@ def linear_w4a16(x: Tensor, weight: tuple[Tensor, Tensor], _: bool) -> Tensor:
 
 
 class Product(NamedTuple):
-    """How an engine multiplies with weights of a format."""
+    """Say how an engine multiplies with weights of a format."""
 
     operand: Callable[[Sequence[Tensor]], Any]
     """Makes what is multiplied of a weight's bytes and scales (`wire.HELD`)."""

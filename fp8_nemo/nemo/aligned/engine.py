@@ -51,7 +51,7 @@ for name, like in (("rope", _like_rope), ("silu", _like_silu), ("quantize", _lik
 
 
 class Always:
-    """An operation with one way, whatever `custom_ops` says and wherever it runs."""
+    """Run an operation in one way, whatever `custom_ops` says and wherever it runs."""
 
     @classmethod
     def enabled(cls) -> bool:
@@ -66,7 +66,7 @@ class Always:
 
 
 class Rope(Always):
-    """Cosines and sines in FP32, Q and K rounded once."""
+    """Compute RoPE with cosines and sines in FP32, Q and K rounded once."""
 
     def __init__(self, head_size, rotary_dim, max_position_embeddings, base, is_neox_style,
                  dtype, *more, **options):  # fmt: skip
@@ -91,17 +91,17 @@ class Rope(Always):
 
 @RotaryEmbedding.register_oot
 class AlignedRope(Rope, RotaryEmbedding):
-    """RoPE of one base."""
+    """Compute RoPE of one base."""
 
 
 @Llama3RotaryEmbedding.register_oot
 class AlignedLlama3Rope(Rope, Llama3RotaryEmbedding):
-    """RoPE with Llama 3's frequencies; Megatron's are the same products in the same order."""
+    """Compute RoPE with Llama 3's frequencies: Megatron's products in the same order."""
 
 
 @SiluAndMul.register_oot
 class AlignedSilu(Always, SiluAndMul):
-    """SiLU that rounds once."""
+    """Compute SiLU, rounding once."""
 
     def forward_cuda(self, x: Tensor) -> Tensor:
         """Return `silu(gate) * up` of `[T, 2F]`."""
@@ -110,7 +110,7 @@ class AlignedSilu(Always, SiluAndMul):
 
 @QuantFP8.register_oot
 class AlignedQuantizer(Always, QuantFP8):
-    """The quantizer of groups by TransformerEngine's formula; of everything else vLLM's."""
+    """Quantize groups by TransformerEngine's formula; everything else by vLLM's."""
 
     def forward_cuda(self, x: Tensor, scale: Tensor | None = None,
                      scale_ub: Tensor | None = None, use_triton: bool = False):  # fmt: skip

@@ -7,7 +7,8 @@ is in fused_rope.cu). SiLU: the expression that Inductor makes of Megatron's `bi
 TransformerEngine's, with scales that lie as DeepGEMM reads them.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false
 # Triton comes with a CUDA build of torch, and only there is this module imported.
 from __future__ import annotations
 

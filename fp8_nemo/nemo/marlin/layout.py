@@ -25,7 +25,7 @@ NVFP4 = FORMATS["nvfp4"]
 
 
 class Module(NamedTuple):
-    """A linear of vLLM's, and the checkpoint's weights of which it is fused."""
+    """Describe a linear of vLLM's, and the checkpoint's weights of which it is fused."""
 
     path: str
     """`model.layers.0.self_attn.qkv_proj`."""

@@ -27,7 +27,7 @@ SIZES = ("input_size_per_partition", "output_size_per_partition", "logical_width
 
 
 class Whole(NamedTuple):
-    """A module of which everything has arrived."""
+    """Hold a module of which everything has arrived."""
 
     arrived: list[tuple[str, Tensor]]
     """Wire names, and what lies staged of each."""
@@ -36,7 +36,7 @@ class Whole(NamedTuple):
 
 
 class Staging:
-    """Memory in checkpoint layout for the modules under way; one refit's.
+    """Hold memory in checkpoint layout for the modules under way; one refit's.
 
     A module's memory serves the next one of its shape: a model whose weights arrive layer by layer
     takes one layer of four bits.
