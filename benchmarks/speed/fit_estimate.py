@@ -121,7 +121,7 @@ def decode_steps(content: Mapping[str, Any], model: str) -> Iterator[Step]:
         mine.sort(key=lambda row: (row["prompt"], row["batch"]))
         for across, row in enumerate(mine):
             seconds = row["seconds_per_step"]["median"]
-            to_fit = (down + across) % 2 == 0
+            to_fit = (down + across) % 2 == 0 and "tensor" not in row
             yield step_of(model, content["gpu"], option_of(variant), row, seconds, to_fit)
 
 

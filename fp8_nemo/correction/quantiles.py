@@ -104,8 +104,9 @@ def read_measurement(file: Path) -> Measurement:
     """
     try:
         found = Measurement(**read_json(bytes_of(file)))
-        if any(len(points) != POINTS + 1 for points in found.quantiles.values()):
-            raise ValueError("quantiles")
+        for points in found.quantiles.values():
+            if len(points) != POINTS + 1 or not all(isinstance(x, (int, float)) for x in points):
+                raise ValueError("quantiles")
     except OSError as error:
         raise MeasureError(f"{file}: {str(error.strerror).lower()}") from None
     except (ValueError, TypeError, AttributeError):

@@ -302,7 +302,7 @@ def _scaled(x_OI: Tensor, scale_PQ: Tensor) -> Tensor:
     """Return `[..., O, I]`, each block times its scale."""
     O, I = x_OI.shape[-2:]
     blocks = _blocks(x_OI) * scale_PQ[..., :, None, :, None]
-    return blocks.flatten(-2).flatten(-3, -2)[..., :O, :I]
+    return blocks.flatten(-2).flatten(-3, -2)[..., :O, :I].contiguous()
 
 
 def _saturating_cast(scaled: Tensor) -> Tensor:

@@ -91,7 +91,8 @@ def _in_short(plan: Plan, host: Host) -> tuple[str, str, str, str]:
     room = fit(memory)
     needed = f"{memory.needed_gib(memory.worst):.0f} of {memory.gpu_gib:.0f}"
     plain = None if room == "NO" else in_precision(BASELINE, plan, host)
-    gain = f"{times(plan.settled, plain):.2f}x" if plain else "-"
+    is_baseline = plan.recipe.precision.name == BASELINE
+    gain = "1.00x" if is_baseline else f"{times(plan.settled, plain):.2f}x" if plain else "-"
     return room, needed, f"{seconds:.0f}", gain
 
 
@@ -245,11 +246,11 @@ def _layout_text(settled: Settled, layout: Layout) -> str:
 
 
 def _others(settled: Settled, host: Host) -> dict[str, str]:
-    """Return the next best layouts if the plan chooses the layout; else nothing."""
+    """Return the fastest other layouts if the plan chooses the layout; else nothing."""
     if settled.recipe.model.layout != "auto":
         return {}
     best: dict[tuple[int, int, int, int, bool], Choice] = {}
-    for each in choose(settled, host):
+    for each in sorted(choose(settled, host), key=lambda choice: choice.seconds.total):
         best.setdefault(_kind(each.layout), each)
     best.pop(_kind(settled.layout), None)
     return {

@@ -1,4 +1,4 @@
-"""Choose a layout: of those that fit the GPUs named, the one whose step is estimated the fastest.
+"""Choose a layout: of the fastest by estimate that fit, the one with the smallest engines.
 
 Only what the recipe leaves null under `model.parallel` and `model.memory` is chosen, and nothing
 without `model.layout=auto`. A layout that fits leaves `HEADROOM` of a GPU free in every phase; if
@@ -56,7 +56,7 @@ class Choice(NamedTuple):
 def choose(settled: Settled, host: Host) -> list[Choice]:
     """List the layouts of a run that fit, the fastest first; else the one that needs least.
 
-    Of those that are about as fast, first come the ones with the fewest GPUs an engine.
+    Of those within `ALIKE` of the fastest, the ones with the fewest GPUs an engine come first.
 
     Args:
         settled: a recipe with `model.layout=auto`.

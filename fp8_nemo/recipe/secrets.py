@@ -18,9 +18,10 @@ SECRET_VARIABLE = re.compile(
     re.IGNORECASE,
 )
 """Names of environment variables, where `token` means no piece of a text."""
-SECRET_KEY = re.compile(
-    rf"(?:.*_)?(?!token){NAME}|(?:(?:hf|hub|wandb|auth|bearer|access|api)_)?token", re.IGNORECASE
+OWNER = (
+    "(?:hf|hub|hugging_?face|wandb|git|github|gitlab|ngc|auth|bearer|access|refresh|read|write|api)"
 )
+SECRET_KEY = re.compile(rf"(?:.*_)?(?!token){NAME}|(?:.*_)?{OWNER}_?token|token", re.IGNORECASE)
 PIECES = "nemo.", "model.", "grpo.", "data.", "algorithm.", "correction.", "precision.", "lora."
 """Groups whose keys count tokens, so that `grpo.max_new_token` is a slip of the pen."""
 SECRET_VALUE = re.compile(

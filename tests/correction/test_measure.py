@@ -214,6 +214,10 @@ def test_a_measurement_reads_back_and_anything_else_is_one_line(tmp_path, measur
         with pytest.raises(MeasureError, match="is no measurement"):
             read_measurement(file)
     old = dataclasses.asdict(measured)
+    old["quantiles"]["max-k2"][-1] = None
+    file.write_text(json.dumps(old))
+    with pytest.raises(MeasureError, match="is no measurement"):
+        read_measurement(file)
     del old["quantiles"]["max-k2"]
     file.write_text(json.dumps(old))
     with pytest.raises(MeasureError, match="max-k2 is missing; measure again"):

@@ -120,6 +120,20 @@ def test_of_layouts_about_as_fast_the_one_with_the_smallest_engines_is_taken():
     assert len(slow) > 1 and slow == sorted(slow)
 
 
+def test_a_gain_is_over_bf16_in_its_fastest_layout_and_the_faster_ones_are_shown():
+    both = ("bf16", "fp8-linear")  # in BF16 it takes smaller engines than its fastest layout has
+    cells = [["model=qwen3-14b", f"precision={each}"] for each in both]
+    [plain], [linear] = (compose_plans(each, lambda recipe: MAIN) for each in cells)
+    found = choose(plain.settled, MAIN)
+    fastest = min(each.seconds.total for each in found)
+    assert found[0].seconds.total > 1.05 * fastest
+    gain = fastest / step_seconds(linear.settled).total
+    rows = dict(describe(plain, MAIN))
+    assert f"fp8-linear {gain:.2f}x" in dict(precisions(plain, MAIN))["precisions"]
+    assert rows["layout 2"].startswith(f"{fastest:.0f} s: ")
+    assert [*overview([(plain, MAIN)]).columns[4].cells] == ["1.00x"]
+
+
 def test_where_nothing_fits_the_least_is_taken_and_said():
     words = ("model=qwen3-30b-a3b", "precision=fp8-e2e", "cluster.nodes=1")
     [found] = compose_plans(words)

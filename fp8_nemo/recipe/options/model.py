@@ -99,7 +99,7 @@ class Model:
     shape_from: str | None = optional_one_of("config")
     """`config`: `shape` is read from the model's config.json and checked against its weights."""
     layout: str | None = optional_one_of("auto")
-    """`auto`: the plan chooses what `parallel` and `memory` leave null, the fastest that fits."""
+    """`auto`: the plan chooses what `parallel` and `memory` leave null, of the fastest that fit."""
     parallel: Parallel = field(default_factory=Parallel)
     memory: Memory = field(default_factory=Memory)
     shape: Shape = field(default_factory=Shape)
