@@ -54,7 +54,7 @@ def small(shape: Shape) -> Shape:
 def cut_like(counts: list[int]) -> Callable[[Iterable], Iterator[list]]:
     """Return an `in_groups` that makes groups of so many weights."""
 
-    def in_groups(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list]:
+    def in_groups(named_weights: Iterable[tuple[str, Tensor]], **_: bool) -> Iterator[list]:
         weights = iter(named_weights)
         for count in counts:
             yield [next(weights) for _ in range(count)]
@@ -70,7 +70,9 @@ def without_a_device() -> None:
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             return lambda *arguments, **constants: None
 
-    def quantize_list(weights: list[Tensor], *, pow2: bool, nonfinite_N: Tensor) -> list:
+    def quantize_list(
+        weights: list[Tensor], *, pow2: bool, nonfinite_N: Tensor, together: list
+    ) -> list:
         found = kernels.quantize_list(weights, pow2, nonfinite_N)
         for fp8_OI, scale_inv_PQ in found:
             fp8_OI.view(torch.uint8).zero_()

@@ -159,7 +159,9 @@ def test_an_engine_over_several_gpus_is_asked_for_and_its_rows_are_its_own():
     shape, precision, variant = plan.recipe.model.shape, plan.recipe.precision, bench.VARIANTS
     given = [bench.engine_arguments(shape, variant["bf16"], precision, Path("f"), each)
              for each in (one, two)]  # fmt: skip
-    assert given[1] == given[0] | {"tensor_parallel_size": 2}
+    unfused = {"pass_config": {"fuse_allreduce_rms": False}}
+    compiled = given[0]["compilation_config"] | unfused
+    assert given[1] == given[0] | {"tensor_parallel_size": 2, "compilation_config": compiled}
     rows = [bench.Bench(each, plan).names | {"batch": 8, "prompt": 64} for each in (one, two)]
     assert not bench.twins(*rows) and bench.twins(rows[1], rows[1])
     with pytest.raises(SystemExit):
