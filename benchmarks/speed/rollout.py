@@ -47,6 +47,8 @@ from benchmarks import record
 from benchmarks.speed import rollout_engine
 from benchmarks.speed.capacity import decode_floor, kv_capacity
 from benchmarks.speed.rollout_engine import Engine, Point, TooFewSteps
+from fp8_nemo.nemo.marlin.layout import holds_four_bits
+from fp8_nemo.nemo.marlin.layout import quantization as four_bits
 from fp8_nemo.nemo_config.overrides import path_variables
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.model import count
@@ -69,6 +71,7 @@ class Variant(NamedTuple):
     """vLLM's `moe_backend`; FP8 experts have no CUTLASS (`allow_vllm_cutlass=False`)."""
 
 
+FOUR_BITS = "nvfp4-w4a16"
 CUTLASS, DEEPGEMM = "CutlassFp8BlockScaledMMKernel", "DeepGemmFp8BlockScaledMMKernel"
 VARIANTS = {
     "bf16": Variant("bf16"),
@@ -77,6 +80,7 @@ VARIANTS = {
     "fp8-linear-deepgemm-experts": Variant("fp8-linear", "deep_gemm", DEEPGEMM, "deep_gemm"),
     "fp8-kv-attn": Variant("fp8-kv-attn", "deep_gemm", DEEPGEMM),
     "fp8-kv-attn-cutlass": Variant("fp8-kv-attn", "cutlass", CUTLASS),
+    FOUR_BITS: Variant(FOUR_BITS, kernel="ModelOptNvFp4W4A16LinearMethod"),
 }
 USUAL = "bf16,fp8-linear-cutlass,fp8-linear-deepgemm,fp8-kv-attn"
 POINTS = "64x1024,256x1024,16x4096,64x4096,8x8192,32x8192"
@@ -137,6 +141,8 @@ def engine_arguments(
         gates = [f"model.layers.{n}.mlp.gate" for n in range(shape.layers if shape.experts else 0)]
         quantization = BLOCK_FP8 | {"ignored_layers": gates, "ignore": gates}
         found |= {"quantization": "fp8", "hf_overrides": {"quantization_config": quantization}}
+    if holds_four_bits(precision):
+        found |= four_bits(precision, shape.layers)
     return found
 
 
@@ -326,9 +332,11 @@ def nemo_settings(plan: Plan, folder: Path, options: argparse.Namespace) -> dict
 
 def plan_of(options: argparse.Namespace, folder: Path) -> Plan:
     """Plan the cell of one precision; with NeMo RL's keys where its worker is used."""
+    precision = VARIANTS[options.precision].precision
+    glue = "ours" if precision == FOUR_BITS else "stock"
     words = [
-        "backend=nemo", "glue=stock", "correction=tis", "data=arithmetic", f"model={options.model}",
-        f"precision={VARIANTS[options.precision].precision}", f"model.path={folder}",
+        "backend=nemo", f"glue={glue}", "correction=tis", "data=arithmetic",
+        f"model={options.model}", f"precision={precision}", f"model.path={folder}",
         "cluster.interpreter=system", f"cluster.gpu={options.gpu}", "cluster.nodes=1",
         "cluster.gpus_per_node=1", "model.parallel.tensor=1", "model.parallel.expert=1",
         "model.parallel.rollout_tensor=1", "model.layout=null",
@@ -469,6 +477,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.tensor > 1 and (options.nemo or not options.precision):
         parser.error("--tensor: of one --precision, through vLLM itself")
+    if options.nemo and FOUR_BITS in (options.precision or options.precisions):
+        parser.error(f"--nemo: NeMo RL itself has no {FOUR_BITS}; its worker is ours")
     return options
 
 

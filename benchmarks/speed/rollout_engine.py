@@ -17,6 +17,7 @@ STRETCH, SETTLE = 64, 8  # decode steps of one repetition, and those before the 
 CHUNK = 16384  # prompt tokens of one step, vLLM's default on an H200
 SPREAD, FP8_SPREAD = 0.02, 64.0  # of a weight, and of its FP8 code
 SCALE_INV = SPREAD / FP8_SPREAD
+FP4_SPREAD = 2.93  # of the eight magnitudes of FP4, 0 to 6
 KV_SCALE = 0.02  # 448 times this is above any Q, K or V of such weights
 SAMPLING = {"temperature": 1.0, "ignore_eos": True, "detokenize": False}  # tokens and no more
 
@@ -130,7 +131,10 @@ def fill(worker: Any) -> list[str]:
 
     model, wrong = getattr(worker, "worker", worker).get_model(), []
     with torch.no_grad():
+        four_bits = {id(part) for module in model.modules() for part in _fill_four_bits(module)}
         for name, weight in model.named_parameters():
+            if id(weight) in four_bits:
+                continue
             if weight.dtype == torch.float8_e4m3fn:
                 for part in weight.data.split(max(1, 2**26 // weight[0].numel())):
                     codes = torch.randn(part.shape, dtype=torch.bfloat16, device=part.device)
@@ -154,6 +158,28 @@ def fill(worker: Any) -> list[str]:
                 scales = torch.cat([used.w1_scale.flatten(), used.w2_scale.flatten()])
                 wrong += [] if (scales == scales.new_tensor(SCALE_INV)).all() else [name]
     return wrong
+
+
+def _fill_four_bits(module: Any) -> list[Any]:
+    """Fill what Marlin multiplies with: random codes, and scales as vLLM lays them out for it.
+
+    Returns:
+        The module's parameters that are filled; none of a module without four bits.
+    """
+    if not hasattr(module, "weight_global_scale"):
+        return []
+    import torch
+    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4 as marlin
+
+    codes, whole = module.weight.data, module.weight_global_scale.data
+    codes.random_(torch.iinfo(codes.dtype).min, torch.iinfo(codes.dtype).max)
+    plain = module.params_dtype
+    ones = torch.ones(16, 64, dtype=plain, device=codes.device)
+    scales, factor = marlin.nvfp4_marlin_process_scales(ones, a_dtype=plain)
+    module.weight_scale.data.copy_(scales.flatten()[0].expand_as(module.weight_scale))
+    spread = torch.full_like(whole, SPREAD / FP4_SPREAD)
+    whole.copy_(marlin.nvfp4_marlin_process_global_scale(spread, plain) / factor)
+    return [module.weight, module.weight_scale, module.weight_global_scale]
 
 
 def kernels(worker: Any) -> dict[str, int]:

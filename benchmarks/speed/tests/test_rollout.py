@@ -118,7 +118,8 @@ def test_every_precision_asks_for_its_kernel_twice_and_no_other():
         variables = bench.environment_variables(variant, Path("c"))
         deep = "deepgemm" in name or name == "fp8-kv-attn"
         assert variables["VLLM_USE_DEEP_GEMM"] == str(int(deep)), name
-        linear = {"bf16": "auto"}.get(name, "deep_gemm" if deep else "cutlass")
+        plain = {"bf16": "auto", bench.FOUR_BITS: "auto"}
+        linear = plain.get(name, "deep_gemm" if deep else "cutlass")
         assert variant.linear == linear
         assert variables["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
 
@@ -126,7 +127,7 @@ def test_every_precision_asks_for_its_kernel_twice_and_no_other():
 @pytest.mark.parametrize("model", ["llama31-8b", "qwen3-30b-a3b"])
 def test_the_engine_gets_what_nemo_rl_gives_it(model):
     found = {}
-    for name in bench.VARIANTS:
+    for name in bench.VARIANTS.keys() - {bench.FOUR_BITS}:
         options = bench.parse([*OUT, "--model", model, "--precision", name])
         recipe = bench.plan_of(options, Path("folder")).recipe
         found[name] = bench.engine_arguments(
@@ -150,6 +151,39 @@ def test_the_engine_gets_what_nemo_rl_gives_it(model):
     same = [{**each, "linear_backend": "", "kv_cache_dtype": ""} for each in found.values()]
     keys = ("gpu_memory_utilization", "max_model_len", "compilation_config", "enforce_eager")
     assert len({json.dumps([each[key] for key in keys]) for each in same}) == 1
+
+
+def test_an_engine_of_four_bits_is_started_as_our_worker_starts_it():
+    options = bench.parse([*OUT, "--precision", bench.FOUR_BITS])
+    recipe = bench.plan_of(options, Path("f")).recipe
+    variant = bench.VARIANTS[bench.FOUR_BITS]
+    shape = recipe.model.shape
+    given = bench.engine_arguments(shape, variant, recipe.precision, Path("f"), options)
+    assert given["quantization"] == "modelopt_fp4"
+    assert given["hf_overrides"]["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
+    with pytest.raises(SystemExit):
+        bench.parse([*OUT, "--precision", bench.FOUR_BITS, "--nemo"])
+
+
+def test_four_bits_are_filled_with_codes_and_scales_that_marlin_reads_as_the_spread():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("vllm")
+
+    def held(kind, *size):
+        return torch.nn.Parameter(torch.zeros(*size).to(kind), requires_grad=False)
+
+    layer = torch.nn.Module()
+    layer.weight, layer.weight_scale = held(torch.int32, 8, 64), held(torch.float8_e4m3fn, 8, 64)
+    layer.weight_global_scale, layer.params_dtype = held(torch.float32, 1), torch.bfloat16
+    model = torch.nn.ModuleDict({"linear": layer})
+    assert rollout_engine.fill(SimpleNamespace(get_model=lambda: model)) == []
+    assert len(layer.weight.unique()) > 500 and layer.weight.min() < 0 < layer.weight.max()
+    # S0E5M3: five bits of exponent and three of fraction, less the 2**7 that the layout adds
+    code = layer.weight_scale.view(torch.uint8).unique().item()
+    scale = 2.0 ** ((code >> 3) - 15 - 7) * (1 + (code & 7) / 8)
+    whole = layer.weight_global_scale.item() * 2.0 ** -(126 - 7)
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    assert codes.square().mean().sqrt().item() * scale * whole == pytest.approx(0.02, rel=0.01)
 
 
 def test_an_engine_over_several_gpus_is_asked_for_and_its_rows_are_its_own():
