@@ -10,7 +10,8 @@ asks for (gate: all points within 10%, fitted or not, and gains over BF16 too); 
 engine beside weights and cache (gate: KV capacity of the others within 5%); and one fixed cost of a
 refit, from the file of benchmarks.glue.compare. Points alternate like the squares of a chessboard,
 precisions down and points across, so that neither half has all the large batches or one precision.
-Files of `--test`, of speed.rollout or speed.decode_profile, are tested whole.
+Four bits are not fitted here: the rates of their kernel stand in plan/speed.py, MARLIN. Files of
+`--test`, of speed.rollout or speed.decode_profile, are tested whole.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Precision
 
 NOTHING = Fitted(0.0, 0.0, 0.0)
-OPTIONS = ("fp8-kv-attn", "fp8-linear", "bf16")
+OPTIONS = ("fp8-kv-attn", "fp8-linear", "nvfp4-w4a16", "bf16")
 UNUSED = "cutlass", "experts"  # kernels that no plan asks for
 GLUES = {"stock": "bf16", "ledger": "fp8-linear"}  # what travels; FP8 KV scales weigh nothing
 
@@ -58,7 +59,7 @@ class Step(NamedTuple):
     @property
     def costs(self) -> tuple[float, ...]:
         """How often each fitted cost counts: of a step, of a sequence, of quantizing."""
-        counts = 1.0, float(self.batch), float(self.precision != "bf16")
+        counts = 1.0, float(self.batch), float(self.precision.startswith("fp8"))
         return tuple(count / self.gpus for count in counts)
 
 
@@ -224,6 +225,7 @@ def refit_points(content: Mapping[str, Any], model: str, gpu: str) -> Iterator[M
 
 def recipe_parts(model: str, precision: str) -> tuple[Shape, Precision]:
     """Return shape and precision of two options of conf/."""
+    glue = f"precision={precision}", "glue=ours", "correction=tis"
     [recipe] = compose([f"model={model}", "backend=nemo", f"precision={precision}"])
     return recipe.model.shape, recipe.precision
 

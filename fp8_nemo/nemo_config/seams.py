@@ -350,6 +350,11 @@ SEAMS = {
         "for buffers in [model.buffers, model.expert_parallel_buffers]:",
         "before a rollout the buffers of trained weights go to the host, and nothing else",
     ),
+    "copies-before-pinning": Seam(
+        MEGATRON, "megatron/core/distributed/param_and_grad_buffer.py", (1637,),
+        "self.param_data_cpu = self.param_data.cpu().pin_memory()",
+        "a buffer of weights is copied to the host, and the copy copied again to be page-locked",
+    ),
     "frozen-without-buffer": Seam(
         MEGATRON, "megatron/core/distributed/distributed_data_parallel.py", (115,),
         "if not param.requires_grad:",

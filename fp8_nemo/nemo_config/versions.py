@@ -359,13 +359,14 @@ def _without_four_bits(settled: Settled) -> Limit:
 
 
 OPTIMIZER_ALWAYS_MOVED, POW2_BROKEN = "optimizer-always-moved", "pow2-broken"
+ALIGNMENT_UNTRIED = "alignment-untried"
 DEFECTS = (
     Defect("kv-scales-dropped", _drops_kv_scales, _without_fp8_kv),
     Defect("bf16-layers-broken", _appends_bf16_layers, _without_bf16_layers),
     Defect(POW2_BROKEN, _breaks_pow2, _without_pow2),
     Defect(OPTIMIZER_ALWAYS_MOVED, _always_moves_optimizer, _without_kept_optimizer),
     Defect("hf-overrides-lost", _loses_hf_overrides, _without_hf_overrides),
-    Defect("alignment-untried", _pins_another_vllm, _without_alignment),
+    Defect(ALIGNMENT_UNTRIED, _pins_another_vllm, _without_alignment),
     Defect("asynchronous-one-pass", _ends_with_its_data, _without_asynchronous),
     Defect("four-bits-untried", _pins_another_vllm, _without_four_bits),
 )

@@ -170,9 +170,8 @@ def _alignment(precision: Precision) -> str:
     if not precision.is_aligned:
         return ""
     quantizer = ", FP8 quantizer" if precision.rollout.is_quantized else ""
-    cache = "; not with an FP8 cache" if precision.cache.is_quantized else ""
-    ran = f"measured in vLLM and Megatron; inside NeMo RL fp8-e2e ran, no gain measured{cache}"
-    return f"; RoPE, SiLU{quantizer} by the trainer's formulas ({ran})"
+    cache = " (not tried with an FP8 cache)" if precision.cache.is_quantized else ""
+    return f"; RoPE, SiLU{quantizer} by the trainer's formulas{cache}"
 
 
 def _tensors(counts: Counts, precision: Precision) -> str:

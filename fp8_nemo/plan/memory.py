@@ -8,6 +8,7 @@ four others each phase is within 3% (docs/speed.md). Layouts on more GPUs were n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +29,9 @@ the most of four steps of 16 layers of 8B, 1.2 to 2.1 (device-8b16-h200.json).""
 PACKETS = 2 * 0.02
 """Share of a GPU's memory that the two packets under way take, where a refit goes to other GPUs
 (NeMo RL main 7ea279a, packed_tensor.py)."""
+PIECES = 4 / 3
+"""Host memory over bytes, of many pieces that PyTorch page-locks in powers of two: the mean of
+sizes spread evenly between two powers."""
 HEADROOM = 0.1
 WHOLE_LOGIT = 14
 """Bytes of one logit while a loss or a logprob pass works on all of a micro-batch's: in BF16, and
@@ -184,15 +188,25 @@ def _kept(settled: Settled, own: Held) -> dict[str, float]:
 
 
 def host_gib(settled: Settled) -> float:
-    """Estimate the host memory in GiB that a step page-locks on one node.
+    """Estimate the host memory in GiB that a step takes on one node, nearly all of it page-locked.
 
     It holds the trained weights and moments of every GPU's trainer, and the engine's weights, which
-    vLLM keeps there while it sleeps. Where GPUs sample alone nothing moves, and no engine sleeps.
+    vLLM keeps there while it sleeps. PyTorch page-locks a power of two (9 GiB took 16.3 on an
+    H100), and Megatron copies a buffer of weights before it page-locks the copy (seam
+    copies-before-pinning). A sleeping engine is many pieces: a third more, assumed. 30B-A3B on four
+    GPUs of a host with 384 GiB left ended there when 182 were planned (docs/research/log.md). Where
+    GPUs sample alone nothing moves, and no engine sleeps.
     """
     if not settled.shares_gpus:
         return 0.0
-    each = 2 * _held(settled).trained + moved_bytes(settled) + _engine_weights(settled)
+    buffers = [2 * each for each in _trained_buffers(settled)]
+    weights = sum(map(_page_locked, buffers)) + max(buffers)
+    each = weights + moved_bytes(settled) + PIECES * _engine_weights(settled)
     return settled.recipe.cluster.gpus_per_node * each / GIB
+
+
+def _page_locked(size: float) -> float:
+    return 2.0 ** math.ceil(math.log2(size)) if size else 0.0
 
 
 def moved_bytes(settled: Settled) -> float:
@@ -235,6 +249,17 @@ class Held(NamedTuple):
     """Parameters whose optimizer state it has."""
     copies: float
     """Bytes of an FP8 trainer's copies of its linear weights, in both directions."""
+
+
+def _trained_buffers(settled: Settled) -> tuple[float, float]:
+    """Count the parameters in one GPU's two buffers of trained weights: dense ones, and experts."""
+    shape, lora, layout = settled.recipe.model.shape, settled.recipe.lora, settled.layout
+    dense, expert, _ = _parameters(shape)
+    if lora.is_on:
+        dense, expert = adapter_parameters(shape, lora)
+        expert *= layout.expert
+    ranks = layout.tensor * layout.pipeline
+    return dense / ranks, expert / (layout.expert * layout.pipeline)
 
 
 def _held(settled: Settled) -> Held:

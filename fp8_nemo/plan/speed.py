@@ -62,6 +62,12 @@ PRODUCTS_REACHED = 0.8
 (benchmarks/results/bench-train-8b-h200.json); those of a rollout were not measured."""
 
 
+MARLIN_READS, MARLIN_MULTIPLIES = 1.305, 1.845
+"""Times as long as at the rates reached that Marlin reads weights of four bits, and then multiplies
+with them, one after the other: 8B on an H100, 8 to 256 sequences, within 4.3% (estimate-h200.json).
+Its products reach 0.43 of the GPU's peak."""
+
+
 class Fitted(NamedTuple):
     """Hold what neither bytes nor operations explain: `Fitted(1.27e-3, 13.2e-6, 0.54e-3, 0.32)`."""
 
@@ -125,14 +131,21 @@ class DecodeWork:
     bf16_flops: float
     """Products with the others: `lm_head`, routers, all of them in BF16."""
     attention_flops: float
+    four_bit_bytes: float = 0.0
+    """Weights in four bits, which are in none of the numbers above."""
+    four_bit_flops: float = 0.0
 
     def seconds(self, speed: Speed, fp8_attention: bool) -> float:
         """Return the time of weights plus cache, for each the larger of reading and multiplying."""
         linear = self.fp8_flops / speed.fp8 + self.bf16_flops / speed.bf16
         attention = self.attention_flops / (speed.fp8 if fp8_attention else speed.bf16)
         cache = speed.fp8_cache if fp8_attention else speed.cache
-        return max(self.weight_bytes / speed.weights, linear) + max(
-            self.kv_bytes / cache, attention
+        marlin = self.four_bit_bytes / speed.weights * MARLIN_READS
+        marlin += self.four_bit_flops / speed.bf16 * MARLIN_MULTIPLIES
+        return (
+            max(self.weight_bytes / speed.weights, linear)
+            + max(self.kv_bytes / cache, attention)
+            + marlin
         )
 
 
@@ -152,7 +165,7 @@ def decode_work(
         context: tokens of each in the cache, on average.
         slower: times as long as their bytes that quantized experts take.
     """
-    read = flops = fp8_flops = 0.0
+    read = flops = fp8_flops = four_bit_bytes = four_bit_flops = 0.0
     even = shape.experts_per_token / shape.experts if shape.experts else 0.0
     for part, fp8, matrix, elements in census(shape, precision):
         if part == "embedding" and not shape.tied:
@@ -160,10 +173,13 @@ def decode_work(
         each = (precision.rollout if fp8 else precision.plain).bytes_per_weight
         is_expert = part == "experts"
         each *= slower if is_expert and fp8 else 1
-        read += elements * each * (1 - (1 - even) ** batch if is_expert else 1)
+        used = elements * each * (1 - (1 - even) ** batch if is_expert else 1)
         operations = 2 * elements * batch * (even if is_expert else 1) if matrix else 0
-        flops += operations
-        fp8_flops += operations * (fp8 and precision.rollout.block > 0)  # else products are BF16's
+        if fp8 and precision.rollout.group:
+            four_bit_bytes, four_bit_flops = four_bit_bytes + used, four_bit_flops + operations
+            continue
+        read, flops = read + used, flops + operations
+        fp8_flops += operations * fp8
     heads = shape.layers * shape.heads * shape.head_dim
     cached = batch * context
     return DecodeWork(
@@ -172,6 +188,8 @@ def decode_work(
         fp8_flops=fp8_flops,
         bf16_flops=flops - fp8_flops,
         attention_flops=4 * heads * cached,
+        four_bit_bytes=four_bit_bytes,
+        four_bit_flops=four_bit_flops,
     )
 
 

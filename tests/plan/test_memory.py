@@ -5,6 +5,7 @@ less than one in BF16 for the first and 49 % less for the second.
 """
 
 # pyright: reportMissingImports=false
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -116,12 +117,18 @@ def test_a_decode_step_reads_every_weight_once_but_a_row_of_the_embedding_per_to
     assert fp8.fp8_flops + fp8.bf16_flops == bf16.bf16_flops
 
 
-def test_four_bits_read_their_scales_too_and_multiply_as_bf16_does():
+def test_four_bits_read_their_scales_too_and_marlin_multiplies_after_it_has_read():
     shape, four = shape_of("llama31-8b"), Precision(rollout_linear="nvfp4")
     plain, found = (decode_work(shape, each, 64, 1000) for each in (Precision(), four))
     linears = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
-    assert plain.weight_bytes - found.weight_bytes == linears * (2 - 0.5 - 1 / 16)
-    assert (found.fp8_flops, found.bf16_flops) == (0, plain.bf16_flops)
+    assert found.four_bit_bytes == linears * (0.5 + 1 / 16)
+    assert plain.weight_bytes - found.weight_bytes == linears * 2
+    assert found.bf16_flops + found.four_bit_flops == plain.bf16_flops and not found.fp8_flops
+    speed = GPU_SPEED["h100"].reached()
+    rest = dataclasses.replace(found, four_bit_bytes=0.0, four_bit_flops=0.0)
+    marlin = found.seconds(speed, False) - rest.seconds(speed, False)
+    reading, products = found.four_bit_bytes / speed.weights, found.four_bit_flops / speed.bf16
+    assert marlin == pytest.approx(1.305 * reading + 1.845 * products)
     [ours, bf16] = (
         compose_plans([f"precision={each}", "model=llama31-8b", "backend=nemo"], lambda _: MAIN)[0]
         for each in ("nvfp4-w4a16", "bf16")
