@@ -225,7 +225,6 @@ def refit_points(content: Mapping[str, Any], model: str, gpu: str) -> Iterator[M
 
 def recipe_parts(model: str, precision: str) -> tuple[Shape, Precision]:
     """Return shape and precision of two options of conf/."""
-    glue = f"precision={precision}", "glue=ours", "correction=tis"
     [recipe] = compose([f"model={model}", "backend=nemo", f"precision={precision}"])
     return recipe.model.shape, recipe.precision
 

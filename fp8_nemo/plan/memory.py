@@ -194,7 +194,7 @@ def host_gib(settled: Settled) -> float:
     vLLM keeps there while it sleeps. PyTorch page-locks a power of two (9 GiB took 16.3 on an
     H100), and Megatron copies a buffer of weights before it page-locks the copy (seam
     copies-before-pinning). A sleeping engine is many pieces: a third more, assumed. 30B-A3B on four
-    GPUs of a host with 384 GiB left ended there when 182 were planned (docs/research/log.md). Where
+    GPUs of a host with 390 GiB left ended there when 182 were planned (nemo-30b-4-h200.json). Where
     GPUs sample alone nothing moves, and no engine sleeps.
     """
     if not settled.shares_gpus:

@@ -32,7 +32,7 @@ def with_alignment(settled: Settled, host: Host) -> Settled:
     """Choose the engine's alignment where a recipe leaves it open.
 
     It is `cheap` where runs had it: there the KL fell to 0.55 and 0.67 of what it was, and 8B's
-    decode steps took 2 to 3% less (docs/precision.md). Those engines had one GPU, which trained too.
+    decode steps took 2 to 3% less (docs/precision.md). Those engines had one GPU, which trained.
 
     Args:
         settled: with its layout chosen.
