@@ -315,7 +315,8 @@ def _speed_texts(settled: Settled) -> Iterator[str]:
         ratio = found.tokens_per_second / plain.tokens_per_second
         yield f"{ratio:.2f} times BF16 in this layout, whose cache holds {plain.running}"
     if is_fitted(settled):
-        yield "estimates, fitted on an H200"
+        gpu = "H100" if settled.recipe.precision.rollout.group else "H200"
+        yield f"estimates, fitted on an {gpu}"
     else:
         yield "estimates, of a model or layout that was not measured (docs/research/speed.md)"
 

@@ -272,8 +272,7 @@ def fitted_for(model: Model) -> Fitted:
 def is_fitted(settled: Settled) -> bool:
     """Return whether an engine like this was measured."""
     model = settled.recipe.model
-    is_alone = settled.layout.rollout_tensor == 1 and not settled.recipe.precision.rollout.group
-    return is_alone and (model.name, model.shape.layers) in FITTED
+    return settled.layout.rollout_tensor == 1 and (model.name, model.shape.layers) in FITTED
 
 
 def refit_seconds(shape: Shape, precision: Precision, gpu: str, fixed: float) -> float:
