@@ -22,7 +22,7 @@ from typing import Any
 from fp8_nemo.nemo_config.host import MAIN, Host, base_of
 from fp8_nemo.nemo_config.limits import format_mistakes, host_mistakes
 from fp8_nemo.nemo_config.overrides import VALIDATION_BATCH, environment_variables, keys_of
-from fp8_nemo.nemo_config.own.alignment import with_alignment
+from fp8_nemo.nemo_config.own.alignment import alignment_notes
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.typed_keys import own_key_mistakes
 from fp8_nemo.plan.layout import choose
@@ -217,7 +217,6 @@ def _nemo_plan(recipe: Recipe, host: Host, layout: Layout | None) -> Plan:
     chooses = recipe.model.layout == "auto"
     if chooses and layout is None and (choices := choose(settled, host)):
         settled = dataclasses.replace(settled, layout=choices[0].layout)
-    settled = with_alignment(settled, host)
     ours = keys_of(settled, host)
     written = ours | dict(settled.own)
     _refuse([
@@ -232,7 +231,7 @@ def _nemo_plan(recipe: Recipe, host: Host, layout: Layout | None) -> Plan:
         _cell(recipe),
         "nemo",
         settled.recipe,
-        notes=(*host.notes, *nemo_notes(settled, memory)),
+        notes=(*host.notes, *nemo_notes(settled, memory), *alignment_notes(settled, host)),
         nemo=NemoPlan(
             host.name,
             base,

@@ -29,6 +29,9 @@ class Speed:
     cache: float
     """Bytes a second at which attention reads a BF16 cache."""
     fp8_cache: float
+    four_bits: tuple[float, float] | None = None
+    """Bytes a second at which Marlin reads weights of four bits, and FLOP/s at which it then
+    multiplies; None: as others are read and multiplied, at once."""
 
     @staticmethod
     def of(bandwidth: float, bf16: float, fp8: float) -> Speed:
@@ -39,9 +42,9 @@ class Speed:
         """Return the rates that real kernels reach."""
         products = self.bf16 * PRODUCTS_REACHED, self.fp8 * PRODUCTS_REACHED
         fp8_cache = min(self.fp8_cache * FP8_CACHE_REACHED, FP8_CACHE_MOST)
-        return Speed(
-            self.weights * WEIGHTS_REACHED, *products, self.cache * CACHE_REACHED, fp8_cache
-        )
+        weights, cache = self.weights * WEIGHTS_REACHED, self.cache * CACHE_REACHED
+        four_bits = weights / MARLIN_READS, products[0] / MARLIN_MULTIPLIES
+        return Speed(weights, *products, cache, fp8_cache, four_bits)
 
 
 GPU_SPEED = {
@@ -137,16 +140,16 @@ class DecodeWork:
 
     def seconds(self, speed: Speed, fp8_attention: bool) -> float:
         """Return the time of weights plus cache, for each the larger of reading and multiplying."""
-        linear = self.fp8_flops / speed.fp8 + self.bf16_flops / speed.bf16
+        read, bf16_flops, marlin = self.weight_bytes, self.bf16_flops, 0.0
+        if speed.four_bits:
+            reads, multiplies = speed.four_bits
+            marlin = self.four_bit_bytes / reads + self.four_bit_flops / multiplies
+        else:
+            read, bf16_flops = read + self.four_bit_bytes, bf16_flops + self.four_bit_flops
+        linear = self.fp8_flops / speed.fp8 + bf16_flops / speed.bf16
         attention = self.attention_flops / (speed.fp8 if fp8_attention else speed.bf16)
         cache = speed.fp8_cache if fp8_attention else speed.cache
-        marlin = self.four_bit_bytes / speed.weights * MARLIN_READS
-        marlin += self.four_bit_flops / speed.bf16 * MARLIN_MULTIPLIES
-        return (
-            max(self.weight_bytes / speed.weights, linear)
-            + max(self.kv_bytes / cache, attention)
-            + marlin
-        )
+        return max(read / speed.weights, linear) + max(self.kv_bytes / cache, attention) + marlin
 
 
 def decode_work(

@@ -214,12 +214,8 @@ def settle(recipe: Recipe, base: Base, layout: Layout | None = None) -> Settled:
     data = recipe.data
     if data.is_made:
         data = replace(data, difficulty=data.level)
-    precision = recipe.precision
-    if is_local:  # its engine has the trainer's operations; NeMo RL's is chosen with the layout
-        precision = replace(precision, align=_or(precision.align, "none"))
-    model = replace(recipe.model, memory=memory)
     return Settled(
-        recipe=replace(recipe, precision=precision, grpo=filled, data=data, model=model),
+        recipe=replace(recipe, grpo=filled, data=data, model=replace(recipe.model, memory=memory)),
         own=own,
         prompts_per_step=prompts,
         generations_per_prompt=generations,

@@ -130,6 +130,9 @@ def test_four_bits_read_their_scales_too_and_marlin_multiplies_after_it_has_read
     marlin = found.seconds(speed, False) - rest.seconds(speed, False)
     reading, products = found.four_bit_bytes / speed.weights, found.four_bit_flops / speed.bf16
     assert marlin == pytest.approx(1.305 * reading + 1.845 * products)
+    everything = found.weight_bytes + found.four_bit_bytes
+    small, peak = decode_work(shape, four, 1, 1), GPU_SPEED["h100"]
+    assert small.seconds(peak, False) == pytest.approx(everything / peak.weights, rel=1e-3)
     [ours, bf16] = (
         compose_plans([f"precision={each}", "model=llama31-8b", "backend=nemo"], lambda _: MAIN)[0]
         for each in ("nvfp4-w4a16", "bf16")

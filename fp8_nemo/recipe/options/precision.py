@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fp8_nemo.recipe.options.fields import number, one_of, optional_one_of, short_name
+from fp8_nemo.recipe.options.fields import number, one_of, short_name
 
 
 class Format(NamedTuple):
@@ -75,14 +75,13 @@ class Precision:
     """First layers whose linears stay in BF16: the engine's, and an FP8 trainer's too."""
     last_layers_bf16: int = number(0, least=0)
     """Last layers whose linears stay in BF16, likewise."""
-    align: str | None = optional_one_of("none", "cheap")
-    """`cheap`: the engine's RoPE, SiLU and FP8 quantizer round as the trainer's. Null: where that
-    was measured, FP8 on both sides of a dense model with a BF16 cache."""
+    align: str = one_of("none", "cheap")
+    """`cheap`: the engine's RoPE, SiLU and FP8 quantizer round as the trainer's."""
 
     @property
     def is_aligned(self) -> bool:
         """Return whether operations of the engine are replaced by the trainer's."""
-        return self.align == "cheap"
+        return self.align != "none"
 
     @property
     def rollout(self) -> Format:
