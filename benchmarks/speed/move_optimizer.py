@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import record
 from fp8_nemo.glue.wire import named_shapes
-from fp8_nemo.nemo.optimizer_state import HostState, State
+from fp8_nemo.nemo.host_memory import HostState, State
 from fp8_nemo.recipe.compose import compose
 
 GIB = 2**30

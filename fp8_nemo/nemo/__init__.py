@@ -6,5 +6,5 @@
 - `marlin`: how an engine starts in four bits, and how a refit fills what vLLM repacked
 - `generation_worker`: NeMo RL's vLLM worker, which starts in four bits; quick logprobs
 - `policy`: on the driver: corrections, metrics, checkpoints
-- `kv_scales`, `optimizer_state`, `step_metrics`, `worker_settings`, `own`: what these share
+- `kv_scales`, `host_memory`, `step_metrics`, `worker_settings`, `own`: what these share
 """

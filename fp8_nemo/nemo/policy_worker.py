@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 from torch import Tensor
@@ -24,8 +25,8 @@ from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream, with_noise
 from fp8_nemo.glue.wire import RefitError
+from fp8_nemo.nemo.host_memory import HostState, prepare_buffers
 from fp8_nemo.nemo.kv_scales import watched
-from fp8_nemo.nemo.optimizer_state import HostState
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 
 
@@ -112,8 +113,16 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         torch.cuda.empty_cache()
         super().prepare_for_training(*arguments, **options)
 
+    def move_model(
+        self, model: Any, device: str, move_params: bool = True, move_grads: bool = True
+    ) -> Any:
+        """Move Megatron's buffers as NeMo RL does, weights to memory of ours (`host_memory.py`)."""
+        if device == "cpu" and move_params and isinstance(model, DistributedDataParallel):
+            prepare_buffers([*model.buffers, *model.expert_parallel_buffers])
+        return super().move_model(model, device, move_params, move_grads)
+
     def move_optimizer(self, device: str) -> None:
-        """Move Adam's state as NeMo RL does, through page-locked memory (`optimizer_state.py`)."""
+        """Move Adam's state as NeMo RL does, through page-locked memory (`host_memory.py`)."""
         self.fp8_nemo_host_state = self.fp8_nemo_host_state or HostState()
         states = [state for _, state in self.optimizer.state.items()]
         if device == "cpu":

@@ -8,7 +8,6 @@ four others each phase is within 3% (docs/speed.md). Layouts on more GPUs were n
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -191,22 +190,17 @@ def host_gib(settled: Settled) -> float:
     """Estimate the host memory in GiB that a step takes on one node, nearly all of it page-locked.
 
     It holds the trained weights and moments of every GPU's trainer, and the engine's weights, which
-    vLLM keeps there while it sleeps. PyTorch page-locks a power of two (9 GiB took 16.3 on an
-    H100), and Megatron copies a buffer of weights before it page-locks the copy (seam
-    copies-before-pinning). A sleeping engine is many pieces: a third more, assumed. 30B-A3B on four
-    GPUs of a host with 390 GiB left ended there when 182 were planned (nemo-30b-4-h200.json). Where
-    GPUs sample alone nothing moves, and no engine sleeps.
+    vLLM keeps there while it sleeps, in many pieces: PyTorch page-locks a power of two (9 GiB took
+    16.3 on an H100), so a third more is assumed. With stock's worker the weights take twice as much
+    at first, because Megatron copies a buffer before it page-locks the copy (seam
+    copies-before-pinning). 30B-A3B on four GPUs of a host with 390 GiB left ended in that copy
+    (nemo-30b-4-h200.json). Where GPUs sample alone nothing moves, and no engine sleeps.
     """
     if not settled.shares_gpus:
         return 0.0
-    buffers = [2 * each for each in _trained_buffers(settled)]
-    weights = sum(map(_page_locked, buffers)) + max(buffers)
+    weights = 2 * _held(settled).trained * (1 if settled.recipe.glue.has_receiver else 2)
     each = weights + moved_bytes(settled) + PIECES * _engine_weights(settled)
     return settled.recipe.cluster.gpus_per_node * each / GIB
-
-
-def _page_locked(size: float) -> float:
-    return 2.0 ** math.ceil(math.log2(size)) if size else 0.0
 
 
 def moved_bytes(settled: Settled) -> float:
@@ -249,17 +243,6 @@ class Held(NamedTuple):
     """Parameters whose optimizer state it has."""
     copies: float
     """Bytes of an FP8 trainer's copies of its linear weights, in both directions."""
-
-
-def _trained_buffers(settled: Settled) -> tuple[float, float]:
-    """Count the parameters in one GPU's two buffers of trained weights: dense ones, and experts."""
-    shape, lora, layout = settled.recipe.model.shape, settled.recipe.lora, settled.layout
-    dense, expert, _ = _parameters(shape)
-    if lora.is_on:
-        dense, expert = adapter_parameters(shape, lora)
-        expert *= layout.expert
-    ranks = layout.tensor * layout.pipeline
-    return dense / ranks, expert / (layout.expert * layout.pipeline)
 
 
 def _held(settled: Settled) -> Held:

@@ -1,4 +1,4 @@
-"""FP16's loss scale with Megatron's own gradient buffers, optimizers and scalers, on a CPU.
+"""FP16's loss scale with Megatron's own buffers, optimizers and scalers, on a CPU; and their moves.
 
 Set NEMO_RL_ROOT to a checkout, in an environment that holds NeMo RL's packages (docs/install.md).
 Megatron asks for memory on `cuda`; here it gets the host's, and its norms are those it has without
@@ -193,3 +193,27 @@ def test_updates_without_an_overflow_double_the_scale_once(made):
     assert scales(worker) == [8, 8]
     update(worker, 0.5, 0.5)
     assert scales(worker) == [16, 16]
+
+
+def test_weights_go_to_memory_page_locked_at_their_size_once_and_come_back(made, monkeypatch):
+    locked = []
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(at, size, flags):
+            locked.append((at, size))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    worker = made()
+    before = weights(worker)
+    buffers = [*worker.model.buffers, *worker.model.expert_parallel_buffers]
+    worker.move_model(worker.model, "cpu", move_params=False)
+    assert not locked, "GPUs that train alone move gradients, and no weights"
+    for _ in range(2):
+        worker.move_model(worker.model, "cpu")
+        assert not any(each.param_data.untyped_storage().size() for each in buffers)
+        places = [each.param_data_cpu for each in buffers]
+        assert locked == [(each.data_ptr(), each.nbytes) for each in places]
+        worker.move_model(worker.model, "cuda")
+        assert weights(worker).equal(before)

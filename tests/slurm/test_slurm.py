@@ -16,7 +16,7 @@ from tests.slurm.conftest import ROOT, Job
 FAST = "cluster.preflight=false"
 LONG = [
     *("model=tiny-llama", "precision=fp8-kv-attn", "correction=tis", "grpo=demo", "seed=7"),
-    *("grpo.steps=100", "grpo.checkpoint_every=1000", "grpo.validate_every=1000"),
+    *("grpo.steps=150", "grpo.checkpoint_every=1000", "grpo.validate_every=1000"),
     "grpo.validate_first=false",
 ]
 
@@ -68,7 +68,8 @@ def long_job(request, slurm, tmp_path_factory):
     """More work than fits its time limit, beside all other tests."""
     if not any("more_work" in item.name for item in request.session.items):
         return None
-    limits = ["cluster=slurm", "cluster.nodes=1", "cluster.time=2", "cluster.save_before_end=50"]
+    # Slurm gives the signal up to a minute early: a slow machine needs the rest to make a step.
+    limits = ["cluster=slurm", "cluster.nodes=1", "cluster.time=3", "cluster.save_before_end=80"]
     place = ["cluster.partition=long", f"outputs={tmp_path_factory.mktemp('long')}"]
     [job] = slurm.submit(*LONG, *limits, *place)
     return job
@@ -269,5 +270,5 @@ def test_more_work_than_the_time_limit_allows_goes_on_from_where_it_was_saved(lo
     """That a job which goes on has the curve of an undisturbed one is the matter of others."""
     long_job.wait(900)
     assert "the time limit is near: saving" in long_job.log
-    assert "finished, 100 steps" in long_job.log  # Slurm itself may have forgotten the job by now
-    assert [row["step"] for row in curve(long_job.path)] == [*range(101)]
+    assert "finished, 150 steps" in long_job.log  # Slurm itself may have forgotten the job by now
+    assert [row["step"] for row in curve(long_job.path)] == [*range(151)]

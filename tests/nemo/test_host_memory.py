@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8_nemo.nemo.optimizer_state import ALIGNMENT, HostState, places
+from fp8_nemo.nemo.host_memory import ALIGNMENT, HostState, places
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

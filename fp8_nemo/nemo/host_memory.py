@@ -1,8 +1,10 @@
-"""Move an optimizer's state to the host and back through page-locked memory.
+"""Keep a trainer's weights and optimizer in page-locked memory while the engine has the GPU.
 
-NeMo RL copies each tensor by `v.to("cpu")`, which allocates pageable memory every time: 1.4 GB/s
-down and 5.5 GB/s up on an H200's host, 27 of 110 s of a step
-(benchmarks/results/step-check-h200.json). Here one page-locked buffer outlives the copies.
+NeMo RL copies each tensor of the optimizer by `v.to("cpu")`, which allocates pageable memory every
+time: 1.4 GB/s down and 5.5 GB/s up on an H200's host, 27 of 110 s of a step
+(benchmarks/results/step-check-h200.json). Here one page-locked buffer outlives the copies. Megatron
+copies a buffer of weights to pageable memory first, and from there to a page-locked power of two.
+Here the place of the weights is page-locked at once, and exact.
 """
 
 from __future__ import annotations
@@ -59,23 +61,44 @@ class HostState:
                     state[name] = value.to(device, non_blocking=True)
 
     def _grow(self, size: int) -> None:
-        """Allocate a larger buffer if this one is too small.
-
-        It registers the memory itself: torch's page-locking allocator rounds up to a power of two.
-        """
+        """Allocate a larger buffer if this one is too small."""
         if self._buffer.numel() >= size:
             return
-        runtime: Any = torch.cuda.cudart()
         if self._buffer.numel():
+            runtime: Any = torch.cuda.cudart()
             runtime.cudaHostUnregister(self._buffer.data_ptr())
-        self._buffer = torch.empty(size, dtype=torch.uint8)
-        failed = runtime.cudaHostRegister(self._buffer.data_ptr(), size, 0)
-        if int(failed):
-            raise MemoryError(
-                f"{size / 2**30:.1f} GiB of host memory cannot be page-locked for the optimizer "
-                f"(CUDA error {int(failed)}); raise the limit of locked memory (ulimit -l), or set "
-                "model.memory.optimizer=keep"
-            )
+        self._buffer = page_locked(size)
+
+
+def page_locked(size: int) -> Tensor:
+    """Allocate bytes `[size]` on the host, page-locked until the process ends or unregisters them.
+
+    It registers the memory itself: torch's page-locking allocator rounds up to a power of two.
+
+    Raises:
+        MemoryError: the system does not lock that much.
+    """
+    memory = torch.empty(size, dtype=torch.uint8)
+    runtime: Any = torch.cuda.cudart()
+    failed = runtime.cudaHostRegister(memory.data_ptr(), size, 0)
+    if int(failed):
+        raise MemoryError(
+            f"{size / 2**30:.1f} GiB of host memory cannot be page-locked for the trainer "
+            f"(CUDA error {int(failed)}); raise the limit of locked memory (ulimit -l)"
+        )
+    return memory
+
+
+def prepare_buffers(buffers: Iterable[Any]) -> None:
+    """Give Megatron's buffers of weights their place on the host (seam copies-before-pinning).
+
+    Args:
+        buffers: `_ParamAndGradBuffer`; one that has a place, or no weights, stays as it is.
+    """
+    for each in buffers:
+        weights_N = each.param_data
+        if weights_N is not None and each.param_data_cpu is None:
+            each.param_data_cpu = page_locked(weights_N.nbytes).view(weights_N.dtype)
 
 
 def places(sizes: Iterable[int]) -> tuple[list[int], int]:
