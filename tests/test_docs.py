@@ -130,11 +130,16 @@ def experts_lost():
     lost = [f"{-row['learning']['difference']:.1f}" for row in (linear, cache)]
     assert all(row["verdict"] == "equivalent" for row in (linear, cache))
     return (
-        f"[learned {lost[0]} points less than in BF16](docs/research/experiment.md"
-        "#experts-of-80m-parameters-answers-of-340-tokens-2026-11-26) with `fp8-linear` "
-        f"uncorrected, {lost[1]} with `fp8-kv-attn` and `tis`: equivalent within 3. Its FP8 cache "
-        f"answers {-cache['serving']['difference']:.1f} worse."
+        f"| `fp8-linear`, no correction; `fp8-kv-attn`, `tis` | [{lost[0]} and {lost[1]} points "
+        "less](docs/research/experiment.md"
+        "#experts-of-80m-parameters-answers-of-340-tokens-2026-11-26), both equivalent within 3 |"
     )
+
+
+def experts_served():
+    """What README says that an FP8 cache costs in serving: the mixture of experts."""
+    _, cache = of("study-113m-moe", lambda it: it["rows"][MOE])
+    return f"points worse at 2.4M, {-cache['serving']['difference']:.1f} at 80M."
 
 
 def widest(study, model):
@@ -193,16 +198,20 @@ def short_on_h100():
     """README's row of 8 H100 and short answers, where FP8 is not worth its risk."""
     gains = planned("h100", 2048)
     assert max(float(gains[name]) for name in (LINEAR, KV, E2E)) < WORTH
-    return f"`{KV}` {gains[KV]}x, `{E2E}` {gains[E2E]}x: too little; `{BOTH}` {gains[BOTH]}x |"
+    return f"| `bf16` | `{KV}` {gains[KV]}x, `{E2E}` {gains[E2E]}x |"
 
 
 def long_on_h100():
-    """README's row of 8 H100 and longer answers."""
-    short, long = planned("h100", 4096), planned("h100", 8192)
-    return (
-        f"| {short[KV]}x at 4k, {long[KV]}x at 8k (FP8 training too: {short[BOTH]}x and "
-        f"{long[BOTH]}x) |"
-    )
+    """README's three rows of 8 H100 and longer answers."""
+    gains = [planned("h100", tokens) for tokens in (4096, 8192, 16384)]
+    kv, e2e, both = (f"{', '.join(f'{each[p]}x' for each in gains)}" for p in (KV, E2E, BOTH))
+    assert all(float(each[KV]) >= WORTH for each in gains)
+    assert all(float(each[name]) < WORTH for each in gains for name in (LINEAR, E2E))
+    rows = re.findall(r"^\|.+\| `fp8-kv-attn` \| (.+?) \| \[decode alone 1.41x.+\n.+\| `bf16` \| "
+                      r"`fp8-e2e` (.+?) \|.+\n.+\| `fp8-e2e-kv-attn` \| (.+?) \|",
+                      (ROOT / "README.md").read_text(), re.M)  # fmt: skip
+    assert rows == [(kv, e2e, f"{both}; {planned('h100', 2048)[BOTH]}x at 2k")]
+    return f"| `{KV}` | {kv} |"
 
 
 def beside(phase, shown=None):
@@ -262,25 +271,25 @@ def node_hours():
     """What README's line of 8 H100 takes, by the plan."""
     page = (ROOT / "README.md").read_text()
     [line] = re.findall(r"recipes.grpo (.*max_new_tokens=8192)$", page, re.M)
-    return f"500 steps are {sweep_hours(*line.split())} by estimate"
+    hours = [sweep_hours(*line.replace(KV, name).split()) for name in (KV, "bf16")]
+    return f"500 steps are {hours[0]} by estimate, {hours[1].removesuffix(' hours')} in BF16"
 
 
 def estimated_on_h100():
     """What README says first of 8 H100."""
     short, long = (planned("h100", tokens)[KV] for tokens in (4096, 8192))
-    return f"estimate {short} times at a limit of 4k tokens an answer, {long} at 8k"
+    return f"We expect {short} times at a limit of 4k tokens, {long} at 8k."
 
 
 def experts_at_first():
     """What README says first of 30B-A3B: the smallest and the largest gain of decode."""
     gains = [float(each) for found in MOE_DECODE.values() for each in found().split(" to ")]
-    return f"Qwen3-30B-A3B decodes {min(gains):.2f} to {max(gains):.2f} times as fast on one GPU"
+    return f"Decode alone was {min(gains):.2f} to {max(gains):.2f} times as fast on one GPU"
 
 
-def long_on_16k():
-    """README's row of 16k tokens: what the plan says on 8 H100 and 8 H200."""
-    gains = planned("h100", 16384)[KV], planned("h200", 16384)[BOTH]
-    return "H100: `{}`; H200: `{}` | {}x; {}x |".format(KV, BOTH, *gains)
+def long_on_h200():
+    """README's row of H200 with an FP8 cache: to 8k, and 16k on 8."""
+    return f"| `{BOTH}` | {on_h200(BOTH)}; {planned('h200', 16384)[BOTH]}x |"
 
 
 def planned_gain(pair):
@@ -305,10 +314,7 @@ def kv_on_four():
 def whole_steps():
     """README's measurement of 8B on two and four H200."""
     two, four = (real_gain("step", name).removesuffix(" times") for name in (TWO, FOUR))
-    return (
-        f"[whole steps](docs/speed.md) of 3,900 tokens: {four}x on four H200, {two}x on two; "
-        f"`fp8-kv-attn` {kv_on_four().replace(' to', 'x to')}x on four |"
-    )
+    return f"[whole steps](docs/speed.md) of 3,900 tokens: {four}x on four, {two}x on two |"
 
 
 def planned_lora():
@@ -441,12 +447,6 @@ def real_gain(phase, pair=FOUR, precision=-1):
     """How many times as fast as BF16 a phase of a pair was."""
     row = [*real(pair).values()][precision]
     return f"{row['times_bf16'][phase]:.2f} times"
-
-
-def real_plans(pair):
-    """What a plan says of a pair's steps."""
-    *first, last = (f"{row['plan']['step']:.0f}" for row in real(pair).values())
-    return f"{', '.join(first)} and {last} s"
 
 
 def trust_row(file, row, settled):
@@ -620,7 +620,7 @@ def saved():
 def whole_copy():
     """README's cost of a refit of 8B, and of the proof in it."""
     seconds, more = refit("bytes", QUIET), proof(QUIET)[0]
-    return f"took [{seconds:.2f} s on an H100, about {more:.0f} ms of it for the check]"
+    return f"[{more:.0f} ms of {seconds:.2f} s](docs/research/nemo.md) for 8B on an H100"
 
 
 def proof_by_rounds():
@@ -635,13 +635,13 @@ def experts_cell(precision):
     h100, h200 = (
         MOE_DECODE[precision, gpu]().replace(" to", "x to") + "x" for gpu in ("h100", "h200")
     )
-    return f": H100 {h100}, H200 {h200} |"
+    return f"(docs/speed.md#a-mixture-of-experts): H100 {h100}, H200 {h200} |"
 
 
 def experts_step():
     """README's estimate of its step, on both GPUs."""
     h100, h200 = (planned(gpu, 16384, model="qwen3-30b-a3b")[KV] for gpu in ("h100", "h200"))
-    return f"| {h100}x on H100, {h200}x on H200, rough:"
+    return f"| {h100}x on H100, {h200}x on H200, rough |"
 
 
 def experts_decode():
@@ -720,39 +720,34 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
            (KV, "tis"), (E2E, "none"))  # fmt: skip
 SAID = {
     "README.md": [
-        lambda: (
-            f"**{real_gain('step')}** as fast as in BF16 with FP8 in rollout, cache and training"
-        ),
-        lambda: f"{real_gain('step', ADAPTERS)} with an FP8 rollout",
-        lambda: f"and {kv_on_four()} with BF16 training",
-        lambda: f"The plan says {real_plans(FOUR)} of the first three",
-        lambda: f"and {real_plans(ADAPTERS)} with LoRA",
+        lambda: f"**{real_gain('step')}** as fast as in BF16 with everything in FP8",
+        lambda: f"With BF16 training it was {kv_on_four()} times.",
+        lambda: f"{real_gain('step', ADAPTERS)} as fast with an FP8 rollout",
         whole_steps,
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
             f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
+            f", every answer 4,000 tokens, planned as {planned_gain(ADAPTERS):.2f}x |"
         ),
         short_on_h100,
         long_on_h100,
-        lambda: (
-            f"all answers 4,000 tokens long, where the plan says {planned_gain(ADAPTERS):.2f}x |"
-        ),
         lambda: "| `fp16` | {}x to {}x (8B, 8 H100) |".format(*fp16_on_h100()),
         lambda: f"2 to 8 H200, up to 4k; on 8, up to 8k | `fp8-e2e` | {on_h200(E2E)} |",
-        lambda: f"up to 8k, at the risk of an FP8 cache | `fp8-e2e-kv-attn` | {on_h200(BOTH)} |",
-        lambda: f"{times(AGAIN, E2E):.2f}x to {times(SHORT, E2E):.2f}x at 2k in a slower layout",
-        lambda: f"in a slower layout, {times(LONG, E2E):.2f}x at 7k on 32 |",
-        lambda: f"[whole rollouts {decode('rollout-8b-h200', KV, 'limited')}x]",
+        long_on_h200,
+        lambda: (
+            f"{times(AGAIN, E2E):.2f}x to {times(SHORT, E2E):.2f}x at 2k, "
+            f"{times(LONG, E2E):.2f}x at 7k |"
+        ),
         lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",
         *(partial(experts_cell, each) for each in (LINEAR, KV)),
         whole_copy,
-        lambda: f"twelve seeds each, within {widest('113m', LLAMA)} points",
+        lambda: f"| [within {widest('113m', LLAMA)} points](docs/research/experiment.md",
         experts_lost,
-        lambda: "lost {} points uncorrected".format(losses().split(" to ")[0]),
+        experts_served,
+        lambda: "tiny models {} points uncorrected".format(losses().split(" to ")[0]),
         lambda: "and {} with `tis`".format(losses().split(" to ")[1].removesuffix(" points")),
-        long_on_16k,
         node_hours,
         estimated_on_h100,
         experts_at_first,
