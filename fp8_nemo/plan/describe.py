@@ -46,6 +46,7 @@ from fp8_nemo.recipe.options.precision import FORMATS, Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")
+OTHER_LAYOUT = "layout "
 
 
 class Difference(NamedTuple):
@@ -57,22 +58,33 @@ class Difference(NamedTuple):
     plan: Any
 
 
-def plan_table(plan: Plan, host: Host, run_dir: Path, *, alone: bool) -> Table:
-    """Return one plan as a table: the decision first, then what follows from it.
+Rows = list[tuple[str, str]]
+"""What a plan says: `[("fits", "yes: ..."), ("step", "73 s by estimate: ...")]`."""
+
+
+def plan_rows(plan: Plan, host: Host, run_dir: Path, *, alone: bool) -> Rows:
+    """Return what one plan says: the decision first, then what follows from it.
 
     Args:
         plan: what is shown.
         host: the NeMo RL that it would run in.
         run_dir: where it would write.
-        alone: whether no other plan stands beside it, so that other precisions are compared.
+        alone: whether no other plan stands beside it: then other precisions and layouts are
+            compared.
     """
-    columns = Column(no_wrap=True), Column(overflow="fold")
-    rows = Table(*columns, title=plan.cell, title_justify="left", show_header=False, box=None)
     others = precisions(plan, host) if alone else []
-    where = ("run directory", str(run_dir))
-    for row in [*decision(plan, host), *others, where, *describe(plan, host)]:
-        rows.add_row(*row)
-    return rows
+    where, rest = ("run directory", str(run_dir)), describe(plan, host)
+    rest = [row for row in rest if alone or not row[0].startswith(OTHER_LAYOUT)]
+    return [*decision(plan, host), *others, where, *rest]
+
+
+def table_of(title: str, rows: Rows) -> Table:
+    """Return rows as a table, as wide as the terminal."""
+    columns = Column(no_wrap=True), Column(overflow="fold")
+    table = Table(*columns, title=title, title_justify="left", show_header=False, box=None)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def overview(cells: Iterable[tuple[Plan, Host]]) -> Table:
@@ -253,7 +265,7 @@ def _others(settled: Settled, host: Host) -> dict[str, str]:
         best.setdefault(_kind(each.layout), each)
     best.pop(_kind(settled.layout), None)
     return {
-        f"layout {n}": f"{each.seconds.total:.0f} s: {_layout_text(settled, each.layout)}"
+        f"{OTHER_LAYOUT}{n}": f"{each.seconds.total:.0f} s: {_layout_text(settled, each.layout)}"
         for n, each in enumerate([*best.values()][:2], 2)
     }
 

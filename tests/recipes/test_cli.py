@@ -291,6 +291,16 @@ def test_a_plan_is_printed_fast_without_torch(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_sweep_says_once_what_all_its_runs_share(tmp_path):
+    line = ("model=llama31-8b", f"outputs={tmp_path}")
+    done = verb("plan", "-m", *line, "precision=bf16,fp8-kv-attn", "seed=1,2")
+    assert done.returncode == 0, done.stderr
+    once, each = "\n data ", "\n run directory "
+    assert (done.stdout.count(once), done.stdout.count(each)) == (1, 4)
+    assert "all 4 runs" in done.stdout and "layout 2" not in done.stdout
+    assert "layout 2" in verb("plan", *line).stdout
+
+
 def test_a_plan_whose_reader_has_gone_ends_without_a_traceback(tmp_path):
     command = [sys.executable, "-m", "recipes.plan", "--keys", "model=qwen3-30b-a3b"]
     with subprocess.Popen(
