@@ -747,8 +747,8 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
 SAID = {
     "README.md": [
         lambda: (
-            f"**{real_gain('step')}** as fast as in BF16 with FP8 in vLLM and in the trainer, "
-            f"on two {real_gain('step', TWO).removesuffix(' times')}."
+            f"**{real_gain('step')}** as fast as in BF16 with FP8 in vLLM and in the trainer. "
+            f"On two it was {real_gain('step', TWO)}."
         ),
         lambda: f"With FP8 in vLLM alone it was {kv_on_four()} times on four.",
         pays_from,
