@@ -57,6 +57,8 @@ NEEDED = (
             "use_reference_model",
             "get_logprobs",
             "prepare_for_training",
+            "move_model",
+            "move_optimizer",
             *SENDS,
         ),
     ),

@@ -9,6 +9,7 @@ four others each phase is within 3% (docs/speed.md). Layouts on more GPUs were n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from fp8_nemo.plan.model import adapter_parameters, adapters, census, count
@@ -279,6 +280,7 @@ def _gradient_bytes(settled: Settled) -> int:
     return 4 if settled.recipe.precision.plain.scales_loss else 2
 
 
+@cache
 def _parameters(shape: Shape) -> tuple[int, int, int]:
     """Count parameters outside experts, in experts, and those in linear weights of blocks."""
     groups = census(shape, Precision(rollout_linear="fp8"))  # the same linears in every format

@@ -10,6 +10,7 @@ exchange between nodes, data and rewards.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 from fp8_nemo.plan.memory import moved_bytes
@@ -221,6 +222,7 @@ def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
     return DOUBLED ** math.log2(settled.layout.rollout_tensor) * seconds
 
 
+@cache
 def layer_work(shape: Shape) -> LayerWork:
     """Count a token's forward FLOP; of the experts only those that it is routed to count."""
     share = shape.experts_per_token / shape.experts if shape.experts else 1.0

@@ -19,6 +19,7 @@ import math
 import os
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -45,7 +46,7 @@ from fp8_nemo.recipe.plain import escape_interpolation, leaves
 from fp8_nemo.recipe.secrets import secrets_of, secrets_of_line
 from fp8_nemo.recipe.trees import Trees, WordError, first_line, overruled, read_word
 
-CONFIG = "grpo"
+MODULE, CONFIG = "fp8_nemo.conf", "grpo"
 MULTIRUN = ("-m", "--multirun")
 SET_AGAIN = "cluster"
 """The group that a line may end with: `cluster=here` takes a job's line to this machine."""
@@ -123,7 +124,7 @@ def choices(groups: Collection[str] = ()) -> str:
 
 def option_folder(group: str) -> Path:
     """Return where a group's options stand: `conf/GROUP` of the clone, or as it was installed."""
-    return Path(str(resources.files("fp8_nemo.conf"))) / group
+    return Path(str(resources.files(MODULE))) / group
 
 
 def group_names() -> list[str]:
@@ -137,6 +138,20 @@ def option_names(group: str) -> list[str]:
     return sorted(path.stem for path in option_folder(group).glob("*.yaml"))
 
 
+def read_options(group: str) -> dict[str, Any]:
+    """Read each option of a group by itself, with the files that it builds on.
+
+    One that cannot be read, a site's own perhaps, is left out: who chooses it is told.
+    """
+    found = dict[str, Any]()
+    with initialize_config_module(MODULE, version_base="1.3"):
+        for name in option_names(group):
+            with suppress(HydraException, OmegaConfBaseException, *UNREADABLE):
+                tree = hydra_compose(f"{group}/{name}")[group]
+                found[name] = OmegaConf.to_object(OmegaConf.merge(_structured()[group], tree))
+    return found
+
+
 def compose_cells(arguments: Iterable[str]) -> list[Cell]:
     """Compose every cell of a command line; raises as `compose`."""
     arguments = list(arguments)
@@ -146,7 +161,7 @@ def compose_cells(arguments: Iterable[str]) -> list[Cell]:
     if unknown := [flag for flag in flags if flag not in MULTIRUN]:
         raise ComposeError(f"{flag}: unknown flag; --help lists them" for flag in unknown)
     texts = [each for each in arguments if each not in flags]
-    with initialize_config_module("fp8_nemo.conf", version_base="1.3"):
+    with initialize_config_module(MODULE, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         overrides = _parse(texts, loader)
         _refuse_repeated(overrides, multirun=bool(flags))

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
+from fp8_nemo.recipe import compose as composing
 from fp8_nemo.recipe.compose import (
     ComposeError,
     _unquoted,
@@ -540,3 +541,13 @@ def test_numbers_that_no_model_has_together_are_refused(words, line):
 def test_four_bits_are_of_the_rollouts_weights_alone(argument, line):
     [found] = lines("precision=nvfp4-w4a16", argument)
     assert line in found
+
+
+def test_options_read_alone_are_those_of_a_recipe_and_one_that_cannot_be_read_is_left_out(
+    monkeypatch,
+):
+    names = composing.option_names("precision")
+    recipes = compose(["-m", f"precision={','.join(names)}"])
+    monkeypatch.setattr(composing, "option_names", lambda group: ["gone", *names])
+    found = composing.read_options("precision")
+    assert found == {each.precision.name: each.precision for each in recipes}

@@ -11,7 +11,7 @@ from fp8_nemo.plan.memory import HEADROOM, MemoryByPhase, memory_per_gpu
 from fp8_nemo.plan.plan import Plan, PlanError, plan_recipe
 from fp8_nemo.plan.step_time import step_seconds
 from fp8_nemo.recipe.checks import mistakes
-from fp8_nemo.recipe.compose import compose, option_names
+from fp8_nemo.recipe.compose import read_options
 from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import Settled
@@ -31,11 +31,12 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     """
     if not plan.nemo or not (plain := in_precision(BASELINE, plan, host)):
         return []
-    timed = [each for each in option_names("precision") if not _shipped(each).rollout.group]
-    others = filter(None, (in_precision(name, plan, host) for name in timed))  # not four bits
+    others = filter(None, (in_precision(name, plan, host) for name in _shipped()))
     gains, texts, too_large = dict[str, float](), dict[str, str](), list[str]()
     for each in others:
         name, room = each.recipe.precision.name, fit(memory_per_gpu(each))
+        if each.recipe.precision.rollout.group:
+            continue  # four bits: no step was timed
         if name != BASELINE and room == "NO":
             too_large.append(name)
         elif name != BASELINE:
@@ -109,7 +110,7 @@ def in_precision(name: str, plan: Plan, host: Host) -> Settled | None:
 
     The baseline has its fastest layout, whatever the size of its engines: a gain is over its best.
     """
-    recipe = replace(plan.recipe, precision=_shipped(name))
+    recipe = replace(plan.recipe, precision=_shipped()[name])
     found = None if mistakes(recipe) else _settled(recipe, host)  # LoRA excludes FP8 training
     if name != BASELINE or not found or recipe.model.layout != "auto":
         return found
@@ -126,6 +127,5 @@ def _settled(recipe: Recipe, host: Host) -> Settled | None:
 
 
 @cache
-def _shipped(name: str) -> Precision:
-    [recipe] = compose([f"precision={name}"])
-    return recipe.precision
+def _shipped() -> dict[str, Precision]:
+    return read_options("precision")
