@@ -12,14 +12,7 @@ import sys
 
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.plan.describe import (
-    change_lines,
-    differences,
-    overview,
-    plan_rows,
-    stock_command,
-    table_of,
-)
+from fp8_nemo.plan.describe import Shown, change_lines, differences, plan_tables, stock_command
 from fp8_nemo.recipe.compose import ComposeError
 from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.run_dir import layout_of, run_path
@@ -42,17 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     except (ComposeError, RunDirError) as error:
         tell(error, sys.stderr)
         return 2
-    is_sweep = len(plans) > 1
-    said = [
-        plan_rows(each, host_of(each.recipe), run_path(each), alone=not is_sweep) for each in plans
-    ]
-    shared = [row for row in said[0] if is_sweep and all(row in rows for rows in said)]
-    if is_sweep:
-        console().print(overview((plan, host_of(plan.recipe)) for plan in plans), "")
-        console().print(table_of(f"all {len(plans)} runs", shared))
-    for plan, rows in zip(plans, said, strict=True):
-        host, path = host_of(plan.recipe), run_path(plan)
-        console().print(table_of(plan.cell, [row for row in rows if row not in shared]))
+    shown = [Shown(each, host_of(each.recipe), run_path(each)) for each in plans]
+    before, tables = plan_tables(shown)
+    for table in before:
+        console().print(table, "")
+    for (plan, host, path), table in zip(shown, tables, strict=True):
+        console().print(table)
         if plan.nemo and options.keys:
             changed = differences(plan, host, path)
             tell("\n".join(["", f"{plan.nemo.base_config}, with", *change_lines(changed)]))

@@ -137,9 +137,12 @@ def experts_lost():
 
 
 def experts_served():
-    """What README says that an FP8 cache costs in serving: the mixture of experts."""
-    _, cache = of("study-113m-moe", lambda it: it["rows"][MOE])
-    return f"points worse at 2.4M, {-cache['serving']['difference']:.1f} at 80M."
+    """What README says that an FP8 cache costs in serving, of the larger models."""
+    _, experts = of("study-113m-moe", lambda it: it["rows"][MOE])
+    *_, plain, tis = of("study-113m", lambda it: it["rows"][LLAMA])
+    experts, *dense = (f"{-each['serving']['difference']:.1f}" for each in (experts, plain, tis))
+    assert len({*dense}) == 1
+    return f"points worse at 2.4M, {experts} at 80M, {dense[0]} at 113M."
 
 
 def widest(study, model):
@@ -227,20 +230,37 @@ def beside_bf16():
     bf16 = draw_steps.rows_of("real-steps-8b8-bf16-h100.json")["bf16"]
     ours = draw_steps.rows_of("real-steps-8b8-stock-h100.json")[BOTH]
     assert round(bf16["mfu_train"], 2) == round(bf16["mfu_logprob"], 2)
-    gain = {phase: bf16[phase] / ours[phase] for phase in ("rollout", "step")}
-    said = {}
-    for name in ("8b8-bf16", "8b8-stock"):
-        row, settled = single(name)
-        said[name] = step_seconds(settled, Lengths(17, row["answer"])).total
+    (step, said), rollout = eight_layers(), bf16["rollout"] / ours["rollout"]
     return (
         f"{bf16['step']:.1f} s](../benchmarks/results/real-steps-8b8-bf16-h100.json) by the same "
         "line on another machine of that kind, for answers 1% longer: rollout "
         f"{bf16['rollout']:.1f}, logprobs {bf16['logprob']:.1f}, training {bf16['train']:.1f}, the "
         f"last two at {bf16['mfu_train']:.0%} of the\n  GPU's peak. Ours was "
-        f"{gain['step']:.2f} times as fast, its rollout {gain['rollout']:.2f} times. Some "
-        f"of it may be the machine: the\n  plan says "
-        f"{said['8b8-bf16'] / said['8b8-stock']:.2f} times."
+        f"{step:.2f} times as fast, its rollout {rollout:.2f} times. Some "
+        f"of it may be the machine: the\n  plan says {said:.2f} times."
     )
+
+
+def eight_layers():
+    """How many times as fast as BF16 8 of 8B's layers were in FP8, and are to be by the plan."""
+    took, said = [], []
+    for name in ("8b8-bf16", "8b8-stock"):
+        row, settled = single(name)
+        took.append(row["step"])
+        said.append(step_seconds(settled, Lengths(17, row["answer"])).total)
+    return took[0] / took[1], said[0] / said[1]
+
+
+def eight_layers_error():
+    """How far the plan's gain of them is off: README."""
+    took, said = eight_layers()
+    return f"; with 8 of its layers {1 - said / took:.0%} too small."
+
+
+def beside_theirs():
+    """README's step of ours, and of NeMo RL's own recipe."""
+    ours, theirs = draw_steps.rows_of("real-steps-8b8-stock-h100.json").values()
+    return f"`{BOTH}` took {ours['step']:.0f} s, [theirs {theirs['step']:.0f}]"
 
 
 def on_h200(precision):
@@ -753,6 +773,8 @@ SAID = {
         lambda: f"With FP8 in vLLM alone it was {kv_on_four()} times on four.",
         pays_from,
         gain_errors,
+        eight_layers_error,
+        beside_theirs,
         lambda: f"{real_gain('step', ADAPTERS)} as fast with an FP8 rollout",
         whole_steps,
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PretrainedConfig,
@@ -29,6 +28,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from fp8_nemo.export.make_model import make_config
+from fp8_nemo.export.source import INDEX
 from fp8_nemo.glue.wire import named_shapes
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED
@@ -42,29 +43,12 @@ LAYERS = re.compile(r"model\.layers\.(\d+)\.")
 
 def config_of(shape: Shape) -> PretrainedConfig:
     """Return the configuration of a model of any family, in BF16."""
-    experts = {
-        "moe_intermediate_size": shape.expert_ffn,
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.experts_per_token,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    return AutoConfig.for_model(
-        shape.family,
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tied,
+    return make_config(
+        shape,
         max_position_embeddings=32768,
-        bos_token_id=None,
         dtype="bfloat16",
         architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.family]],
-        **(experts if shape.experts else {"rope_theta": 5e5}),
+        **({} if shape.experts else {"rope_theta": 5e5}),
     )
 
 
@@ -77,7 +61,8 @@ def write(shape: Shape, folder: Path, k_bias: float = 0.0) -> None:
     """Write configuration, shards of two layers, and their index.
 
     Args:
-        shape: of a model option; the weights need not fit one GPU, nor the host.
+        shape: of a model option; the weights need not fit one GPU, nor the host. They are others
+            on a CPU.
         folder: made if it is missing.
         k_bias: deviation of K's biases, which Qwen2.5 has large: 8 gives K outliers as in verl
             #4435, where a cache in FP8 broke without scales.
@@ -104,7 +89,7 @@ def write(shape: Shape, folder: Path, k_bias: float = 0.0) -> None:
         "metadata": {"total_size": 2 * sum(map(prod, shapes.values()))},
         "weight_map": {name: file for file, names in shards.items() for name in names},
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index))
 
 
 def _random(name: str, size: tuple[int, ...], generator: torch.Generator, k_bias: float) -> Tensor:

@@ -127,8 +127,13 @@ def make_chat() -> Chat:
     return Chat(fast)
 
 
-def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
-    """Make the transformers configuration of a shape, of the family that it belongs to."""
+def make_config(shape: Shape, **more: Any) -> PreTrainedConfig:
+    """Make the transformers configuration of a shape, of the family that it belongs to.
+
+    Args:
+        shape: of the model.
+        more: of its keys, what no shape says.
+    """
     experts = {
         "num_experts": shape.experts,
         "num_experts_per_tok": shape.experts_per_token,
@@ -144,12 +149,10 @@ def make_config(shape: Shape, chat: Chat) -> PreTrainedConfig:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "tie_word_embeddings": shape.tied,
-        "max_position_embeddings": 2048,
-        "pad_token_id": chat.pad,
-        "eos_token_id": chat.end,
         "bos_token_id": None,
     }
-    return AutoConfig.for_model(shape.family, **numbers, **(experts if shape.experts else {}))
+    numbers |= more | (experts if shape.experts else {})
+    return AutoConfig.for_model(shape.family, **numbers)
 
 
 @torch.no_grad()
@@ -276,7 +279,10 @@ def _schedule(step: int, steps: int, warm_up: int) -> float:
 def new_model(shape: Shape, chat: Chat, seed: int) -> PreTrainedModel:
     """Make a model with random weights in FP32."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(make_config(shape, chat), dtype=torch.float32)
+    config = make_config(
+        shape, max_position_embeddings=2048, pad_token_id=chat.pad, eos_token_id=chat.end
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def save_model(model: PreTrainedModel, chat: Chat, folder: Path) -> None:

@@ -27,9 +27,6 @@ from fp8_nemo.recipe.model_dir import SHIPPED
 
 RESOURCE = "slurm-"
 
-SLOW_START = "The current node timed out during startup"
-"""What Ray says of a start that took longer than its own 30 s (node.py, Ray 2.60.0)."""
-
 
 def main() -> int:
     """Hold a cluster or wait for one, and return the exit code."""
@@ -144,8 +141,6 @@ def wait(limit: int, names: list[str]) -> int:
 def connect(limit: int) -> None:
     """Connect to the cluster in `RAY_ADDRESS`, which may still be starting; without it, start one.
 
-    A Ray of our own that a busy machine did not start within Ray's own 30 s is started again.
-
     Raises:
         ConnectionError: the cluster did not answer within `limit` seconds.
     """
@@ -159,11 +154,9 @@ def connect(limit: int) -> None:
             with outside_code():
                 ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
             return
-        except Exception as error:  # Ray has no type for a start that took too long
-            answers_late = isinstance(error, ConnectionError) or SLOW_START in str(error)
-            if not answers_late or time.monotonic() > deadline:
+        except ConnectionError:
+            if time.monotonic() > deadline:
                 raise
-            ray.shutdown()
             time.sleep(1)
 
 

@@ -38,9 +38,10 @@ def short_of(plan: Plan, free: Room) -> Iterator[str]:
     if free["shm"] < LEAST_SHM_GIB:
         yield f"/dev/shm needs {LEAST_SHM_GIB:.0f} GiB for Ray, {free['shm']:.1f} are free"
     if free["memory"] < (needed := host_gib(plan.settled)):
+        less = "grpo.kl_penalty=0 needs no reference policy, " if plan.settled.kl_penalty else ""
         yield (
             f"a node's memory: the plan page-locks {needed:,.0f} GiB, {free['memory']:,.0f} are "
-            "free; take more nodes (cluster.nodes), or nodes with more"
+            f"free; {less}take more nodes (cluster.nodes), or nodes with more"
         )
     saved = len(checkpoints(run_path(plan)))
     needed = max(1, KEPT_CHECKPOINTS + 1 - saved) * checkpoint_gib(plan.settled)

@@ -10,7 +10,9 @@ Here the place of the weights is page-locked at once, and exact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from itertools import accumulate
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -75,16 +77,19 @@ def page_locked(size: int) -> Tensor:
 
     It registers the memory itself: torch's page-locking allocator rounds up to a power of two.
 
+    It begins at a page of its own, which no other registration can share.
+
     Raises:
         MemoryError: the system does not lock that much.
     """
-    memory = torch.empty(size, dtype=torch.uint8)
+    memory = torch.frombuffer(mmap(-1, size), dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     failed = runtime.cudaHostRegister(memory.data_ptr(), size, 0)
     if int(failed):
         raise MemoryError(
-            f"{size / 2**30:.1f} GiB of host memory cannot be page-locked for the trainer "
-            f"(CUDA error {int(failed)}); raise the limit of locked memory (ulimit -l)"
+            f"{size / 2**30:.1f} GiB of host memory cannot be page-locked for the optimizer "
+            f"(CUDA error {int(failed)}); raise the limit of locked memory (ulimit -l), or set "
+            "model.memory.optimizer=keep"
         )
     return memory
 
@@ -92,13 +97,16 @@ def page_locked(size: int) -> Tensor:
 def prepare_buffers(buffers: Iterable[Any]) -> None:
     """Give Megatron's buffers of weights their place on the host (seam copies-before-pinning).
 
+    Where the system does not lock that much, Megatron makes one as it does by itself.
+
     Args:
         buffers: `_ParamAndGradBuffer`; one that has a place, or no weights, stays as it is.
     """
     for each in buffers:
         weights_N = each.param_data
         if weights_N is not None and each.param_data_cpu is None:
-            each.param_data_cpu = page_locked(weights_N.nbytes).view(weights_N.dtype)
+            with suppress(MemoryError):
+                each.param_data_cpu = page_locked(weights_N.nbytes).view(weights_N.dtype)
 
 
 def places(sizes: Iterable[int]) -> tuple[list[int], int]:

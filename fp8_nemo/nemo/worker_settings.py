@@ -84,14 +84,12 @@ class WorkerSettings:
     @property
     def observes(self) -> bool:
         """Return whether the policy's workers watch Q, K and V in the logprob forward."""
-        return self.precision.cache.is_quantized and self.glue.recalibrate.source == "logprob"
+        return self.glue.observes(self.precision)
 
     @property
     def needs_plugin(self) -> bool:
-        """Return whether workers must be ours to receive, observe, align or skip FP16 overflows."""
-        precision = self.precision
-        ours = precision.is_aligned or precision.plain.scales_loss
-        return self.glue.has_receiver or self.observes or ours
+        """Return whether workers must be ours."""
+        return self.glue.needs_plugin(self.precision)
 
     @property
     def wire_precision(self) -> Precision:

@@ -355,6 +355,16 @@ SEAMS = {
         "self.param_data_cpu = self.param_data.cpu().pin_memory()",
         "a buffer of weights is copied to the host, and the copy copied again to be page-locked",
     ),
+    "reference-on-host": Seam(
+        MAIN, "nemo_rl/models/megatron/setup.py", (2163,),
+        'device="cpu", non_blocking=True, copy=True',
+        "the reference policy's weights are kept on the host; so copied, they are page-locked",
+    ),
+    "swaps-with-reference": Seam(
+        MAIN, f"{POLICY}/workers/megatron_policy_worker.py", (1988,),
+        'item = item.detach().to(device="cpu", non_blocking=True, copy=True)',
+        "while the reference policy scores, the trained weights are copied to the host",
+    ),
     "frozen-without-buffer": Seam(
         MEGATRON, "megatron/core/distributed/distributed_data_parallel.py", (115,),
         "if not param.requires_grad:",

@@ -6,7 +6,7 @@ Counts are exact; memory and speed are estimates that say so.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,6 @@ from fp8_nemo.recipe.options.precision import FORMATS, Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")
-OTHER_LAYOUT = "layout "
 
 
 class Difference(NamedTuple):
@@ -58,28 +57,40 @@ class Difference(NamedTuple):
     plan: Any
 
 
-Rows = list[tuple[str, str]]
-"""What a plan says: `[("fits", "yes: ..."), ("step", "73 s by estimate: ...")]`."""
+class Shown(NamedTuple):
+    """Name a plan, the NeMo RL that it would run in, and where it would write."""
+
+    plan: Plan
+    host: Host
+    run_dir: Path
 
 
-def plan_rows(plan: Plan, host: Host, run_dir: Path, *, alone: bool) -> Rows:
-    """Return what one plan says: the decision first, then what follows from it.
+def plan_tables(shown: Sequence[Shown]) -> tuple[list[Table], list[Table]]:
+    """Return what stands before all plans, and a table of each: its decision, and what follows.
 
-    Args:
-        plan: what is shown.
-        host: the NeMo RL that it would run in.
-        run_dir: where it would write.
-        alone: whether no other plan stands beside it: then other precisions and layouts are
-            compared.
+    One plan is compared with other precisions and layouts, and nothing stands before it. Before
+    several stand their decisions, one row each, and what they all say.
     """
+    alone = len(shown) == 1
+    said = [_rows(*each, alone=alone) for each in shown]
+    shared = [] if alone else [row for row in said[0] if all(row in rows for rows in said)]
+    tables = [
+        _table(plan.cell, [row for row in rows if row not in shared])
+        for (plan, _, _), rows in zip(shown, said, strict=True)
+    ]
+    if alone:
+        return [], tables
+    decisions = overview((plan, host) for plan, host, _ in shown)
+    return [decisions, _table(f"all {len(shown)} runs", shared)], tables
+
+
+def _rows(plan: Plan, host: Host, run_dir: Path, *, alone: bool) -> list[tuple[str, str]]:
     others = precisions(plan, host) if alone else []
-    where, rest = ("run directory", str(run_dir)), describe(plan, host)
-    rest = [row for row in rest if alone or not row[0].startswith(OTHER_LAYOUT)]
-    return [*decision(plan, host), *others, where, *rest]
+    where = ("run directory", str(run_dir))
+    return [*decision(plan, host), *others, where, *describe(plan, host, alone=alone)]
 
 
-def table_of(title: str, rows: Rows) -> Table:
-    """Return rows as a table, as wide as the terminal."""
+def _table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     columns = Column(no_wrap=True), Column(overflow="fold")
     table = Table(*columns, title=title, title_justify="left", show_header=False, box=None)
     for row in rows:
@@ -139,8 +150,8 @@ def decision(plan: Plan, host: Host) -> list[tuple[str, str]]:
     ]
 
 
-def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
-    """Return what a plan does, line by line, with the notes last."""
+def describe(plan: Plan, host: Host, *, alone: bool = True) -> list[tuple[str, str]]:
+    """Return what a plan does, line by line, with the notes last; `alone`, other layouts too."""
     recipe, precision = plan.recipe, plan.recipe.precision
     counts = count(recipe.model.shape, precision)
     fp8_on_wire = plan.backend == "local" or recipe.glue.sends_fp8
@@ -174,7 +185,7 @@ def describe(plan: Plan, host: Host) -> list[tuple[str, str]]:
     if plan.nemo:
         answer, both = plan.settled.response_tokens, plan.settled.sequence_tokens
         rows["answers"] = f"up to {answer:,} tokens, with the prompt up to {both:,}"
-        rows |= _nemo_rows(plan, host)
+        rows |= _nemo_rows(plan, host, alone=alone)
     return [*rows.items(), *(("note", note) for note in plan.notes)]
 
 
@@ -220,7 +231,7 @@ def _written(plan: Plan, host: Host, run_dir: Path) -> dict[str, Any]:
     return plan.nemo.overrides | path_overrides(plan.recipe, run_dir, root)
 
 
-def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
+def _nemo_rows(plan: Plan, host: Host, *, alone: bool) -> dict[str, str]:
     assert plan.nemo
     settled = plan.settled
     environment = " ".join(f"{name}={value}" for name, value in plan.nemo.environment.items())
@@ -228,7 +239,7 @@ def _nemo_rows(plan: Plan, host: Host) -> dict[str, str]:
     return {
         "NeMo RL": f"{plan.nemo.host}; {plan.nemo.base_config}",
         "layout": _layout_text(settled, settled.layout),
-        **_others(settled, host),
+        **(_others(settled, host) if alone else {}),
         "memory": "; ".join(_memory_texts(settled, host)) + "; an estimate",
         "decode": "; ".join(_speed_texts(settled)),
         "environment": f"{environment}; hub cache {home}",
@@ -265,7 +276,7 @@ def _others(settled: Settled, host: Host) -> dict[str, str]:
         best.setdefault(_kind(each.layout), each)
     best.pop(_kind(settled.layout), None)
     return {
-        f"{OTHER_LAYOUT}{n}": f"{each.seconds.total:.0f} s: {_layout_text(settled, each.layout)}"
+        f"layout {n}": f"{each.seconds.total:.0f} s: {_layout_text(settled, each.layout)}"
         for n, each in enumerate([*best.values()][:2], 2)
     }
 
@@ -296,7 +307,7 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
     memory = memory_per_gpu(settled)
     yield memory.text(memory.worst)
     yield f"KV cache of an engine {kv_cache_tokens(settled, memory):,} tokens"
-    yield f"host memory {host_gib(settled):,.0f} GiB a node, page-locked"
+    yield f"host memory {host_gib(settled):,.0f} GiB a node, and what processes take"
     saved = checkpoint_gib(settled)
     yield f"a checkpoint {saved:,.0f} GiB, {KEPT_CHECKPOINTS} kept while one is written"
     if OPTIMIZER_ALWAYS_MOVED in host.defects or settled.layout.keeps_optimizer:

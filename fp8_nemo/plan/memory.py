@@ -192,16 +192,25 @@ def host_gib(settled: Settled) -> float:
 
     It holds the trained weights and moments of every GPU's trainer, and the engine's weights, which
     vLLM keeps there while it sleeps, in many pieces: PyTorch page-locks a power of two (9 GiB took
-    16.3 on an H100), so a third more is assumed. With stock's worker the weights take twice as much
-    at first, because Megatron copies a buffer before it page-locks the copy (seam
-    copies-before-pinning). 30B-A3B on four GPUs of a host with 390 GiB left ended in that copy
-    (nemo-30b-4-h200.json). Where GPUs sample alone nothing moves, and no engine sleeps.
+    16.3 on an H100), so a third more is assumed. With stock's worker Megatron copies a buffer of
+    weights before it page-locks the copy (seam copies-before-pinning). 30B-A3B on four GPUs of a
+    host with 390 GiB left ended in that copy (nemo-30b-4-h200.json).
+
+    With a reference policy its weights lie there too, and in its logprob pass the trained ones
+    (seams reference-on-host, swaps-with-reference): PyTorch page-locks such copies. Where GPUs
+    sample alone nothing else moves, and no engine sleeps.
     """
-    if not settled.shares_gpus:
-        return 0.0
-    weights = 2 * _held(settled).trained * (1 if settled.recipe.glue.has_receiver else 2)
-    each = weights + moved_bytes(settled) + PIECES * _engine_weights(settled)
-    return settled.recipe.cluster.gpus_per_node * each / GIB
+    recipe, own = settled.recipe, _held(settled)
+    is_ours = recipe.glue.needs_plugin(recipe.precision)
+    weights = 2 * own.trained * (1 if is_ours else 1 + PIECES)
+    each = 0.0
+    if settled.kl_penalty:
+        each += weights + 2 * PIECES * 2 * own.held
+    elif settled.shares_gpus:
+        each += weights
+    if settled.shares_gpus:
+        each += moved_bytes(settled) + PIECES * _engine_weights(settled)
+    return min(settled.train_gpus, recipe.cluster.gpus_per_node) * each / GIB
 
 
 def moved_bytes(settled: Settled) -> float:

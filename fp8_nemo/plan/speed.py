@@ -8,7 +8,7 @@ and on an H100: `FITTED`. The host has a pace of its own, which few layers canno
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from fp8_nemo.plan.memory import kv_cache_tokens, memory_per_gpu
@@ -197,7 +197,7 @@ def decode_work(
     )
 
 
-@cache  # many layouts of a plan have the same engine
+@lru_cache(2**14)  # many layouts of a plan have the same engine
 def decode_seconds(
     shape: Shape,
     precision: Precision,

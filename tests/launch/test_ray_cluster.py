@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fp8_nemo
-from fp8_nemo.launch import driver, ray_cluster
+from fp8_nemo.launch import driver
 from fp8_nemo.launch.ray_cluster import take, wrong_numbers
 
 
@@ -90,21 +90,3 @@ answers += [fp8_nemo.__file__, ray.get(place.remote(), timeout=60)]
     package, place = answers_with_ray(code)[0]
     assert Path(package).parents[1] == site, "the driver's is the installed one"
     assert place == "first"
-
-
-def test_a_ray_that_a_busy_machine_started_too_slowly_is_started_again(monkeypatch):
-    ray = pytest.importorskip("ray")
-    assert ray_cluster.SLOW_START in Path(ray._private.node.__file__).read_text()
-    ends: list[Exception | None] = [Exception(f"{ray_cluster.SLOW_START}. This could"), None]
-
-    def init(*arguments, **options):
-        if error := ends.pop(0):
-            raise error
-
-    monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray_cluster.time, "sleep", lambda seconds: None)
-    ray_cluster.connect(60)
-    assert not ends
-    ends += [Exception("something else"), None]
-    with pytest.raises(Exception, match="something else"):
-        ray_cluster.connect(60)

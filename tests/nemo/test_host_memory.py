@@ -1,9 +1,12 @@
-"""The optimizer's way to the host and back."""
+"""The way of weights and optimizer to the host and back."""
+
+import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fp8_nemo.nemo.host_memory import ALIGNMENT, HostState, places
+from fp8_nemo.nemo.host_memory import ALIGNMENT, HostState, places, prepare_buffers
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -72,3 +75,39 @@ def test_a_state_that_grew_while_some_of_it_was_on_the_host_is_kept_whole():
     assert bytes_of(states) == before
     host.to_device(states)
     assert bytes_of(states) == before
+
+
+def test_a_buffer_gets_one_place_of_its_size_where_the_system_locks_that_much(monkeypatch):
+    asked, answers = [], [0, 2]
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(at, size, flags):
+            asked.append((at % mmap.PAGESIZE, size))
+            return answers.pop(0)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    kept = torch.empty(3)
+    weights = torch.zeros(5, dtype=torch.bfloat16)
+    buffers = [SimpleNamespace(param_data=None, param_data_cpu=None),
+               SimpleNamespace(param_data=weights, param_data_cpu=kept),
+               SimpleNamespace(param_data=weights, param_data_cpu=None),
+               SimpleNamespace(param_data=weights, param_data_cpu=None)]  # fmt: skip
+    prepare_buffers(buffers)
+    _, old, new, refused = (each.param_data_cpu for each in buffers)
+    assert buffers[0].param_data_cpu is None and old is kept and refused is None
+    assert new.shape == weights.shape and new.dtype == weights.dtype
+    assert asked == [(0, 10), (0, 10)]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_weights_of_neighbouring_buffers_come_back_byte_for_byte_from_page_locked_places():
+    made = [torch.randn(size, device="cuda").bfloat16() for size in (3, 5, 100_001)]
+    buffers = [SimpleNamespace(param_data=each, param_data_cpu=None) for each in made]
+    prepare_buffers(buffers)
+    for each in buffers:
+        assert each.param_data_cpu.is_pinned()
+        each.param_data_cpu.copy_(each.param_data, non_blocking=True)
+    torch.cuda.synchronize()
+    assert all(torch.equal(each.param_data_cpu, each.param_data.cpu()) for each in buffers)

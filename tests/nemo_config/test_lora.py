@@ -88,7 +88,9 @@ def test_memory_has_gradients_and_optimizer_of_adapters_alone_and_frozen_weights
     assert here["rollout"]["engine"] == there["rollout"]["engine"]
     assert checkpoint_gib(settled) == 14 * TRAINED / 2**30
     engine = here["rollout"]["engine"]
-    each = 2 * 2 * TRAINED + 10 * TRAINED / 8 + 4 / 3 * engine  # stock copies weights twice
+    stock = (1 + 4 / 3) * 2 * TRAINED  # copies weights, then copies the copy
+    reference = 2 * 4 / 3 * 2 * (WEIGHTS + TRAINED)
+    each = stock + reference + 10 * TRAINED / 8 + 4 / 3 * engine
     assert host_gib(settled) == pytest.approx(8 * each / 2**30)
 
 

@@ -239,11 +239,16 @@ def test_host_memory_and_checkpoints_are_counted():
     parameters = 8_030_261_248
     assert checkpoint_gib(settled) == 14 * parameters / 2**30
     each = 2 * parameters + 10 * parameters / 8 + 4 / 3 * 2 * parameters
-    assert host_gib(settled) == pytest.approx(8 * each / 2**30)
-    stock = plan("precision=bf16", "model.memory.optimizer=move", "glue=stock").settled
-    assert host_gib(stock) == pytest.approx(8 * (each + 2 * parameters) / 2**30)
+    reference = 2 * 4 / 3 * 2 * parameters
+    assert host_gib(settled) == pytest.approx(8 * (each + reference) / 2**30)
+    alone = plan("precision=bf16", "model.memory.optimizer=move", "grpo.kl_penalty=0").settled
+    assert host_gib(alone) == pytest.approx(8 * each / 2**30)
+    words = ("precision=bf16", "model.memory.optimizer=move", "grpo.kl_penalty=0", "glue=stock")
+    copied = 4 / 3 * 2 * parameters
+    assert host_gib(plan(*words).settled) == pytest.approx(8 * (each + copied) / 2**30)
     words = ["model=qwen3-30b-a3b", "precision=fp8-kv-attn", "cluster.gpu=h200"]
-    words += ["cluster.gpus_per_node=4", "grpo.max_new_tokens=4032", "model.memory.optimizer=keep"]
+    words += ["cluster.gpus_per_node=4", "grpo.max_new_tokens=4032", "grpo.kl_penalty=0"]
+    words += ["model.memory.optimizer=keep"]
     [experts] = compose_plans(words, lambda recipe: MAIN)
     assert 210 < host_gib(experts.settled) < 225
 

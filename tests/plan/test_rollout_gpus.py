@@ -61,7 +61,10 @@ def test_each_phase_is_of_the_gpu_that_it_is_on_and_nothing_moves_to_the_host():
         },
         rel=1e-3,
     )  # fmt: skip
-    assert host_gib(settled) == 0 < host_gib(plan("precision=fp8-linear", *GIVEN).settled)
+    own, copied = 2 * weights, 2 * 4 / 3 * 2 * weights  # moved at set-up; the reference policy's
+    assert host_gib(settled) == pytest.approx(4 * (own + copied) / GIB)
+    unreferenced = apart(4, "precision=fp8-linear", "grpo.kl_penalty=0", *GIVEN).settled
+    assert host_gib(unreferenced) == 0
 
 
 def test_a_small_models_packets_are_no_more_than_it_has():

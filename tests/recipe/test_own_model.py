@@ -336,7 +336,7 @@ def test_a_shipped_shape_has_as_many_parameters_as_the_hub_counts(name):
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_a_shape_survives_transformers_own_configuration(family):
-    config = make_config(SHAPES[family], make_chat()).to_dict()
+    config = make_config(SHAPES[family]).to_dict()
     assert shape_of(config) == SHAPES[family]
 
 

@@ -158,3 +158,12 @@ class Glue:
     def has_receiver(self) -> bool:
         """Return whether vLLM's workers need our receiver."""
         return (self.quantize, self.transfer, self.verify) != ("stock", "bf16", "off")
+
+    def observes(self, precision: Precision) -> bool:
+        """Return whether the policy's workers watch Q, K and V in the logprob forward."""
+        return precision.cache.is_quantized and self.recalibrate.source == "logprob"
+
+    def needs_plugin(self, precision: Precision) -> bool:
+        """Return whether workers must be ours to receive, observe, align or skip FP16 overflows."""
+        ours = precision.is_aligned or precision.plain.scales_loss
+        return self.has_receiver or self.observes(precision) or ours
