@@ -321,7 +321,7 @@ def experts_at_first():
 
 def long_on_h200():
     """README's row of 16k tokens on 8 H200."""
-    return f"8B, 8 H200, up to 16k, likewise | `{BOTH}` | {planned('h200', 16384)[BOTH]}x |"
+    return f"8B, H200: 8 GPUs up to 16k, likewise | `{BOTH}` | {planned('h200', 16384)[BOTH]}x |"
 
 
 def planned_gain(pair):
@@ -767,10 +767,10 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
 SAID = {
     "README.md": [
         lambda: (
-            f"**{real_gain('step')}** as fast as in BF16 with FP8 in vLLM and in the trainer. "
-            f"On two it was {real_gain('step', TWO)}."
+            f"**{real_gain('step')}** as fast as in BF16 with FP8 in vLLM, its cache too, "
+            f"and in the trainer. On two it was {real_gain('step', TWO)}."
         ),
-        lambda: f"With FP8 in vLLM alone it was {kv_on_four()} times on four.",
+        lambda: f"With FP8 in vLLM alone it was {kv_on_four()} times on four:",
         pays_from,
         gain_errors,
         eight_layers_error,
@@ -787,8 +787,11 @@ SAID = {
         lambda: f"| the same without an FP8 cache | `bf16` | `{E2E}` {on_h100(E2E)} |",
         lambda: f"| `{BOTH}` | {on_h100(BOTH, 2048, *LONGER)} |",
         lambda: "| `fp16` | {}x to {}x (8B, 8 H100) |".format(*fp16_on_h100()),
-        lambda: f"2 to 8 H200, up to 4k; on 8, up to 8k | `fp8-e2e` | {on_h200(E2E)} |",
-        lambda: f"up to 8k, at the risk of an FP8 cache | `fp8-e2e-kv-attn` | {on_h200(BOTH)} |",
+        lambda: f"2 to 8 GPUs up to 4k, 8 GPUs up to 8k | `fp8-e2e` | {on_h200(E2E)} |",
+        lambda: (
+            "2 to 8 GPUs up to 8k, at the risk of an FP8 cache | `fp8-e2e-kv-attn` | "
+            f"{on_h200(BOTH)} |"
+        ),
         long_on_h200,
         lambda: (
             f"in a slower layout, {times(AGAIN, E2E):.2f}x to {times(SHORT, E2E):.2f}x at 2k, "
