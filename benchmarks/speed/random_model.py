@@ -9,7 +9,6 @@ The tokenizer is the tiny model's, which names fewer tokens than the embedding h
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 from collections.abc import Iterable
@@ -30,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fp8_nemo.export.make_model import make_config
 from fp8_nemo.export.source import INDEX
+from fp8_nemo.export.whole_files import write_json
 from fp8_nemo.glue.wire import named_shapes
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED
@@ -89,7 +89,7 @@ def write(shape: Shape, folder: Path, k_bias: float = 0.0) -> None:
         "metadata": {"total_size": 2 * sum(map(prod, shapes.values()))},
         "weight_map": {name: file for file, names in shards.items() for name in names},
     }
-    (folder / INDEX).write_text(json.dumps(index))
+    write_json(folder / INDEX, index)
 
 
 def _random(name: str, size: tuple[int, ...], generator: torch.Generator, k_bias: float) -> Tensor:
