@@ -75,9 +75,8 @@ class HostState:
 def page_locked(size: int) -> Tensor:
     """Allocate bytes `[size]` on the host, page-locked until the process ends or unregisters them.
 
-    It registers the memory itself: torch's page-locking allocator rounds up to a power of two.
-
-    It begins at a page of its own, which no other registration can share.
+    It registers the memory itself: torch's page-locking allocator rounds up to a power of two. The
+    memory begins at a page of its own, which no other registration shares.
 
     Raises:
         MemoryError: the system does not lock that much.

@@ -203,11 +203,9 @@ def host_gib(settled: Settled) -> float:
     recipe, own = settled.recipe, _held(settled)
     is_ours = recipe.glue.needs_plugin(recipe.precision)
     weights = 2 * own.trained * (1 if is_ours else 1 + PIECES)
-    each = 0.0
+    each = weights if settled.kl_penalty or settled.shares_gpus else 0.0
     if settled.kl_penalty:
-        each += weights + 2 * PIECES * 2 * own.held
-    elif settled.shares_gpus:
-        each += weights
+        each += 2 * PIECES * 2 * own.held
     if settled.shares_gpus:
         each += moved_bytes(settled) + PIECES * _engine_weights(settled)
     return min(settled.train_gpus, recipe.cluster.gpus_per_node) * each / GIB

@@ -1,4 +1,4 @@
-"""FP16's loss scale with Megatron's own buffers, optimizers and scalers, on a CPU; and their moves.
+"""FP16's loss scale, and how weights move, with Megatron's buffers, optimizers, scalers on a CPU.
 
 Set NEMO_RL_ROOT to a checkout, in an environment that holds NeMo RL's packages (docs/install.md).
 Megatron asks for memory on `cuda`; here it gets the host's, and its norms are those it has without
