@@ -9,6 +9,7 @@ Here the place of the weights is page-locked at once, and exact.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from itertools import accumulate
@@ -64,16 +65,12 @@ class HostState:
 
     def _grow(self, size: int) -> None:
         """Allocate a larger buffer if this one is too small."""
-        if self._buffer.numel() >= size:
-            return
-        if self._buffer.numel():
-            runtime: Any = torch.cuda.cudart()
-            runtime.cudaHostUnregister(self._buffer.data_ptr())
-        self._buffer = page_locked(size)
+        if self._buffer.numel() < size:
+            self._buffer = page_locked(size)
 
 
 def page_locked(size: int) -> Tensor:
-    """Allocate bytes `[size]` on the host, page-locked until the process ends or unregisters them.
+    """Allocate bytes `[size]` on the host, page-locked for as long as a tensor views them.
 
     It registers the memory itself: torch's page-locking allocator rounds up to a power of two. The
     memory begins at a page of its own, which no other registration shares.
@@ -81,16 +78,36 @@ def page_locked(size: int) -> Tensor:
     Raises:
         MemoryError: the system does not lock that much.
     """
-    memory = torch.frombuffer(mmap(-1, size), dtype=torch.uint8)
-    runtime: Any = torch.cuda.cudart()
-    failed = runtime.cudaHostRegister(memory.data_ptr(), size, 0)
-    if int(failed):
+    memory = _Registered(-1, size)
+    bytes_N = torch.frombuffer(memory, dtype=torch.uint8)
+    if failed := memory.register(bytes_N.data_ptr()):
         raise MemoryError(
             f"{size / 2**30:.1f} GiB of host memory cannot be page-locked for the optimizer "
-            f"(CUDA error {int(failed)}); raise the limit of locked memory (ulimit -l), or set "
+            f"(CUDA error {failed}); raise the limit of locked memory (ulimit -l), or set "
             "model.memory.optimizer=keep"
         )
-    return memory
+    return bytes_N
+
+
+class _Registered(mmap):
+    """Memory that CUDA knows to be page-locked until it is freed.
+
+    Freed without a word it would stay registered, and what is mapped at its address next refused.
+    """
+
+    _address: int | None = None
+
+    def register(self, address: int) -> int:
+        """Page-lock all of it, and return CUDA's error, 0 if there is none."""
+        runtime: Any = torch.cuda.cudart()
+        failed = int(runtime.cudaHostRegister(address, len(self), 0))
+        self._address = None if failed else address
+        return failed
+
+    def __del__(self) -> None:
+        if self._address is not None and not sys.is_finalizing():
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self._address)
 
 
 def prepare_buffers(buffers: Iterable[Any]) -> None:

@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8_nemo.nemo.host_memory import ALIGNMENT, HostState, places, prepare_buffers
+from fp8_nemo.nemo.host_memory import (
+    ALIGNMENT,
+    HostState,
+    page_locked,
+    places,
+    prepare_buffers,
+)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -86,6 +92,8 @@ def test_a_buffer_gets_one_place_of_its_size_where_the_system_locks_that_much(mo
             asked.append((at % mmap.PAGESIZE, size))
             return answers.pop(0)
 
+        cudaHostUnregister = print
+
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
     kept = torch.empty(3)
     weights = torch.zeros(5, dtype=torch.bfloat16)
@@ -98,6 +106,26 @@ def test_a_buffer_gets_one_place_of_its_size_where_the_system_locks_that_much(mo
     assert buffers[0].param_data_cpu is None and old is kept and refused is None
     assert new.shape == weights.shape and new.dtype == weights.dtype
     assert asked == [(0, 10), (0, 10)]
+
+
+def test_memory_is_unregistered_before_its_address_is_mapped_again(monkeypatch):
+    registered = set()
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(at, size, flags):
+            if at in registered:
+                return 712  # cudaErrorHostMemoryAlreadyRegistered
+            registered.add(at)
+            return 0
+
+        cudaHostUnregister = registered.remove
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    addresses = {page_locked(4096).data_ptr() for _ in range(20)}
+    assert len(addresses) < 20 and not registered
+    view = page_locked(4096)[:10]
+    assert registered == {view.data_ptr()}
 
 
 @pytest.mark.gpu
