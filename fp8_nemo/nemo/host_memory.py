@@ -66,6 +66,8 @@ class HostState:
     def _grow(self, size: int) -> None:
         """Allocate a larger buffer if this one is too small."""
         if self._buffer.numel() < size:
+            torch.cuda.synchronize()  # copies from the old buffer may be under way
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # frees it first: never both
             self._buffer = page_locked(size)
 
 

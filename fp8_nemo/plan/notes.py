@@ -214,8 +214,8 @@ def _rough_experts(settled: Settled) -> Iterator[str]:
         return
     yield (
         "model: estimates of how long experts train were up to 40% off, and engines of several "
-        "GPUs were not timed (docs/speed.md), so the step's seconds and the precisions' gains are "
-        "rough"
+        "GPUs are slower in NeMo RL than planned (docs/speed.md), so the step's seconds "
+        "and the precisions' gains are rough"
     )
     if recipe.precision.train.is_quantized:
         yield (
