@@ -10,8 +10,11 @@ step, and each list becomes one tensor. The values are the same.
 # NeMo RL and vLLM stand on the path of a run, not of a type check.
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -21,7 +24,7 @@ from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGeneration
 from torch import Tensor
 
 from fp8_nemo.nemo.marlin.layout import holds_four_bits, quantization
-from fp8_nemo.nemo.worker_settings import WorkerSettings
+from fp8_nemo.nemo.worker_settings import ENGINE_FP8, WorkerSettings
 
 
 class Fp8GenerationWorkerImpl(VllmGenerationWorkerImpl):
@@ -34,6 +37,7 @@ class Fp8GenerationWorkerImpl(VllmGenerationWorkerImpl):
             asked = quantization(settings.precision, settings.shape.layers)
             asked["hf_overrides"] |= llm_kwargs["hf_overrides"]
             llm_kwargs |= asked
+        tell_workers_of_fp8(settings)
         super()._create_engine(llm_kwargs)
 
     def _build_sampling_params(self, **options: Any) -> Any:
@@ -62,6 +66,11 @@ class Fp8AsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
     Its answers come one by one, each with its logprobs, while the engine goes on.
     """
 
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        """Start NeMo RL's engine, whose workers are told of FP8."""
+        tell_workers_of_fp8(WorkerSettings.from_environment())
+        super()._create_engine(llm_kwargs)
+
     async def fp8_nemo_ask(self, question: Callable[[Any], Any]) -> list[Any]:
         """Return each of vLLM's workers' answer; [] if this actor owns no engine.
 
@@ -77,6 +86,22 @@ class Fp8AsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
 @ray.remote
 class Fp8AsyncGenerationWorker(Fp8AsyncGenerationWorkerImpl):
     """Run the asynchronous worker as a Ray actor."""
+
+
+def tell_workers_of_fp8(settings: WorkerSettings | None) -> None:
+    """Put NeMo RL's FP8 settings where `receiver.register` finds them, if no other reaches workers.
+
+    NeMo RL patches vLLM's workers on its own, but not those of Ray executor V2 (seam executor-v1).
+    vLLM copies this process's environment to them.
+    """
+    if settings is None or settings.precision.rollout_linear != "fp8":
+        return
+    from nemo_rl.models.generation.vllm.quantization import fp8
+    from vllm import envs
+
+    config = fp8.global_fp8_config
+    if config.model_parallel_size > 1 and envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        os.environ[ENGINE_FP8] = json.dumps(asdict(config))
 
 
 @contextmanager

@@ -15,6 +15,8 @@ ever in a broadcast. So the receiver keeps an error, takes the stream to its end
 # NeMo RL and vLLM stand on the path of a run, not of a type check; torch._foreach_* is public.
 from __future__ import annotations
 
+import json
+import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -32,7 +34,7 @@ from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.engine_memory import EngineMemory, attentions
 from fp8_nemo.nemo.marlin.staging import Staging, keep_repacked
-from fp8_nemo.nemo.worker_settings import WorkerSettings
+from fp8_nemo.nemo.worker_settings import ENGINE_FP8, WorkerSettings
 
 Extension: Any = object  # NeMo RL's, which is known when `receiver` is called
 EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
@@ -41,20 +43,31 @@ EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithChe
 def register() -> None:
     """Put our receiver in the place of NeMo RL's worker extension, in this process.
 
-    An aligned engine gets the trainer's operations here too, before its model is built. vLLM may
-    call this more than once, and in processes that hold no weights.
+    An aligned engine gets the trainer's operations here too, before its model is built, and a
+    worker that NeMo RL cannot reach its FP8 patches. vLLM may call this more than once, and in
+    processes that hold no weights.
     """
     settings = WorkerSettings.from_environment()
     if settings is None:
         return
     if settings.precision.is_aligned:
         from fp8_nemo.nemo.aligned import engine  # noqa: F401  registers, once a process
+    if text := os.environ.get(ENGINE_FP8):
+        _patch_for_fp8(json.loads(text))
     from nemo_rl.models.generation.vllm import vllm_backend
 
     for name in EXTENSIONS:
         stock = getattr(vllm_backend, name, None)
         if stock is not None and not hasattr(stock, "fp8_nemo_report"):
             setattr(vllm_backend, name, receiver(stock, settings))
+
+
+def _patch_for_fp8(config: dict[str, Any]) -> None:
+    """Apply NeMo RL's FP8 patches in this process, once; it does so itself under executor V1."""
+    from nemo_rl.models.generation.vllm.quantization import fp8
+
+    if not fp8.fp8_patches_applied:
+        fp8.apply_fp8_patches(None, fp8.FP8Config(**config))
 
 
 def receiver(stock: type, settings: WorkerSettings) -> type:

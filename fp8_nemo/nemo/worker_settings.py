@@ -21,6 +21,8 @@ from fp8_nemo.recipe.options.training import Grpo, Noise
 from fp8_nemo.recipe.plain import from_plain, to_json
 
 VARIABLE = "FP8_NEMO_WORKERS"
+ENGINE_FP8 = "FP8_NEMO_ENGINE_FP8"
+"""NeMo RL's FP8 settings of an engine over several GPUs, as JSON, for vLLM's workers."""
 PLUGIN = "fp8_nemo"
 """Our entry point of the group `PLUGINS`, by which vLLM finds our receiver."""
 PLUGINS = "vllm.general_plugins"

@@ -227,8 +227,10 @@ def _rollout(settled: Settled) -> dict[str, Any]:
         found[f"{VLLM_KWARGS}.moe_backend"] = "triton"  # others relayout at a refit
     if layout.kv_cache_gib is not None:
         found[f"{VLLM_KWARGS}.kv_cache_memory_bytes"] = int(layout.kv_cache_gib * GIB)
-    if layout.rollout_tensor > 1:
-        # NeMo RL patches vLLM's workers through Ray executor V1 only (seam executor-v1).
+    if fp8 and layout.rollout_tensor > 1:
+        # NeMo RL patches vLLM's workers for FP8 through Ray executor V1 only (seam executor-v1).
+        # V2, vLLM's default, schedules asynchronously. Ours would be patched under it, too
+        # (generation_worker.tell_workers_of_fp8), which no GPU has shown yet.
         found[f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
     return found
 

@@ -77,6 +77,7 @@ NEEDED = (
         "VllmGeneration",
         ("finish_generation", "prepare_for_generation"),
     ),
+    Needed(FP8, "", ("FP8Config", "apply_fp8_patches", "fp8_patches_applied", "global_fp8_config")),
     Needed(f"{ENGINE}/utils.py", "", ("resolve_generation_worker_cls",)),
     Needed(WORKER, "VllmGenerationWorkerImpl", ("generate", "_create_engine")),
     Needed(

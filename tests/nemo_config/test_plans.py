@@ -172,10 +172,25 @@ def test_alignment_is_noted_unless_a_key_or_the_version_stands_against_it():
     assert noted("main") and not noted("main", unfused) and not noted("v0.7.0")
 
 
-def test_a_dense_model_never_ignores_mlp_gate_and_one_engine_gpu_needs_no_ray_executor():
+@pytest.mark.parametrize(
+    ("words", "is_older"),
+    [
+        (["precision=fp8-linear", "glue=stock", *TWO], True),
+        (["precision=fp8-kv-attn", "glue=ours", *TWO], True),
+        (["precision=fp8-linear"], False),
+        (["precision=bf16", *TWO], False),
+        (["precision=bf16", "glue=ours", *TWO], False),
+    ],
+)
+def test_fp8_alone_on_several_gpus_takes_vllms_older_executor(words, is_older):
+    found = plan("model=llama31-8b", "cluster.gpu=h100", *words)
+    name = f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+    assert (name in found.nemo.overrides) == is_older
+
+
+def test_a_dense_model_never_ignores_mlp_gate():
     found = overrides("model=llama31-8b", "precision=fp8-linear")
     assert f"{VLLM}.quantization_ignored_layer_kws" not in found
-    assert f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND" not in found
     assert found[f"{MEGATRON}.optimizer.use_precision_aware_optimizer"] is True
     assert not any("NVTE" in key for key in found)
 
