@@ -675,6 +675,46 @@ def proof_by_rounds():
     return median(proven["refit"] / plain["refit"] for proven, plain in pairs) - 1
 
 
+def sixty_steps(name):
+    """Validations in percent, and the median KL, of one run of tiny models inside NeMo RL."""
+    [rows] = of(SIXTY, lambda it: [run["rows"] for run in it["runs"] if run["name"] == name])
+    accuracies = [100 * row["val/accuracy"] for row in rows if "val/accuracy" in row]
+    return accuracies, median(row["mismatch/kl"] for row in rows[1:])
+
+
+def short_kl(value):
+    """A KL as pages write it: `7.6e-7`."""
+    digits, power = f"{value:.1e}".split("e")
+    return f"{digits}e{int(power)}"
+
+
+def sixty_steps_row(model, letter):
+    """FP16 beside BF16 on docs/precision.md."""
+    cells = []
+    for precision in ("fp16", "bf16"):
+        accuracies, kl = sixty_steps(f"{letter}-{precision}-42")
+        cells.append(f"KL {short_kl(kl)}, area {fmean(accuracies):.1f}")
+    return f"| {model} | {cells[0]} | {cells[1]} |"
+
+
+def fp16_kl():
+    """README's KL of FP16 and BF16."""
+    fp16, bf16 = (short_kl(sixty_steps(f"d-{each}-42")[1]) for each in ("fp16", "bf16"))
+    return f"[a KL of {fp16}](docs/precision.md#fp16) where BF16's is {bf16}, and learns alike"
+
+
+def four_bits_learn():
+    """Four bits, and NeMo RL's training in them, on docs/precision.md."""
+    ours, kl = sixty_steps("n-four-42")
+    control = of(SIXTY, lambda it: it["control"])
+    theirs = short_kl(median(value for _, value in control["train/gen_kl_error"]))
+    [at_40] = [100 * value for step, value in control["validation/accuracy"] if step == 40]
+    yield f"{ours[0]:.0f}% to {ours[2]:.0f}% in 20 steps and to {ours[-1]:.0f}% in 60, each refit"
+    yield f"at a KL of {short_kl(kl)} ("
+    yield f"Beside ours its KL was {theirs}; it learned alike, {at_40:.0f}% at step 40"
+    yield f"where ours had {ours[4]:.0f}%"
+
+
 def experts_cell(precision):
     """README's decode of 30B-A3B, on both GPUs."""
     h100, h200 = (
@@ -756,6 +796,7 @@ MOE_DECODE = {
     (LINEAR, "h200"): partial(decode, "rollout-30b-h200", f"{LINEAR}-deepgemm"),
     (KV, "h200"): partial(decode, "rollout-30b-kv-h200", KV),
 }
+SIXTY = "nemo-formats-60-h100"
 TINY, WORKING, STUDY = "stress-tiny", "stress-working-more", "experiment-h200"
 LONGER = (4096, 8192, 16384)
 MOE, LLAMA = "small-qwen3-moe", "small-llama"
@@ -787,6 +828,7 @@ SAID = {
         lambda: f"| the same without an FP8 cache | `bf16` | `{E2E}` {on_h100(E2E)} |",
         lambda: f"| `{BOTH}` | {on_h100(BOTH, 2048, *LONGER)} |",
         lambda: "| `fp16` | {}x to {}x (8B, 8 H100) |".format(*fp16_on_h100()),
+        fp16_kl,
         lambda: f"2 to 8 GPUs up to 4k, 8 GPUs up to 8k | `fp8-e2e` | {on_h200(E2E)} |",
         lambda: (
             "2 to 8 GPUs up to 8k, at the risk of an FP8 cache | `fp8-e2e-kv-attn` | "
@@ -914,6 +956,9 @@ SAID = {
         lambda: f"ends {told('dense', 'fp8-e2e-tis', LLAMA).removesuffix(', open')} points",
     ],
     "docs/precision.md": [
+        partial(sixty_steps_row, "tiny Llama", "d"),
+        partial(sixty_steps_row, "tiny Qwen3-MoE", "m"),
+        *(partial("{}".format, line) for line in four_bits_learn()),
         lambda: f"its KL is {late_kl('fp8-e2e-tis') / late_kl('fp8-linear-tis'):.1f} times that",
         lambda: f"Rollouts were {rollout_share(FOUR)} of a",
         lambda: f"on four H200s, {rollout_share(TWO)} on two,",
