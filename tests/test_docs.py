@@ -690,11 +690,9 @@ def short_kl(value):
 
 def sixty_steps_row(model, letter):
     """FP16 beside BF16 on docs/precision.md."""
-    cells = []
-    for precision in ("fp16", "bf16"):
-        accuracies, kl = sixty_steps(f"{letter}-{precision}-42")
-        cells.append(f"KL {short_kl(kl)}, area {fmean(accuracies):.1f}")
-    return f"| {model} | {cells[0]} | {cells[1]} |"
+    both = [sixty_steps(f"{letter}-{precision}-42") for precision in ("fp16", "bf16")]
+    cells = [*(short_kl(kl) for _, kl in both), *(f"{fmean(them):.1f}" for them, _ in both)]
+    return f"| {' | '.join([model, *cells])} |"
 
 
 def fp16_kl():
@@ -711,8 +709,11 @@ def four_bits_learn():
     [at_40] = [100 * value for step, value in control["validation/accuracy"] if step == 40]
     yield f"{ours[0]:.0f}% to {ours[2]:.0f}% in 20 steps and to {ours[-1]:.0f}% in 60, each refit"
     yield f"at a KL of {short_kl(kl)} ("
-    yield f"Beside ours its KL was {theirs}; it learned alike, {at_40:.0f}% at step 40"
-    yield f"where ours had {ours[4]:.0f}%"
+    bf16, _ = sixty_steps("d-bf16-42")
+    yield f"Its KL was {theirs} there."
+    yield f"At step 40 BF16 had {bf16[4]:.1f}%, ours {ours[4]:.1f}%, `real_quant` {at_40:.1f}%;"
+    first = 100 * control["validation/accuracy"][0][1]
+    yield f"they began at\n{bf16[0]:.1f}, {ours[0]:.1f} and {first:.1f}%, with one seed"
 
 
 def experts_cell(precision):
