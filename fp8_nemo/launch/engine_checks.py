@@ -19,6 +19,8 @@ from fp8_nemo.glue.wire import fused_module, is_fp8_weight, named_shapes
 from fp8_nemo.recipe.options.precision import FORMATS
 from fp8_nemo.recipe.options.recipe import Recipe
 
+MOST_WORKERS = 8
+"""Of one engine."""
 AFTER_AN_ERROR = 30.0
 """Seconds that an engine has to say what failed, as many as NeMo RL gives its workers to end."""
 COULD_NOT = {
@@ -55,18 +57,33 @@ def refit_problems(generation: Any) -> list[str]:
     NeMo RL's generation actor prints a worker's error and returns False (seam engine-error), so
     the driver knows only that something failed. Engines that died or do not answer are left out: a
     tensor-parallel worker that fails leaves the others waiting for it.
+
+    After an error vLLM's executor hands over older answers of the other workers (seam
+    owes-answers), at most one a worker: so engines are asked until all answers are of this call.
     """
     import ray
 
-    asked = _asked(generation, _problems)
-    ready, late = ray.wait(asked, num_returns=len(asked), timeout=AFTER_AN_ERROR)
-    if late:
-        print(f"{len(late)} of {len(asked)} engines gave no answer within {AFTER_AN_ERROR:.0f} s")
     found: dict[str, None] = {}
-    for answer in ready:
-        with suppress(Exception):  # this engine died, the others may know why
-            found |= dict.fromkeys(text for each in ray.get(answer) for text in each)
+    for _ in range(MOST_WORKERS):
+        asked = _asked(generation, _problems)
+        ready, late = ray.wait(asked, num_returns=len(asked), timeout=AFTER_AN_ERROR)
+        answers = [_texts(answer) for answer in ready]
+        found |= dict.fromkeys(text for each in answers if each for text in each)
+        if late:
+            late_ones = f"{len(late)} of {len(asked)} engines"
+            print(f"{late_ones} gave no answer within {AFTER_AN_ERROR:.0f} s")
+        if late or None not in answers:
+            break
     return list(found)
+
+
+def _texts(answer: Any) -> list[str] | None:
+    """Return what an engine's workers say; None if it died, or answers an older call."""
+    import ray
+
+    with suppress(Exception):  # also of a worker that answers True
+        return [text for each in ray.get(answer) for text in each]
+    return None
 
 
 def check_receivers(generation: Any) -> None:

@@ -89,10 +89,10 @@ class Fp8AsyncGenerationWorker(Fp8AsyncGenerationWorkerImpl):
 
 
 def tell_workers_of_fp8(settings: WorkerSettings | None) -> None:
-    """Put NeMo RL's FP8 settings where `receiver.register` finds them, if no other reaches workers.
+    """Put NeMo RL's FP8 settings where `receiver.register` finds them, under Ray executor V2 alone.
 
-    NeMo RL patches vLLM's workers on its own, but not those of Ray executor V2 (seam executor-v1).
-    vLLM copies this process's environment to them.
+    NeMo RL patches vLLM's workers itself under any other executor (seam executor-v1). Those of V2
+    get a copy of this process's environment (seam executor-v2).
     """
     if settings is None or settings.precision.rollout_linear != "fp8":
         return
@@ -100,7 +100,7 @@ def tell_workers_of_fp8(settings: WorkerSettings | None) -> None:
     from vllm import envs
 
     config = fp8.global_fp8_config
-    if config.model_parallel_size > 1 and envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+    if config and config.model_parallel_size > 1 and envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
         os.environ[ENGINE_FP8] = json.dumps(asdict(config))
 
 

@@ -43,9 +43,9 @@ EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithChe
 def register() -> None:
     """Put our receiver in the place of NeMo RL's worker extension, in this process.
 
-    An aligned engine gets the trainer's operations here too, before its model is built, and a
-    worker that NeMo RL cannot reach its FP8 patches. vLLM may call this more than once, and in
-    processes that hold no weights.
+    An aligned engine gets the trainer's operations here too, before its model is built. FP8 workers
+    that NeMo RL cannot patch are patched here. vLLM may call this more than once, and in processes
+    that hold no weights.
     """
     settings = WorkerSettings.from_environment()
     if settings is None:

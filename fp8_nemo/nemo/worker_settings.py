@@ -1,7 +1,7 @@
-"""What the glue inside NeMo RL's workers is told, by one environment variable.
+"""What the glue inside NeMo RL's workers is told, by environment variables.
 
-The driver sets it before Ray starts, and every worker process inherits it; a process without it
-leaves NeMo RL as it is.
+The driver sets one before Ray starts, and every worker process inherits it; a process without it
+leaves NeMo RL as it is. The actor that starts an engine sets another (`ENGINE_FP8`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8_nemo.recipe.plain import from_plain, to_json
 
 VARIABLE = "FP8_NEMO_WORKERS"
 ENGINE_FP8 = "FP8_NEMO_ENGINE_FP8"
-"""NeMo RL's FP8 settings of an engine over several GPUs, as JSON, for vLLM's workers."""
+"""NeMo RL's FP8 settings of an engine, as JSON, for vLLM's workers under Ray executor V2."""
 PLUGIN = "fp8_nemo"
 """Our entry point of the group `PLUGINS`, by which vLLM finds our receiver."""
 PLUGINS = "vllm.general_plugins"

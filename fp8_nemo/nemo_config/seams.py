@@ -165,9 +165,18 @@ SEAMS = {
         V0_7_0, f"{ENGINE}/vllm_generation.py", (873, 900), "Error during policy preparation",
         "the same",
     ),
+    "owes-answers": Seam(
+        VLLM, "vllm/v1/executor/multiproc_executor.py", (390,),
+        "if status != WorkerProc.ResponseStatus.SUCCESS",
+        "a worker's error leaves the answers of those behind it to the next call",
+    ),
+    "executor-v2": Seam(
+        VLLM, "vllm/v1/executor/ray_executor_v2.py", (155,), "os.environ.setdefault(key, value)",
+        "workers of Ray executor V2 get the environment of the process that starts the engine",
+    ),
     "executor-v1": Seam(
         MAIN, f"{ENGINE}/quantization/fp8.py", (95,), "monkey_patch_vllm_ray_executor",
-        "vLLM's workers are patched through Ray executor V1 only",
+        "vLLM's workers are patched for FP8 through Ray executor V1 only",
     ),
     "scale-names": Seam(
         MAIN, f"{ENGINE}/quantization/fp8_train_utils.py", (45,), "self_attn.attn.q_scale",

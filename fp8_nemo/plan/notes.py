@@ -47,6 +47,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
             "longer ones"
         )
     yield from _untried_axes(settled)
+    yield from _engine_of_several_gpus(settled)
     if SHARE in settled.own and settled.layout.kv_cache_gib is not None:
         yield f"nemo.{SHARE}: no effect while model.memory.kv_cache_gib bounds the cache"
     one_ratio = recipe.algorithm.filled.sequence_level_importance_ratios
@@ -87,6 +88,19 @@ def _untried_axes(settled: Settled) -> Iterator[str]:
                 f"model.parallel.{axis}: no run here had {axis} parallel{above} on GPUs; "
                 f"model.parallel.{axis}={tried} avoids it, or try grpo.steps=5 first"
             )
+
+
+def _engine_of_several_gpus(settled: Settled) -> Iterator[str]:
+    """Note how fast vLLM's executor of such an engine is known to be."""
+    if settled.layout.rollout_tensor == 1:
+        return
+    yield "model.parallel.rollout_tensor: " + (
+        "an FP8 engine of several GPUs has vLLM's Ray executor V1, under which decode steps took "
+        "twice the planned time where they were timed (docs/speed.md)"
+        if settled.recipe.precision.rollout_linear == "fp8"
+        else "engines of several GPUs were not timed here under the executor that NeMo RL gives "
+        "them (docs/nemo.md), so the seconds of a rollout are rough"
+    )
 
 
 def _apart_notes(settled: Settled) -> Iterator[str]:
@@ -213,9 +227,8 @@ def _rough_experts(settled: Settled) -> Iterator[str]:
     if not recipe.model.shape.experts:
         return
     yield (
-        "model: estimates of how long experts train were up to 40% off, and engines of several "
-        "GPUs are slower in NeMo RL than planned (docs/speed.md), so the step's seconds "
-        "and the precisions' gains are rough"
+        "model: estimates of how long experts train were up to 40% off (docs/speed.md), so the "
+        "step's seconds and the precisions' gains are rough"
     )
     if recipe.precision.train.is_quantized:
         yield (

@@ -95,9 +95,9 @@ move-optimizer-h100.json)."""
 PAGEABLE = Reached(1.36e9, 5.5e9)
 """The same as NeMo RL moves the optimizer: to the host, and back (step-check-h200.json)."""
 DOUBLED = 1.15
-"""Assumed factor on the rollout for each doubling of an engine's GPUs in NeMo RL, where vLLM's Ray
-executor V2 runs BF16. By vLLM's own processes two GPUs need none (speed.EXCHANGE). Executor V1,
-which FP8 has, takes twice as long as without (14.8 and 16.7 ms, nemo-30b16-4-h100.json)."""
+"""Assumed factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor
+V2. By vLLM's own processes two GPUs need none (speed.EXCHANGE). Under V1, which FP8 has, decode
+steps in BF16 took twice what this says (14.8 and 16.7 ms, nemo-30b16-4-h100.json)."""
 REFIT_REST = 0.6
 """Seconds of a refit of 8B beside its transfer, in which trainer and engine change places on a GPU
 (benchmarks/results/glue-8b-h200.json)."""

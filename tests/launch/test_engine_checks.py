@@ -113,6 +113,52 @@ answers += [asked(healthy, lambda: time.sleep(3600)), time.monotonic() - start]
     assert "1 of 2 engines gave no answer within 15 s" in printed
 
 
+def test_answers_that_vllms_executor_owes_from_a_failed_refit_hide_no_tensor(answers_with_ray):
+    code = """
+import ray
+from collections import deque
+from types import SimpleNamespace
+from fp8_nemo.launch import engine_checks as engine
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+
+class Llm:
+    def __init__(self):
+        self.workers = [SimpleNamespace(fp8_nemo_problems=[f"{i}: lost"]) for i in range(4)]
+        self.queues = [deque() for _ in self.workers]
+
+    def collective_rpc(self, call):
+        # vLLM 0.25.1, MultiprocExecutor.get_response: the first error ends the reading of answers
+        for worker, queue in zip(self.workers, self.queues):
+            queue.append(call(worker))
+        read = []
+        for queue in self.queues:
+            answer = queue.popleft()
+            if isinstance(answer, Exception):
+                raise RuntimeError(f"Worker failed with error '{answer}'")
+            read.append(answer)
+        return read
+
+@ray.remote(num_cpus=0)
+class Actor:
+    def __init__(self, failing):
+        self.llm = Llm()
+        try:
+            self.llm.collective_rpc(
+                lambda worker: ValueError("lost") if int(worker.fp8_nemo_problems[0][0]) in failing
+                else True
+            )
+        except RuntimeError:
+            pass
+
+for failing in ([0], [1], [3], [0, 1, 2, 3], [1, 3]):
+    actors = [Actor.remote(failing)]
+    generation = SimpleNamespace(worker_group=SimpleNamespace(workers=actors))
+    answers += [sorted(engine.refit_problems(generation))]
+"""
+    answers, _ = answers_with_ray(code)
+    assert answers == [[f"{rank}: lost" for rank in range(4)]] * 5
+
+
 @pytest.mark.parametrize(
     ("name", "spelled"),
     [

@@ -50,14 +50,24 @@ def test_workers_are_told_of_fp8_where_nemo_rl_does_not_reach_them(
     monkeypatch.syspath_prepend(os.environ["NEMO_RL_ROOT"])
     from nemo_rl.models.generation.vllm.quantization import fp8
 
-    from fp8_nemo.nemo.generation_worker import tell_workers_of_fp8
+    from fp8_nemo.nemo import generation_worker
 
     monkeypatch.setattr(fp8, "global_fp8_config", fp8.FP8Config(model_parallel_size=gpus))
-    environment = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor}
-    monkeypatch.setattr(os, "environ", os.environ | environment)
-    tell_workers_of_fp8(settings_of(precision))
-    told = json.loads(os.environ.get(ENGINE_FP8, "{}"))
-    assert told.get("model_parallel_size") == (2 if is_told else None)
+    settings = settings_of(precision).to_environment()
+    set_for_all = os.environ | settings | {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": executor}
+    for ours in (
+        generation_worker.Fp8GenerationWorkerImpl,
+        generation_worker.Fp8AsyncGenerationWorkerImpl,
+    ):
+        [stock] = ours.__bases__
+        told = []
+        monkeypatch.setattr(os, "environ", dict(set_for_all))
+        monkeypatch.setattr(
+            stock, "_create_engine", lambda *_, told=told: told.append(os.environ.get(ENGINE_FP8))
+        )
+        ours._create_engine(object.__new__(ours), {})
+        [text] = told
+        assert json.loads(text or "{}").get("model_parallel_size") == (2 if is_told else None)
 
 
 def test_a_worker_that_was_told_is_patched_once():

@@ -72,9 +72,6 @@ def test_our_worker_starts_nemo_rls_engine_in_four_bits_if_the_run_says_so(
     monkeypatch.setattr(os, "environ", os.environ | settings.to_environment())
     started = []
     monkeypatch.setattr(stock, "_create_engine", lambda self, given: started.append(given))
-    from nemo_rl.models.generation.vllm.quantization import fp8
-
-    monkeypatch.setattr(fp8, "global_fp8_config", fp8.FP8Config(model_parallel_size=1))
     given = {"model": "x", "load_format": "dummy", "hf_overrides": {"rope_theta": 1}}
     ours._create_engine(object.__new__(ours), dict(given))
     if precision == "fp8-linear":
