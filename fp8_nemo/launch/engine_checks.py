@@ -58,8 +58,8 @@ def refit_problems(generation: Any) -> list[str]:
     the driver knows only that something failed. Engines that died or do not answer are left out: a
     tensor-parallel worker that fails leaves the others waiting for it.
 
-    After an error vLLM's executor hands over older answers of the other workers (seam
-    owes-answers), at most one a worker: so engines are asked until all answers are of this call.
+    After an error vLLM may hand over a worker's older answer in place of the new one (seam
+    owes-answers). One call more a worker is enough to take those away.
     """
     import ray
 
@@ -70,15 +70,16 @@ def refit_problems(generation: Any) -> list[str]:
         answers = [_texts(answer) for answer in ready]
         found |= dict.fromkeys(text for each in answers if each for text in each)
         if late:
-            late_ones = f"{len(late)} of {len(asked)} engines"
-            print(f"{late_ones} gave no answer within {AFTER_AN_ERROR:.0f} s")
+            print(
+                f"{len(late)} of {len(asked)} engines gave no answer within {AFTER_AN_ERROR:.0f} s"
+            )
         if late or None not in answers:
             break
     return list(found)
 
 
 def _texts(answer: Any) -> list[str] | None:
-    """Return what an engine's workers say; None if it died, or answers an older call."""
+    """Return what an engine's workers say; None if it died, or if one answered an older call."""
     import ray
 
     with suppress(Exception):  # also of a worker that answers True
