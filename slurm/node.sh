@@ -129,8 +129,8 @@ start_ray() { # with the options that differ between head and others
 }
 
 ray_ended() {
-    local part # which of its processes, with its exit code
-    part=$(sed -nE 's/.* END ([a-z_]+)\..* \((exit code.*)\) -----/, \1 \2/p' "$attempt/ray-$me.log")
+    local part # which of its processes, each once, with its exit code
+    part=$(sed -nE 's/.* END ([a-z_]+)\..* \((exit code.*)\) -----/, \1 \2/p' "$attempt/ray-$me.log" | sort -u | tr -d '\n')
     [[ -n $part ]] || part=$(sed -nE 's/^([A-Za-z.]*Error: .*)/, \1/p' "$attempt/ray-$me.log" | tail -n 1)
     stage="Ray (see $attempt/ray-$me.log$part)"
     exit 1
