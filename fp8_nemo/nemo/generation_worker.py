@@ -10,7 +10,6 @@ step, and each list becomes one tensor. The values are the same.
 # NeMo RL and vLLM stand on the path of a run, not of a type check.
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from fp8_nemo.nemo.marlin.layout import holds_four_bits, quantization
 from fp8_nemo.nemo.worker_settings import ENGINE_FP8, WorkerSettings
+from fp8_nemo.recipe.plain import to_json
 
 
 class Fp8GenerationWorkerImpl(VllmGenerationWorkerImpl):
@@ -101,7 +101,7 @@ def tell_workers_of_fp8(settings: WorkerSettings | None) -> None:
 
     config = fp8.global_fp8_config
     if config and config.model_parallel_size > 1 and envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
-        os.environ[ENGINE_FP8] = json.dumps(asdict(config))
+        os.environ[ENGINE_FP8] = to_json(asdict(config))
 
 
 @contextmanager
