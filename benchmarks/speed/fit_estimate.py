@@ -55,6 +55,8 @@ class Step(NamedTuple):
     to_fit: bool
     gpus: int = 1
     """Of the engine."""
+    series: str = ""
+    """What its gain is taken within: the file, or all profiles."""
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -171,7 +173,7 @@ def compared_steps(model: str, steps: Sequence[Step], costs: Sequence[float]) ->
     told = [
         step.without + sum(a * b for a, b in zip(step.costs, costs, strict=True)) for step in steps
     ]
-    at = [(step.gpu, step.gpus, step.batch, step.prompt) for step in steps]
+    at = [(step.series, step.gpu, step.gpus, step.batch, step.prompt) for step in steps]
     plain = {at[n]: n for n, step in enumerate(steps) if step.precision == "bf16"}
     rows = []
     for place, step, seconds in zip(at, steps, told, strict=True):
@@ -246,10 +248,12 @@ def main() -> None:
     options = parser.parse_args()
     tested: dict[str, list[Step]] = {}
     for file in options.test:
-        for model, steps in tested_steps(json.loads(file.read_text())).items():
-            tested.setdefault(model, []).extend(steps)
-    content: dict[str, list[dict[str, Any]]] = {"constants": [], "gates": [], "decode": [],
-                                                "capacity": [], "refit": []}  # fmt: skip
+        content = json.loads(file.read_text())
+        series = "profiles" if "asked" in content else file.stem
+        for model, steps in tested_steps(content).items():
+            tested.setdefault(model, []).extend(each._replace(series=series) for each in steps)
+    found: dict[str, list[dict[str, Any]]] = {"constants": [], "gates": [], "decode": [],
+                                              "capacity": [], "refit": []}  # fmt: skip
     for file in options.results:
         measured = json.loads(file.read_text())
         for model in dict.fromkeys(row["model"] for row in measured["rows"]):
@@ -260,30 +264,30 @@ def main() -> None:
             costs = fitted_costs(steps)
             reserve = fitted(reserves(measured, model))
             named = dict(zip(("decode", "sequence", "quantize"), costs, strict=True))
-            content["constants"].append({"model": model, "reserve_gib": reserve / GIB} | named)
+            found["constants"].append({"model": model, "reserve_gib": reserve / GIB} | named)
             rows = compared_steps(model, steps, costs)
             caches = capacities(measured, model, reserve)
-            content["decode"] += rows
-            content["capacity"] += caches
+            found["decode"] += rows
+            found["capacity"] += caches
             gains = [abs(row["gain error"]) for row in rows if row["gain"]]
-            content["gates"] += [
+            found["gates"] += [
                 gate(f"{model}: decode", max(abs(row["error"]) for row in rows), 0.1),
                 gate(f"{model}: gain over BF16", max(gains, default=None), 0.1),
                 gate(f"{model}: KV capacity", worst(caches), 0.05),
             ]
     if options.refit:
         measured = json.loads(options.refit.read_text())
-        found = re.search(r"model=(\S+)", measured["command"])
+        asked = re.search(r"model=(\S+)", measured["command"])
         gpu = re.search(r"cluster\.gpu=(\S+)", measured["command"])
-        assert found and gpu and gpu[1] in GPU_GIB
-        points = list(refit_points(measured, found[1], gpu[1]))
+        assert asked and gpu and gpu[1] in GPU_GIB
+        points = list(refit_points(measured, asked[1], gpu[1]))
         fixed = fitted(points)
-        content["constants"].append({"model": found[1], "refit_seconds": fixed})
-        content["refit"] = compared(found[1], points, fixed)
-        content["gates"].append(gate(f"{found[1]}: refit", worst(content["refit"]), 0.2))
-    record.keep(options.out, options.commit, **content)
-    record.show("decode, seconds per step", content["decode"])
-    record.show("gates", content["gates"])
+        found["constants"].append({"model": asked[1], "refit_seconds": fixed})
+        found["refit"] = compared(asked[1], points, fixed)
+        found["gates"].append(gate(f"{asked[1]}: refit", worst(found["refit"]), 0.2))
+    record.keep(options.out, options.commit, **found)
+    record.show("decode, seconds per step", found["decode"])
+    record.show("gates", found["gates"])
 
 
 if __name__ == "__main__":

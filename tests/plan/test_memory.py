@@ -15,7 +15,14 @@ import yaml
 
 from benchmarks.speed import fit_estimate
 from benchmarks.speed.capacity import decode_floor, engine_kv_bytes, kv_capacity
-from benchmarks.speed.fit_estimate import Measured, compared, fitted, worst
+from benchmarks.speed.fit_estimate import (
+    Measured,
+    Step,
+    compared,
+    compared_steps,
+    fitted,
+    worst,
+)
 from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import describe
@@ -248,6 +255,13 @@ def test_the_constant_comes_from_one_half_and_the_error_from_the_other():
         sum(row["error"] ** 2 for row in compared("m", pair, best + d)) for d in (-0.01, 0, 0.01)
     ]
     assert min(loss) == loss[1]
+
+
+def test_a_gain_is_taken_over_the_bf16_of_the_same_file():
+    first, other = Step("h200", "bf16", 64, 1024, 3.0, 3.0, False, series="first"), "other"
+    steps = [first, first._replace(precision="fp8-linear", measured=2.0),
+             first._replace(measured=9.0, series=other)]  # fmt: skip
+    assert [row["gain"] for row in compared_steps("m", steps, [0, 0, 0])] == [1, 1.5, 1]
 
 
 TRUE = Fitted(0.0015, 12e-6, 0.0005)
