@@ -230,7 +230,7 @@ def _rollout(settled: Settled) -> dict[str, Any]:
     if fp8 and layout.rollout_tensor > 1:
         # NeMo RL patches vLLM's workers for FP8 through Ray executor V1 only (seam executor-v1).
         # V2, vLLM's default, schedules asynchronously. Ours would be patched under it, too
-        # (generation_worker.tell_workers_of_fp8), which no GPU has shown yet.
+        # (generation_worker.tell_workers_of_fp8): so an engine started, but none was refitted.
         found[f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
     return found
 

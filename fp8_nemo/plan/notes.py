@@ -72,7 +72,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
                 "behind the trainer until updates add up (refit/changed_bytes)"
             )
     if recipe.noise.is_on and recipe.precision.rollout.is_quantized:
-        yield "noise: no run on a GPU had it, and tiny Llama gained nothing (docs/precision.md)"
+        yield "noise: only tiny Llama trained with it, and gained nothing (docs/precision.md)"
     yield from _rough_experts(settled)
     yield from _mixed_blocks(recipe)
     yield from _without_effect(recipe)
@@ -92,15 +92,12 @@ def _untried_axes(settled: Settled) -> Iterator[str]:
 
 def _engine_of_several_gpus(settled: Settled) -> Iterator[str]:
     """Note how fast vLLM's executor of such an engine is known to be."""
-    if settled.layout.rollout_tensor == 1:
-        return
-    yield "model.parallel.rollout_tensor: " + (
-        "an FP8 engine of several GPUs has vLLM's Ray executor V1, under which decode steps took "
-        "twice the planned time where they were timed (docs/speed.md)"
-        if settled.recipe.precision.rollout_linear == "fp8"
-        else "engines of several GPUs were not timed here under the executor that NeMo RL gives "
-        "them (docs/nemo.md), so the seconds of a rollout are rough"
-    )
+    if settled.layout.rollout_tensor > 1 and settled.recipe.precision.rollout_linear == "fp8":
+        yield (
+            "model.parallel.rollout_tensor: an FP8 engine of several GPUs has vLLM's Ray executor "
+            "V1, under which decode steps took twice the planned time where they were timed "
+            "(docs/speed.md)"
+        )
 
 
 def _apart_notes(settled: Settled) -> Iterator[str]:
@@ -227,8 +224,8 @@ def _rough_experts(settled: Settled) -> Iterator[str]:
     if not recipe.model.shape.experts:
         return
     yield (
-        "model: estimates of how long experts train were up to 40% off (docs/speed.md), so the "
-        "step's seconds and the precisions' gains are rough"
+        "model: how long experts train is estimated by few runs, and over several GPUs by one "
+        "(docs/speed.md), so the step's seconds and the precisions' gains are rough"
     )
     if recipe.precision.train.is_quantized:
         yield (

@@ -89,6 +89,11 @@ MERGE_BYTES = 36
 """Memory traffic of one weight that a refit adds its adapter to, in FP32; assumed."""
 NVLINK = 360e9
 """Assumed bytes a second between two GPUs of a node: 0.8 of a direction's 450e9."""
+DISPATCHED = 35e9
+"""Bytes a second of tokens' copies that go to experts on other GPUs and back, with all that comes
+with it: sorting, the host, waiting for each other. Fitted on one run, whose training took 3.0 times
+and logprobs 4.0 times what a plan without it says; now 1.0 and 1.3 (real-steps-30b16-4-h100.json).
+"""
 PINNED = 50e9
 """Bytes a second of page-locked copies between host and GPU (49 and 51e9 of Adam's moments,
 move-optimizer-h100.json)."""
@@ -96,8 +101,9 @@ PAGEABLE = Reached(1.36e9, 5.5e9)
 """The same as NeMo RL moves the optimizer: to the host, and back (step-check-h200.json)."""
 DOUBLED = 1.15
 """Assumed factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor
-V2. By vLLM's own processes two GPUs need none (speed.EXCHANGE). Under V1, which FP8 has, decode
-steps in BF16 took twice what this says (14.8 and 16.7 ms, nemo-30b16-4-h100.json)."""
+V2: one run of two H100s an engine, in BF16, came out 5% too long (real-steps-30b16-4-h100.json). By
+vLLM's own processes two GPUs need none (speed.EXCHANGE). Under V1, which FP8 has, BF16 took twice
+what this says (14.8 and 16.7 ms a decode step, nemo-30b16-4-h100.json)."""
 REFIT_REST = 0.6
 """Seconds of a refit of 8B beside its transfer, in which trainer and engine change places on a GPU
 (benchmarks/results/glue-8b-h200.json)."""
@@ -283,7 +289,8 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
     device = tokens / (layout.tensor * layout.context) * each_token
     kind = "experts" if shape.experts else "tensor" if layout.tensor > 1 else "dense"
     host = LAUNCH[kind, name][way] + LAUNCH_EXPERT[name][way] * shape.experts / layout.expert
-    each = max(device, host) + _exchange(settled, tokens) / NVLINK
+    exchanged = _exchange(settled, tokens) / NVLINK + _dispatched(settled, tokens) / DISPATCHED
+    each = max(device, host) + exchanged
     return shape.layers / layout.pipeline * each
 
 
@@ -309,6 +316,13 @@ def _exchange(settled: Settled, tokens: float) -> float:
     summed = 2 * 2 * (layout.tensor - 1) / layout.tensor * 2 * shape.hidden / layout.context
     kept = 2 * 2 * shape.kv_heads * shape.head_dim / layout.tensor
     return tokens * (summed + kept * (layout.context - 1) / layout.context)
+
+
+def _dispatched(settled: Settled, tokens: float) -> float:
+    """Count the bytes that a GPU sends to others' experts in a layer's pass, and gets back."""
+    shape, layout = settled.recipe.model.shape, settled.layout
+    copies = tokens / (layout.tensor * layout.context) * shape.experts_per_token
+    return 2 * 2 * shape.hidden * copies * (layout.expert - 1) / layout.expert
 
 
 def _optimizer_seconds(settled: Settled) -> float:

@@ -184,7 +184,7 @@ def test_the_plan_says_what_to_take_where_its_own_precision_gains_too_little():
     assert dict(precisions(small, MAIN))["take"].startswith("precision=bf16: ")
     [experts] = compose_plans(["model=qwen3-30b-a3b", fp8], lambda recipe: MAIN)
     assert "no whole step of FP8 experts was timed" in dict(precisions(experts, MAIN))["precisions"]
-    assert "take" not in dict(precisions(experts, MAIN))  # at its own 16k tokens it gains
+    assert "too little to risk" in dict(precisions(experts, MAIN))["take"]
     linear = ["model=qwen3-30b-a3b", "precision=fp8-linear"]
     [experts] = compose_plans(linear, lambda recipe: MAIN)
     assert "too little to risk" in dict(precisions(experts, MAIN))["take"]
@@ -393,24 +393,26 @@ ONE_B = (*SHORT, "model=llama32-1b", "grpo.prompts_per_step=8", "grpo.generation
 EXPERTS = (*SHORT, "model=qwen3-30b-a3b", "model.shape.layers=3", "model.parallel.expert=1",
            "replay=r3", "grpo.prompts_per_step=16", "grpo.generations_per_prompt=8",
            "grpo.max_new_tokens=960")  # fmt: skip
+EXPERTS_16 = (*SHORT, "model=qwen3-30b-a3b", "model.shape.layers=16", "grpo.prompts_per_step=16",
+              "grpo.generations_per_prompt=8", "grpo.max_new_tokens=4032")  # fmt: skip
 SINGLE = {"8b8-stock": EIGHT, "8b8-bf16": EIGHT, "16k": LONG, "1b": ONE_B, "30b3": EXPERTS,
-          "8b8-context": CONTEXT}  # fmt: skip
-"""Timed inside NeMo RL on one H100 or two, one precision each; docs/speed.md tells how near."""
+          "30b16-4": EXPERTS_16, "8b8-context": CONTEXT}  # fmt: skip
+"""Timed inside NeMo RL on one to four H100s, one precision each; docs/speed.md tells how near."""
 SHARED = {"8b8-2k": EIGHT_2K}
 """The same, but at the pace of a host on which another run sampled."""
 
 
 def single(name):
-    """Return the first row of a run on one H100 or two, and the run in the layout that it had."""
+    """Return the first row of a run on some H100s, and the run in the layout that it had."""
     row, *_ = json.loads((RESULTS / f"real-steps-{name}-h100.json").read_text())["rows"]
-    gpus = f"cluster.gpus_per_node={row['layout']['context']}"
+    gpus = f"cluster.gpus_per_node={max(row['layout']['context'], row['layout']['expert'])}"
     words = (f"precision={row['precision']}", "cluster.gpu=h100", gpus)
     [found] = compose_plans(("backend=nemo", *words, *(SINGLE | SHARED)[name]))
     return row, dataclasses.replace(found.settled, layout=Layout(**row["layout"]))
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_a_step_on_one_or_two_h100_took_what_a_plan_says_within_a_fifth(name):
+def test_a_step_on_some_h100_took_what_a_plan_says_within_a_fifth(name):
     row, settled = single(name)
     said = step_seconds(settled, Lengths(17, row["answer"])).total
     assert said == pytest.approx(row["step"], rel=0.2)
