@@ -184,12 +184,12 @@ def test_questions_and_proofs_cross_vllms_own_messages_to_an_asynchronous_engine
     assert ask(engine_checks._report) == []
 
 
-def test_our_asynchronous_worker_is_nemo_rls_but_for_the_question(classes):
+def test_our_asynchronous_worker_is_nemo_rls_but_for_what_it_tells_and_asks(classes):
     from fp8_nemo.nemo.generation_worker import (
         Fp8AsyncGenerationWorker,
         Fp8AsyncGenerationWorkerImpl,
     )
 
     own = {name for name in vars(Fp8AsyncGenerationWorkerImpl) if not name.startswith("__")}
-    assert own == {"fp8_nemo_ask"} and hasattr(Fp8AsyncGenerationWorker, "remote")
+    assert own == {"_create_engine", "fp8_nemo_ask"} and hasattr(Fp8AsyncGenerationWorker, "remote")
     assert inspect.iscoroutinefunction(Fp8AsyncGenerationWorkerImpl.fp8_nemo_ask)
