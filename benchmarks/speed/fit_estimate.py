@@ -248,12 +248,12 @@ def main() -> None:
     options = parser.parse_args()
     tested: dict[str, list[Step]] = {}
     for file in options.test:
-        content = json.loads(file.read_text())
-        series = "profiles" if "asked" in content else file.stem
-        for model, steps in tested_steps(content).items():
+        measured = json.loads(file.read_text())
+        series = "profiles" if "asked" in measured else file.stem
+        for model, steps in tested_steps(measured).items():
             tested.setdefault(model, []).extend(each._replace(series=series) for each in steps)
-    found: dict[str, list[dict[str, Any]]] = {"constants": [], "gates": [], "decode": [],
-                                              "capacity": [], "refit": []}  # fmt: skip
+    content: dict[str, list[dict[str, Any]]] = {"constants": [], "gates": [], "decode": [],
+                                                "capacity": [], "refit": []}  # fmt: skip
     for file in options.results:
         measured = json.loads(file.read_text())
         for model in dict.fromkeys(row["model"] for row in measured["rows"]):
@@ -264,30 +264,30 @@ def main() -> None:
             costs = fitted_costs(steps)
             reserve = fitted(reserves(measured, model))
             named = dict(zip(("decode", "sequence", "quantize"), costs, strict=True))
-            found["constants"].append({"model": model, "reserve_gib": reserve / GIB} | named)
+            content["constants"].append({"model": model, "reserve_gib": reserve / GIB} | named)
             rows = compared_steps(model, steps, costs)
             caches = capacities(measured, model, reserve)
-            found["decode"] += rows
-            found["capacity"] += caches
+            content["decode"] += rows
+            content["capacity"] += caches
             gains = [abs(row["gain error"]) for row in rows if row["gain"]]
-            found["gates"] += [
+            content["gates"] += [
                 gate(f"{model}: decode", max(abs(row["error"]) for row in rows), 0.1),
                 gate(f"{model}: gain over BF16", max(gains, default=None), 0.1),
                 gate(f"{model}: KV capacity", worst(caches), 0.05),
             ]
     if options.refit:
         measured = json.loads(options.refit.read_text())
-        asked = re.search(r"model=(\S+)", measured["command"])
+        found = re.search(r"model=(\S+)", measured["command"])
         gpu = re.search(r"cluster\.gpu=(\S+)", measured["command"])
-        assert asked and gpu and gpu[1] in GPU_GIB
-        points = list(refit_points(measured, asked[1], gpu[1]))
+        assert found and gpu and gpu[1] in GPU_GIB
+        points = list(refit_points(measured, found[1], gpu[1]))
         fixed = fitted(points)
-        found["constants"].append({"model": asked[1], "refit_seconds": fixed})
-        found["refit"] = compared(asked[1], points, fixed)
-        found["gates"].append(gate(f"{asked[1]}: refit", worst(found["refit"]), 0.2))
-    record.keep(options.out, options.commit, **found)
-    record.show("decode, seconds per step", found["decode"])
-    record.show("gates", found["gates"])
+        content["constants"].append({"model": found[1], "refit_seconds": fixed})
+        content["refit"] = compared(found[1], points, fixed)
+        content["gates"].append(gate(f"{found[1]}: refit", worst(content["refit"]), 0.2))
+    record.keep(options.out, options.commit, **content)
+    record.show("decode, seconds per step", content["decode"])
+    record.show("gates", content["gates"])
 
 
 if __name__ == "__main__":

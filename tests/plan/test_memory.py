@@ -258,9 +258,9 @@ def test_the_constant_comes_from_one_half_and_the_error_from_the_other():
 
 
 def test_a_gain_is_taken_over_the_bf16_of_the_same_file():
-    first, other = Step("h200", "bf16", 64, 1024, 3.0, 3.0, False, series="first"), "other"
+    first = Step("h200", "bf16", 64, 1024, 3.0, 3.0, False, series="first")
     steps = [first, first._replace(precision="fp8-linear", measured=2.0),
-             first._replace(measured=9.0, series=other)]  # fmt: skip
+             first._replace(measured=9.0, series="other")]  # fmt: skip
     assert [row["gain"] for row in compared_steps("m", steps, [0, 0, 0])] == [1, 1.5, 1]
 
 
