@@ -127,11 +127,6 @@ def test_padding_counts_nowhere_whatever_it_holds():
     assert mismatch_metrics(pair) == mismatch_metrics(pair_of([[0.5], [0.0]]))
 
 
-def test_a_quantile_of_more_values_than_torch_takes_uses_every_kth():
-    assert mismatch._sample(torch.arange(10), most=4).tolist() == [0, 3, 6, 9]
-    assert mismatch._sample(torch.arange(4), most=4).tolist() == [0, 1, 2, 3]
-
-
 def test_a_batch_without_a_real_token_has_no_metrics():
     assert mismatch_metrics(pair_of([[1.0, 2.0]], [[0, 0]])) == {}
 

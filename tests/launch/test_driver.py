@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from fp8_nemo.launch import driver
 from fp8_nemo.nemo.worker_settings import WorkerSettings
@@ -138,6 +139,27 @@ def test_workers_inherit_the_plan_and_a_variable_of_the_users_own_is_kept_and_to
     assert sent == WorkerSettings.of(plan.recipe, loss_corrects=True)
     assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path)
     assert os.environ["NRL_MEGATRON_CHECKPOINT_DIR"].startswith(f"{tmp_path}/outputs/.megatron")
+
+
+@pytest.mark.parametrize(("said", "threads"), [(None, 4), ("8", 8)])
+def test_the_driver_takes_four_threads_unless_the_user_says_how_many(
+    monkeypatch, tmp_path, said, threads
+):
+    def opened(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(driver.session, "opened", opened)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(8)
+        with pytest.raises(InterruptedError):
+            driver.train(compose_plans(NEMO)[0], tmp_path, tmp_path)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_workers_with_packages_of_their_own_see_our_vllm_plugin_of_a_clone(monkeypatch, tmp_path):
