@@ -219,27 +219,47 @@ def long_on_h100():
     return f"| 8B, 8 H100, longer | `{KV}` | {on_h100(KV)} |"
 
 
-def beside(phase, shown=None):
-    """A row of docs/speed.md: our seconds and NeMo RL's own, of one phase."""
+def beside(name, phase):
+    """A row of docs/speed.md: BF16 and FP8 on four H100s, planned too, and NeMo RL's own recipe."""
+    theirs = draw_steps.rows_of("real-steps-8b-4-h100.json")[draw_steps.STOCK]
+    return f"{real_row(name, phase, 2 if phase == 'refit' else 1, H100S)} {theirs[phase]:.1f} s |"
+
+
+def beside_rest(name, seconds):
+    """The same without a plan, which does not count it."""
+    plain, ours, theirs = (f"{each:.1f} s" for each in seconds)
+    return f"| {name} | {plain} | | {ours} | | {theirs} |"
+
+
+def between_phases():
+    """Seconds of each step between its phases: ours in BF16 and FP8, and NeMo RL's."""
+    return [row["rest"] for row in draw_steps.rows_of("real-steps-8b-4-h100.json").values()]
+
+
+def before_training():
+    """Seconds of each training phase before the GPUs began, medians from the second step on."""
+    found = []
+    for name in ("bf16", KV, "NeMo RL's"):
+        ends = {"driver": {}, "megatron_policy": {}}  # both end in the same second
+        for run, process, timer, seconds, ended in of("device-8b-4-h100", lambda it: it["timers"]):
+            if run == name and timer in ("policy_training", "train"):
+                ends[process][ended[:8]] = seconds
+        trained = ends["megatron_policy"]
+        waits = [phase - trained[at] for at, phase in ends["driver"].items() if at in trained]
+        found.append(median(waits[1:]))
+    return found
+
+
+def beside_theirs():
+    """README's step of ours on four H100s, and of NeMo RL's own recipe."""
+    _, ours, theirs = draw_steps.rows_of("real-steps-8b-4-h100.json").values()
+    return f"took {ours['step']:.0f} s with our `{KV}`, [{theirs['step']:.0f} s with theirs]"
+
+
+def beside_eight():
+    """The same of 8 layers of 8B on one H100, with FP8 training: docs/speed.md."""
     ours, theirs = draw_steps.rows_of("real-steps-8b8-stock-h100.json").values()
-    bold = "**" if phase == "step" else ""
-    return f"| {bold}{shown or phase}{bold} | {ours[phase]:.1f} s | {theirs[phase]:.1f} s |"
-
-
-def beside_bf16():
-    """The same 8 layers of 8B in BF16, timed on another machine: docs/speed.md."""
-    bf16 = draw_steps.rows_of("real-steps-8b8-bf16-h100.json")["bf16"]
-    ours = draw_steps.rows_of("real-steps-8b8-stock-h100.json")[BOTH]
-    assert round(bf16["mfu_train"], 2) == round(bf16["mfu_logprob"], 2)
-    (step, said), rollout = eight_layers(), bf16["rollout"] / ours["rollout"]
-    return (
-        f"{bf16['step']:.1f} s](../benchmarks/results/real-steps-8b8-bf16-h100.json) by the same "
-        "line on another machine of that kind, for answers 1% longer: rollout "
-        f"{bf16['rollout']:.1f}, logprobs {bf16['logprob']:.1f}, training {bf16['train']:.1f}, the "
-        f"last two at {bf16['mfu_train']:.0%} of the\n  GPU's peak. Ours was "
-        f"{step:.2f} times as fast, its rollout {rollout:.2f} times. Some "
-        f"of it may be the machine: the\n  plan says {said:.2f} times."
-    )
+    return f"{ours['step']:.1f} s with `{BOTH}`, {theirs['step']:.1f} s with NeMo RL's own"
 
 
 def eight_layers():
@@ -250,18 +270,6 @@ def eight_layers():
         took.append(row["step"])
         said.append(step_seconds(settled, Lengths(17, row["answer"])).total)
     return took[0] / took[1], said[0] / said[1]
-
-
-def eight_layers_error():
-    """How far the plan's gain of them is off: README."""
-    took, said = eight_layers()
-    return f"; with 8 of its layers {1 - said / took:.0%} too small."
-
-
-def beside_theirs():
-    """README's step of ours, and of NeMo RL's own recipe."""
-    ours, theirs = draw_steps.rows_of("real-steps-8b8-stock-h100.json").values()
-    return f"`{BOTH}` took {ours['step']:.0f} s, [theirs {theirs['step']:.0f}]"
 
 
 def on_h200(precision):
@@ -459,7 +467,7 @@ def bounds(signal):
     return f"| `{signal.key}` | {word} {signal.watch:g} | {last}|"
 
 
-FOUR, TWO, ADAPTERS = "8b-4-h200", "8b-2-h200", "8b-lora-h100"
+FOUR, TWO, ADAPTERS, H100S = "8b-4-h200", "8b-2-h200", "8b-lora-h100", "8b-4-h100"
 
 
 @cache
@@ -505,13 +513,13 @@ def trust_rows():
 def gain_errors():
     """How far the plan's gains of whole models over BF16 are off, of all pairs of runs."""
     off = []
-    for name in (FOUR, TWO, ADAPTERS):
+    for name in (FOUR, TWO, ADAPTERS, H100S):
         plain, *others = [
             (row["step"], step_seconds(settled, Lengths(17, row["answer"])).total)
             for row, settled in timed(name)
         ]
         off += [plain[1] / said / (plain[0] / took) - 1 for took, said in others]
-    assert len(off) == 4
+    assert len(off) == 5
     return f"{-min(off):.0%} too small to {max(off):.0%} too large"
 
 
@@ -869,7 +877,6 @@ SAID = {
         lambda: f"With FP8 in vLLM alone it was {kv_on_four()} times on four:",
         pays_from,
         gain_errors,
-        eight_layers_error,
         beside_theirs,
         lambda: f"{real_gain('step', ADAPTERS)} as fast with an FP8 rollout",
         whole_steps,
@@ -912,14 +919,22 @@ SAID = {
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],
     "docs/speed.md": [
-        *(partial(beside, phase) for phase in ("rollout", "refit", "step")),
-        *(partial(beside, *row) for row in (("logprob", "logprobs"), ("train", "training"))),
-        partial(beside, "rest", "between phases"),
-        beside_bf16,
+        *(partial(beside, name, phase) for name, phase, _ in REAL_ROWS),
+        lambda: beside_rest("its part before the GPUs began", before_training()),
+        lambda: beside_rest("between phases", between_phases()),
+        beside_eight,
+        lambda: (
+            f"gained {real_gain('step', H100S)}**, its rollout "
+            f"{real_gain('rollout', H100S).removesuffix(' times')}. The plan says "
+        ),
+        lambda: f"The plan says {planned_gain(H100S):.2f}. BF16 sampled",
         lambda: f"{real_gain('step')} as fast as in\nBF16",
         lambda: f"(`fp8-kv-attn`) it was {real_gain('step', FOUR, 1)} as fast",
         lambda: f"So `fp8-kv-attn` gained {kv_on_four()} times.",
-        lambda: f"`fp8-kv-attn` {real_gain('step', ADAPTERS)}",
+        lambda: f"with LoRA on one {real_gain('step', ADAPTERS).removesuffix(' times')}.",
+        lambda: "planned as {1:.2f} times BF16, where two machines gave {0:.2f}.".format(
+            *eight_layers()
+        ),
         *(partial(real_row, *each, run) for run in (FOUR, TWO, ADAPTERS) for each in REAL_ROWS),
         lambda: missing_rows(trust_rows(), "docs/speed.md"),
         gain_errors,

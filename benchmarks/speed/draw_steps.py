@@ -2,9 +2,9 @@
 
 python -m benchmarks.speed.draw_steps
 
-Writes docs/figures/real-step-8b.svg, which README shows, and beside-nemo-rl.svg from
-`benchmarks.speed.real_steps`, and step-8b.svg from `benchmarks.speed.step`. Every number in the
-figures is a text that `tests/test_docs.py` compares with the files.
+Writes docs/figures/real-step-8b.svg, which README shows, from `benchmarks.speed.real_steps`, and
+step-8b.svg from `benchmarks.speed.step`. Every number in the figures is a text that
+`tests/test_docs.py` compares with the files.
 """
 
 from __future__ import annotations
@@ -32,19 +32,13 @@ class Drawing(NamedTuple):
 
 DRAWINGS = {
     "real-step-8b": Drawing(
-        "Llama 3.1 8B in NeMo RL: what FP8 saves of a step (black: each step)",
+        "Llama 3.1 8B in NeMo RL: seconds of a step by phase (black: each step)",
         {
             "four H200, all weights, 128 answers of 3,900 tokens": "real-steps-8b-4-h200.json",
-            "one H100, LoRA, 64 answers of 4,000 tokens": "real-steps-8b-lora-h100.json",
+            "four H100, likewise": "real-steps-8b-4-h100.json",
         },
         11,
         2.6,
-    ),
-    "beside-nemo-rl": Drawing(
-        "8 layers of Llama 3.1 8B in NeMo RL, FP8 in rollout and training (black: each step)",
-        {"one H100, 64 answers of 3,880 tokens": "real-steps-8b8-stock-h100.json"},
-        9,
-        2.4,
     ),
     "step-8b": Drawing(
         "Llama 3.1 8B: FP8 shortens a step where answers are long",
@@ -56,7 +50,7 @@ DRAWINGS = {
         3.4,
     ),
 }
-STOCK = "NeMo RL's own recipe"
+STOCK = "NeMo RL's FP8 recipe"
 CELLS = ("bf16", "fp8-kv-attn", "fp8-e2e", "fp8-e2e-kv-attn", STOCK)
 COLORS = {
     "rollout": "#0072B2",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, (answers, longest, micro_batch) in BATCHES.items():
         batch = batch_of(answers, longest)
-        calls = {"shard": lambda: shard(batch, micro_batch), "metrics": lambda: measure(batch)}
+        calls = {"shard": partial(shard, batch, micro_batch), "metrics": partial(measure, batch)}
         for threads in map(int, options.threads.split(",")):
             torch.set_num_threads(threads)
             for work, call in calls.items():

@@ -89,21 +89,22 @@ MERGE_BYTES = 36
 """Memory traffic of one weight that a refit adds its adapter to, in FP32; assumed."""
 NVLINK = 360e9
 """Assumed bytes a second between two GPUs of a node: 0.8 of a direction's 450e9."""
-DISPATCHED = 35e9
+DISPATCHED = 45e9
 """Bytes a second of tokens' copies that go to experts on other GPUs and back, with all that comes
-with it: sorting, the host, waiting for each other. Fitted on one run, whose training took 3.0 times
-and logprobs 4.0 times what a plan without it says; now 1.0 and 1.3 (real-steps-30b16-4-h100.json).
-"""
+with it: sorting, the host, waiting for each other. Fitted on one run, whose trainers trained for
+2.6 times and scored for 3.4 times what a plan without it says; now 1.0 and 1.3 (timers of
+device-30b16-4-h100.json, without the driver's part of both phases)."""
 PINNED = 50e9
 """Bytes a second of page-locked copies between host and GPU (49 and 51e9 of Adam's moments,
 move-optimizer-h100.json)."""
 PAGEABLE = Reached(1.36e9, 5.5e9)
 """The same as NeMo RL moves the optimizer: to the host, and back (step-check-h200.json)."""
-DOUBLED = 1.15
-"""Assumed factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor
-V2: one run of two H100s an engine, in BF16, came out 5% too long (real-steps-30b16-4-h100.json). By
-vLLM's own processes two GPUs need none (speed.EXCHANGE). Under V1, which FP8 has, BF16 took twice
-what this says (14.8 and 16.7 ms a decode step, nemo-30b16-4-h100.json)."""
+DOUBLED = 1.07
+"""Factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor V2. From
+two runs of BF16 with two H100s an engine: 1.05 of 8B (real-steps-8b-4-h100.json), 1.09 of experts
+(real-steps-30b16-4-h100.json). By vLLM's own processes two GPUs need none (speed.EXCHANGE). Under
+V1, which FP8 has, BF16 took twice what this says (14.8 and 16.7 ms a decode step,
+nemo-30b16-4-h100.json)."""
 REFIT_REST = 0.6
 """Seconds of a refit of 8B beside its transfer, in which trainer and engine change places on a GPU
 (benchmarks/results/glue-8b-h200.json)."""

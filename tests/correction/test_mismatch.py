@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from fp8_nemo.correction import mismatch
 from fp8_nemo.correction.mismatch import (
     LogprobPair,
     effective_sample_share,

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,13 @@ def test_the_chosen_layout_fits_and_none_that_fits_is_estimated_faster(gpu, prec
     choices = choose(settled, MAIN)
     assert choices[0].layout == settled.layout
     assert all(each.headroom >= HEADROOM for each in choices)
-    assert choices[0].seconds.total == min(each.seconds.total for each in choices)
+    assert choices[0].seconds.total <= ALIKE * min(each.seconds.total for each in choices)
+    engines = [
+        each.layout.rollout_tensor
+        for each in choices
+        if each.seconds.total < choices[0].seconds.total
+    ]
+    assert all(gpus > settled.layout.rollout_tensor for gpus in engines)
 
 
 def test_what_is_given_wins_and_the_rest_follows():
@@ -126,7 +133,7 @@ def test_a_gain_is_over_bf16_in_its_fastest_layout_and_the_faster_ones_are_shown
     [plain], [linear] = (compose_plans(each, lambda recipe: MAIN) for each in cells)
     found = choose(plain.settled, MAIN)
     fastest = min(each.seconds.total for each in found)
-    assert found[0].seconds.total > 1.05 * fastest
+    assert found[0].seconds.total > 1.02 * fastest
     gain = fastest / step_seconds(linear.settled).total
     rows = dict(describe(plain, MAIN))
     assert f"fp8-linear {gain:.2f}x" in dict(precisions(plain, MAIN))["precisions"]
@@ -287,7 +294,7 @@ def test_a_sweep_opens_with_one_row_a_cell():
 def test_a_precision_that_fits_without_headroom_is_told_as_tight():
     [large] = compose_plans(["model=qwen3-32b"], lambda recipe: MAIN)
     rows = dict(decision(large, MAIN)) | dict(precisions(large, MAIN))
-    assert rows["fits"].startswith("TIGHT") and "fp8-kv-attn 1.37x TIGHT" in rows["precisions"]
+    assert rows["fits"].startswith("TIGHT") and "fp8-kv-attn 1.32x TIGHT" in rows["precisions"]
 
 
 @pytest.mark.parametrize("name", sorted(set(option_names("model")) - {"auto"}))
@@ -310,7 +317,9 @@ ONE_H200 = ("model.shape.layers=16", "grpo.prompts_per_step=8", "grpo.max_new_to
             "cluster.gpus_per_node=1", "cluster.gpu=h200")  # fmt: skip
 FOUR_H200 = ("grpo.prompts_per_step=16", "grpo.max_new_tokens=4032",
              "cluster.gpus_per_node=4", "cluster.gpu=h200")  # fmt: skip
-TIMED = {"8b-lora-h100": ONE_H100, "8b-2-h200": TWO_H200, "8b-4-h200": FOUR_H200}
+FOUR_H100 = (*FOUR_H200[:-1], "cluster.gpu=h100")
+TIMED = {"8b-lora-h100": ONE_H100, "8b-2-h200": TWO_H200, "8b-4-h200": FOUR_H200,
+         "8b-4-h100": FOUR_H100}  # fmt: skip
 """Timed inside NeMo RL: device-NAME.json has the line, real-steps-NAME.json the seconds."""
 CELLS = TIMED | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
@@ -341,8 +350,28 @@ def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name, near):
         assert said_of_bf16 / said_of_it == pytest.approx(bf16 / it, rel=0.06)
 
 
+def test_a_step_of_8b_on_four_h100_took_what_a_plan_says_but_for_the_driver():
+    device = json.loads((RESULTS / "device-8b-4-h100.json").read_text())
+    worked = defaultdict(list)
+    for run, process, timer, seconds, _ in device["timers"]:
+        if process == "megatron_policy":
+            worked[run, timer].append(seconds)
+    gains = []
+    for row, settled in timed("8b-4-h100"):
+        said = step_seconds(settled, Lengths(17, row["answer"]))
+        for timer, planned in (("train", said.train), ("get_logprobs", said.logprob)):
+            took = min(worked[row["precision"], timer])  # the first ones compile
+            assert planned == pytest.approx(took, rel=0.06), timer
+        assert said.rollout == pytest.approx(row["rollout"], rel=0.08)
+        assert said.total == pytest.approx(row["step"], rel=0.2)
+        gains.append((said.total, row["step"]))
+    (said_of_bf16, bf16), (said_of_fp8, fp8) = gains
+    assert said_of_bf16 / said_of_fp8 == pytest.approx(bf16 / fp8, rel=0.06)
+
+
 def test_a_rollout_lasts_until_its_longest_answer_ends():
-    settled = plan("precision=bf16", *FOUR_H200, "grpo.generations_per_prompt=8").settled
+    words = ("grpo.generations_per_prompt=8", "model.parallel.rollout_tensor=1")
+    settled = plan("precision=bf16", *FOUR_H200, *words).settled
     longest, each = settled.response_tokens, settled.sequences_per_engine
     alike = longest * engine_step_seconds(settled, each, 17 + longest / 2)
     assert rollout_seconds(settled, Lengths(17, longest)) == pytest.approx(alike, rel=1e-3)
