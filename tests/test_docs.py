@@ -206,7 +206,7 @@ def short_on_h100():
 
 
 def on_h100(precision, *limits):
-    """README's gains on 8 H100: `4k 1.16x, 8k 1.30x`."""
+    """README's gains on 8 H100: `4k 1.16x, 8k 1.25x`."""
     gains = [(tokens, planned("h100", tokens)[precision]) for tokens in limits or LONGER]
     return ", ".join(f"{tokens // 1024}k {gain}x" for tokens, gain in gains)
 
@@ -246,14 +246,52 @@ def before_training():
                 ends[process][ended[:8]] = seconds
         trained = ends["megatron_policy"]
         waits = [phase - trained[at] for at, phase in ends["driver"].items() if at in trained]
+        assert len(waits) == (3 if name == "bf16" else 2)
         found.append(median(waits[1:]))
+    return found
+
+
+def cut_step(name):
+    """Seconds of a run's last step, which was cut off in training, with the training before it.
+
+    Its phases alone, without the moments between them and, in ours, our metrics.
+    """
+    rows = of("device-8b-4-h100", lambda it: it["timers"])
+    last = {(process, timer): seconds for run, process, timer, seconds, _ in rows if run == name}
+    phases = (
+        "prepare_for_generation/total",
+        "generation",
+        "logprob_inference_prep",
+        "policy_and_reference_logprobs",
+        "training_prep",
+        "policy_training/sharding_data",
+    )
+    return sum(last["driver", each] for each in phases) + last["megatron_policy", "train"]
+
+
+def moved():
+    """Seconds that two steps of NeMo RL's recipe took longer than ours to bring weights to vLLM and
+    to get ready for training: the optimizer's way to the host and back."""
+    rows = of("device-8b-4-h100", lambda it: it["timers"])
+    found = []
+    for step in (1, 2):
+        seconds = {
+            run: sum(
+                [each[3] for each in rows if each[0] == run and each[2] == timer][step]
+                for timer in ("prepare_for_generation/total", "training_prep")
+            )
+            for run in (KV, "NeMo RL's")
+        }
+        found.append(seconds["NeMo RL's"] - seconds[KV])
     return found
 
 
 def beside_theirs():
     """README's step of ours on four H100s, and of NeMo RL's own recipe."""
-    _, ours, theirs = draw_steps.rows_of("real-steps-8b-4-h100.json").values()
-    return f"took {ours['step']:.0f} s with our `{KV}`, [{theirs['step']:.0f} s with theirs]"
+    plain, ours, theirs = (
+        f"{row['step']:.0f} s" for row in draw_steps.rows_of("real-steps-8b-4-h100.json").values()
+    )
+    return f"took {ours} with our `{KV}`, {plain} with our `bf16`, and [{theirs} with theirs]"
 
 
 def beside_eight():
@@ -878,6 +916,9 @@ SAID = {
         pays_from,
         gain_errors,
         beside_theirs,
+        lambda: "{:.0f} to {:.0f} s of theirs move the optimizer".format(*sorted(moved())),
+        lambda: f"[{real_gain('step', H100S)}](docs/speed.md#four-h100s-and-nemo-rls-own-recipe)",
+        lambda: f"where the plan says {planned_gain(H100S):.2f}: with so few",
         lambda: f"{real_gain('step', ADAPTERS)} as fast with an FP8 rollout",
         whole_steps,
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
@@ -923,6 +964,10 @@ SAID = {
         lambda: beside_rest("its part before the GPUs began", before_training()),
         lambda: beside_rest("between phases", between_phases()),
         beside_eight,
+        lambda: "was on the way to some {:.0f} s, ours to {:.0f}:".format(
+            cut_step("NeMo RL's"), cut_step(KV)
+        ),
+        lambda: "In these two steps {:.0f} and {:.0f} s of theirs moved".format(*moved()),
         lambda: (
             f"gained {real_gain('step', H100S)}**, its rollout "
             f"{real_gain('rollout', H100S).removesuffix(' times')}. The plan says "

@@ -2,9 +2,8 @@
 
 PYTHONPATH=/path/to/NeMo-RL python -m benchmarks.speed.driver_threads --out FILE.json
 
-The batch is what GRPO trains on: eight tensors of as many answers, of random lengths. The driver
-does both before GPUs train. Run it on an idle machine, best on one with as many cores as a GPU
-node: waking more threads than it has cores costs more there than 64 of 64.
+The batch is what GRPO trains on: eight tensors of 128 or 2,048 answers. The driver does both before
+GPUs train. Run it on an idle machine.
 """
 
 # pyright: reportMissingImports=false
@@ -12,8 +11,7 @@ node: waking more threads than it has cores costs more there than 64 of 64.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
+import timeit
 from functools import partial
 from typing import Any
 
@@ -62,20 +60,13 @@ def shard(batch: dict[str, torch.Tensor], micro_batch: int) -> None:
 
 
 def measure(batch: dict[str, torch.Tensor]) -> None:
-    """Correct a batch with TIS and compute its metrics, as our `Policy.train` does."""
+    """Correct a batch with TIS and compute most of the metrics that our `Policy.train` does."""
     pair = LogprobPair(batch["prev_logprobs"], batch["generation_logprobs"], batch["token_mask"])
     correction = Correction(level="token", truncate=2.0)
     multiplier = correct(pair, correction)
     mismatch_metrics(pair)
     correction_metrics(multiplier, pair, correction)
     advantage_metrics(multiplier, pair, batch["advantages"])
-
-
-def clocked(call: Callable[[], None]) -> float:
-    """Return a call's seconds."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -94,7 +85,7 @@ def main() -> None:
             torch.set_num_threads(threads)
             for work, call in calls.items():
                 call()  # the first one takes memory and imports
-                seconds = [clocked(call) for _ in range(options.repetitions)]
+                seconds = timeit.repeat(call, number=1, repeat=options.repetitions)
                 row = {"batch": name, "threads": threads, "work": work}
                 rows.append(row | record.repeated(seconds))
                 record.keep(options.out, options.commit, ranks=RANKS, rows=rows)

@@ -1,7 +1,7 @@
 """Measure a run's mismatch: read what it kept, and say what each correction would do to it.
 
-A run keeps some of its batches (`packed`); NeMo RL keeps all of its own
-(`train_data_step*.jsonl`), of which some are read. Both become `LogprobPair`s here.
+A run keeps some of its batches (`packed`); inside NeMo RL it keeps some answers of each step
+(`train_data_step*.jsonl`), and some steps are read. Both become `LogprobPair`s here.
 
 Shapes: B sequences, T tokens, N real tokens.
 """
@@ -24,8 +24,8 @@ from fp8_nemo.correction.quantiles import POINTS, VETO, MeasureError, Measuremen
 from fp8_nemo.recipe.options.correction import Correction
 
 KEPT_TOKENS = 2**20  # of one step: 4 MiB kept, and 190 MiB while all statistics are measured
-NEMO_STEPS = 16
-"""Of a run inside NeMo RL, which keeps every step: 100 of 2 million tokens would take 37 GB."""
+NEMO_STEPS = 64
+"""Of a run inside NeMo RL, which keeps 65,536 tokens of every step."""
 FOLDER = "mismatch"
 NEMO_FILES = "log/nemo/**/train_data_step*.jsonl"
 

@@ -115,6 +115,7 @@ def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
         "mismatch/kl": k3_N.mean().item(),
         "mismatch/answer_kl": (k3_N.sum() / pair.mask_BT.bool().any(1).sum()).item(),
         "mismatch/token_mult_prob_error": distance_N.exp().mean().item(),
+        # `torch.quantile` sorts, and takes 2**24 values at the most.
         "mismatch/abs_log_ratio_p99": float(np.quantile(distance_N.cpu().numpy(), 0.99)),
         "mismatch/abs_log_ratio_max": distance_N.max().item(),
         "mismatch/ess": effective_sample_share(ratio(x_N)),

@@ -212,9 +212,10 @@ class _Both:
 
 
 THREADS = 4
-"""Of PyTorch in the driver. It slices a batch into thousands of small tensors, and each of those
-operations wakes every thread: with the 64 that it takes on 64 cores, GPUs waited 4 s a step
-(device-8b-4-h100.json, driver-threads-cpu.json)."""
+"""Of PyTorch in the driver, which slices a batch into thousands of small tensors. Some of those
+operations wake every thread. With the 64 that PyTorch takes on 64 cores the slices took 0.6 to
+5.5 s a step, while GPUs waited (device-8b-4-h100.json); with one to four on two cores 0.02 to 0.12
+(driver-threads-cpu.json). Metrics of large batches gain from more than one."""
 
 
 def take_few_threads() -> None:

@@ -92,19 +92,20 @@ NVLINK = 360e9
 DISPATCHED = 45e9
 """Bytes a second of tokens' copies that go to experts on other GPUs and back, with all that comes
 with it: sorting, the host, waiting for each other. Fitted on one run, whose trainers trained for
-2.6 times and scored for 3.4 times what a plan without it says; now 1.0 and 1.3 (timers of
+2.5 times and scored for 3.5 times what a plan without it says; now 1.0 and 1.3 (timers of
 device-30b16-4-h100.json, without the driver's part of both phases)."""
 PINNED = 50e9
 """Bytes a second of page-locked copies between host and GPU (49 and 51e9 of Adam's moments,
 move-optimizer-h100.json)."""
 PAGEABLE = Reached(1.36e9, 5.5e9)
 """The same as NeMo RL moves the optimizer: to the host, and back (step-check-h200.json)."""
-DOUBLED = 1.07
-"""Factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor V2. From
-two runs of BF16 with two H100s an engine: 1.05 of 8B (real-steps-8b-4-h100.json), 1.09 of experts
-(real-steps-30b16-4-h100.json). By vLLM's own processes two GPUs need none (speed.EXCHANGE). Under
-V1, which FP8 has, BF16 took twice what this says (14.8 and 16.7 ms a decode step,
-nemo-30b16-4-h100.json)."""
+DOUBLED = 1.04
+"""Factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor V2. With
+two H100s an engine BF16 took 1.05 and 1.10 times what a plan without it says (8B and experts:
+real-steps-8b-4-h100.json, real-steps-30b16-4-h100.json), with one GPU 1.01 to 1.05 (8B,
+docs/speed.md). More than two were not timed. By vLLM's own processes two GPUs need none
+(speed.EXCHANGE). Under V1, which FP8 has, BF16 took twice what this says (14.8 and 16.7 ms a decode
+step, nemo-30b16-4-h100.json)."""
 REFIT_REST = 0.6
 """Seconds of a refit of 8B beside its transfer, in which trainer and engine change places on a GPU
 (benchmarks/results/glue-8b-h200.json)."""

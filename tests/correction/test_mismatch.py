@@ -37,7 +37,7 @@ def restated(train_BT, rollout_BT, mask_BT):
         "mismatch/kl": sum(math.expm1(x) - x for x in x_N) / len(x_N),
         "mismatch/answer_kl": np.mean([sum(math.expm1(x) - x for x in each) for each in answers]),
         "mismatch/token_mult_prob_error": np.exp(np.abs(x_N)).mean(),
-        "mismatch/abs_log_ratio_p99": np.quantile(np.abs(x_N), 0.99),
+        "mismatch/abs_log_ratio_p99": torch.quantile(torch.tensor(np.abs(x_N)), 0.99).item(),
         "mismatch/abs_log_ratio_max": np.abs(x_N).max(),
         "mismatch/ess": ratios_N.sum() ** 2 / (len(x_N) * (ratios_N**2).sum()),
     }

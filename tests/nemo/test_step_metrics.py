@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from fp8_nemo.nemo import step_metrics
 from fp8_nemo.nemo.step_metrics import OPENED, OverheardLogger
 
 
@@ -43,6 +44,22 @@ def test_a_step_is_one_row_in_our_words_and_the_first_validation_is_row_0():
         "time/train": 3.0,
         "time/step": 7.0,  # without the second of validation and the half of saving
     }
+
+
+def test_of_a_steps_answers_a_part_is_logged_and_of_a_validation_all(monkeypatch):
+    logged = {}
+    inner = SimpleNamespace(
+        log_batched_dict_as_jsonl=lambda data, name: logged.update({name: data})
+    )
+    logger = OverheardLogger(inner, dict, print)
+    monkeypatch.setattr(step_metrics, "LOGGED_TOKENS", 8)
+    answers = {"content": list("abcde"), "token_ids": [[1, 2, 3, 4]] * 5}
+    logger.log_batched_dict_as_jsonl(answers, "train_data_step1.jsonl")
+    logger.log_batched_dict_as_jsonl({"content": list("abcde")}, "val_data_step1.jsonl")
+    assert logged["train_data_step1.jsonl"] == {
+        "content": ["a", "d"], "token_ids": [[1, 2, 3, 4]] * 2,
+    }  # fmt: skip
+    assert logged["val_data_step1.jsonl"] == {"content": list("abcde")}
 
 
 def test_a_refit_is_timed_where_one_opened_the_step():

@@ -4,8 +4,8 @@ import dataclasses
 import json
 import random
 import re
-from collections import defaultdict
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -66,7 +66,9 @@ def test_cells_that_differ_by_their_seed_alone_share_one_search():
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8-kv-attn", "fp8-e2e-kv-attn"])
 @pytest.mark.parametrize("longest", [2048, 8192])
-def test_the_chosen_layout_fits_and_none_that_fits_is_estimated_faster(gpu, precision, longest):
+def test_the_chosen_layout_fits_and_only_larger_engines_are_estimated_faster(
+    gpu, precision, longest
+):
     words = (f"precision={precision}", f"cluster.gpu={gpu}", f"grpo.max_new_tokens={longest}")
     settled = plan(*words).settled
     memory = memory_per_gpu(settled)
@@ -294,7 +296,7 @@ def test_a_sweep_opens_with_one_row_a_cell():
 def test_a_precision_that_fits_without_headroom_is_told_as_tight():
     [large] = compose_plans(["model=qwen3-32b"], lambda recipe: MAIN)
     rows = dict(decision(large, MAIN)) | dict(precisions(large, MAIN))
-    assert rows["fits"].startswith("TIGHT") and "fp8-kv-attn 1.32x TIGHT" in rows["precisions"]
+    assert rows["fits"].startswith("TIGHT") and "fp8-kv-attn 1.30x TIGHT" in rows["precisions"]
 
 
 @pytest.mark.parametrize("name", sorted(set(option_names("model")) - {"auto"}))
@@ -352,18 +354,20 @@ def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name, near):
 
 def test_a_step_of_8b_on_four_h100_took_what_a_plan_says_but_for_the_driver():
     device = json.loads((RESULTS / "device-8b-4-h100.json").read_text())
-    worked = defaultdict(list)
-    for run, process, timer, seconds, _ in device["timers"]:
-        if process == "megatron_policy":
-            worked[run, timer].append(seconds)
     gains = []
     for row, settled in timed("8b-4-h100"):
-        said = step_seconds(settled, Lengths(17, row["answer"]))
-        for timer, planned in (("train", said.train), ("get_logprobs", said.logprob)):
-            took = min(worked[row["precision"], timer])  # the first ones compile
-            assert planned == pytest.approx(took, rel=0.06), timer
+        said, driver = step_seconds(settled, Lengths(17, row["answer"])), 0.0
+        for phase, timer in (("train", "train"), ("logprob", "get_logprobs")):
+            found = sorted(
+                seconds
+                for run, process, name, seconds, _ in device["timers"]
+                if (run, process, name) == (row["precision"], "megatron_policy", timer)
+            )
+            worked = median(found[:-2])  # two ranks' first step compiles
+            assert getattr(said, phase) == pytest.approx(worked, rel=0.08), phase
+            driver += row[phase] - worked
         assert said.rollout == pytest.approx(row["rollout"], rel=0.08)
-        assert said.total == pytest.approx(row["step"], rel=0.2)
+        assert said.total + driver == pytest.approx(row["step"], rel=0.1)
         gains.append((said.total, row["step"]))
     (said_of_bf16, bf16), (said_of_fp8, fp8) = gains
     assert said_of_bf16 / said_of_fp8 == pytest.approx(bf16 / fp8, rel=0.06)
