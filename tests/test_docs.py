@@ -918,7 +918,7 @@ SAID = {
         beside_theirs,
         lambda: "{:.0f} to {:.0f} s of theirs move the optimizer".format(*sorted(moved())),
         lambda: f"[{real_gain('step', H100S)}](docs/speed.md#four-h100s-and-nemo-rls-own-recipe)",
-        lambda: f"where the plan says {planned_gain(H100S):.2f}: with so few",
+        lambda: f"where the plan says {planned_gain(H100S):.2f}. So few",
         lambda: f"{real_gain('step', ADAPTERS)} as fast with an FP8 rollout",
         whole_steps,
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
