@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from fp8_nemo.correction.measure import read_pairs
 from fp8_nemo.launch import preflight
+from fp8_nemo.nemo.step_metrics import LOGGED_TOKENS, OverheardLogger
 from fp8_nemo.nemo_config import checkout
 from fp8_nemo.nemo_config.host import HostError
 from fp8_nemo.nemo_config.keys import command_line
@@ -397,3 +399,20 @@ def test_a_run_goes_as_far_as_asking_ray_for_a_gpu(gpus, tmp_path, nemo_path):
     assert json.loads((run / "environment.json").read_text())["versions"]["vllm"]
     assert "Training dataset loaded" in (run / "log" / "attempt-1.log").read_text()
     assert "Traceback" in (run / "log" / "attempt-1.log").read_text()
+
+
+@imports
+def test_nemo_rls_log_gets_a_part_of_a_step_which_is_read_as_a_mismatch(nemo_path, tmp_path):
+    from nemo_rl.utils.logger import Logger
+
+    folder = tmp_path / "log" / "nemo" / "exp_001"
+    logger = Logger.__new__(Logger)  # without its writers, which want a whole configuration
+    logger.base_log_dir = str(folder)
+    answers, longest = 40, 2 * LOGGED_TOKENS // 40
+    columns = ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs")
+    step = {name: [[1] * longest for _ in range(answers)] for name in columns}
+    step |= {"content": ["text"] * answers, "sample_loss_mask": [1.0] * answers}
+    overheard = OverheardLogger(logger, dict, print)
+    overheard.log_batched_dict_as_jsonl(step, "train_data_step1.jsonl")
+    [pair] = read_pairs(tmp_path).values()
+    assert pair.mask_BT.shape == (answers // 2, longest)
