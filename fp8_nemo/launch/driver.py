@@ -20,8 +20,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
 from fp8_nemo.launch import session
 from fp8_nemo.launch.environments import settings_of, workers_path
 from fp8_nemo.nemo.step_metrics import OverheardLogger
@@ -220,6 +218,8 @@ operations wake every thread. With the 64 that PyTorch takes on 64 cores the sli
 
 def take_few_threads() -> None:
     """Let PyTorch use four threads in this process, unless `OMP_NUM_THREADS` says how many."""
+    import torch  # a login node, which imports this module too, has none
+
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(THREADS, torch.get_num_threads()))
 
