@@ -76,13 +76,10 @@ def test_the_chosen_layout_fits_and_only_larger_engines_are_estimated_faster(
     choices = choose(settled, MAIN)
     assert choices[0].layout == settled.layout
     assert all(each.headroom >= HEADROOM for each in choices)
-    assert choices[0].seconds.total <= ALIKE * min(each.seconds.total for each in choices)
-    engines = [
-        each.layout.rollout_tensor
-        for each in choices
-        if each.seconds.total < choices[0].seconds.total
-    ]
-    assert all(gpus > settled.layout.rollout_tensor for gpus in engines)
+    fastest = min(each.seconds.total for each in choices)
+    alike = [each for each in choices if each.seconds.total <= ALIKE * fastest]
+    best = min(alike, key=lambda each: (each.layout.rollout_tensor, each.seconds.total))
+    assert choices[0].seconds.total == best.seconds.total
 
 
 def test_what_is_given_wins_and_the_rest_follows():
@@ -135,7 +132,7 @@ def test_a_gain_is_over_bf16_in_its_fastest_layout_and_the_faster_ones_are_shown
     [plain], [linear] = (compose_plans(each, lambda recipe: MAIN) for each in cells)
     found = choose(plain.settled, MAIN)
     fastest = min(each.seconds.total for each in found)
-    assert found[0].seconds.total > 1.02 * fastest
+    assert found[0].seconds.total > 1.05 * fastest
     gain = fastest / step_seconds(linear.settled).total
     rows = dict(describe(plain, MAIN))
     assert f"fp8-linear {gain:.2f}x" in dict(precisions(plain, MAIN))["precisions"]
