@@ -2,7 +2,7 @@
 
 python -m benchmarks.speed.decode_profile --out FILE.json --precision fp8-kv-attn [--layers 32]
     [--points 64x1024,256x1024,64x4096,32x8192] [--gpu h100] [--caches outputs/caches]
-    [--engine apart] [--scheduling sync] [--stats off] [--sampling nemo] [--text] [--align]
+    [--engine apart] [--scheduling sync] [--stats off] [--sampling nemo] [--text] [--align exact]
     [--set '{"linear_backend": "auto"}'] [--env VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=1]
 
 One precision a process. Each point, SEQUENCESxTOKENS, fills its contexts by prefill, decodes 8
@@ -18,7 +18,7 @@ thread, and what is left is waiting. Once a profile has run, CUPTI stays in the 
 first point again at the end to see what it costs. The defaults are NeMo RL's worker's: an engine in
 this process, statistics on, vLLM's own choice of scheduling. `--sampling nemo` asks for logprobs as
 its worker does; `--text` gives it a tokenizer, whose text it makes and searches for a stop string.
-`--align` is the engine of `precision.align=cheap`, with the keys that its plans write.
+`--align` is the engine of `precision.align`, with the keys that its plans write.
 `--xqa live` or `frozen` is FlashInfer's XQA for an FP8 cache (decode_xqa.py). With an FP8 cache
 `scales` tells whether scales that change after the capture reach decode: doubled, they halve every
 code and double what is read, so that nothing changes but rounding, unless a graph keeps the old.
@@ -104,14 +104,14 @@ def arguments_of(options: argparse.Namespace, shape: Shape, precision: Any, fold
     found |= {"skip_tokenizer_init": not options.text}
     found |= decode_xqa.ARGUMENTS if options.xqa else {}
     if options.align:
-        found = merged(found, aligned_arguments(precision))
+        found = merged(found, aligned_arguments(replace(precision, align=options.align)))
     return merged(found, options.set)
 
 
 def aligned_arguments(precision: Any) -> dict[str, Any]:
     """Return the arguments that a plan gives an aligned engine."""
     found: dict[str, Any] = {}
-    for key, value in alignment_keys(replace(precision, align="cheap")).items():
+    for key, value in alignment_keys(precision).items():
         if key.startswith(f"{VLLM_KWARGS}."):
             for name in reversed(key.removeprefix(f"{VLLM_KWARGS}.").split(".")):
                 value = {name: value}
@@ -262,7 +262,8 @@ def run(options: argparse.Namespace) -> None:
         from vllm import LLM
 
         if options.align:
-            import_module("fp8_nemo.nemo.aligned.engine")  # registers, before the model
+            name = "exact" if options.align == "exact" else "engine"
+            import_module(f"fp8_nemo.nemo.aligned.{name}")  # registers, before the model
         if options.xqa:
             decode_xqa.enable(options.xqa == "live")
 
@@ -341,7 +342,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--stats", default="on", choices=("on", "off"), help="vLLM's statistics")
     parser.add_argument("--sampling", default="bare", choices=SAMPLINGS)
     parser.add_argument("--text", action="store_true", help="detokenize, and search a stop string")
-    parser.add_argument("--align", action="store_true", help="only with --engine inside")
+    parser.add_argument("--align", choices=("cheap", "exact"), help="only with --engine inside")
     parser.add_argument("--xqa", choices=("frozen", "live"), help="only with --engine inside")
     parser.add_argument("--set", type=json.loads, default={}, help="arguments of vllm.LLM, JSON")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")

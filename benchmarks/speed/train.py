@@ -57,6 +57,7 @@ KINDS = (
 CASES = (
     *(Case(variant, recompute) for recompute in (False, True) for variant in ("bf16", "fp8")),
     *(Case(variant, False, ends=True) for variant in ("bf16", "fp8")),
+    *(Case("fp8-exact", recompute) for recompute in (False, True)),
     *(Case(variant, False) for variant in ("fp8-router-pads", "fp8-param")),
 )
 """The most telling first, what may fail last."""
@@ -232,7 +233,8 @@ def rows_of(
     precision = plan.recipe.precision.train_linear
     torch.manual_seed(int(os.environ["RANK"]) // parallel.tensor)  # tensor ranks see one input
     config, provider = nemo_stack.provider_of(policy, folder)
-    model = nemo_stack.build_model(config, provider, case.ends)
+    alike = plan.recipe.precision.attends_alike
+    model = nemo_stack.build_model(config, provider, case.ends, alike)
     for tokens in map(int, options.tokens.split(",")):
         lengths = [tokens // options.sequences] * options.sequences
         batch = nemo_stack.micro_batch(policy, shape, lengths)

@@ -25,6 +25,7 @@ from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream, with_noise
 from fp8_nemo.glue.wire import RefitError
+from fp8_nemo.nemo.aligned.attention import attend_as_the_engine
 from fp8_nemo.nemo.host_memory import HostState, prepare_buffers
 from fp8_nemo.nemo.kv_scales import watched
 from fp8_nemo.nemo.worker_settings import WorkerSettings
@@ -81,11 +82,13 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     fp8_nemo_loss_scale: LossScale | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Set up NeMo RL's worker; in FP16 leave overflows to the loss scale."""
+        """Set up NeMo RL's worker; in FP16 a loss scale, in `exact` the engine's attention."""
         super().__init__(*arguments, **options)
         if _settings().precision.plain.scales_loss:
             self.model.ddp_config.check_for_nan_in_grad = False  # seam fp16-overflow
             self.fp8_nemo_loss_scale = LossScale(self.optimizer)
+        if _settings().precision.attends_alike:
+            attend_as_the_engine(self.model)
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """Return the handshake: names, shapes and types of the stream, before KV scales exist.

@@ -52,6 +52,8 @@ def register() -> None:
         return
     if settings.precision.is_aligned:
         from fp8_nemo.nemo.aligned import engine  # noqa: F401  registers, once a process
+    if settings.precision.attends_alike:
+        from fp8_nemo.nemo.aligned import exact  # noqa: F401  likewise
     if text := os.environ.get(ENGINE_FP8):
         _patch_for_fp8(json.loads(text))
     from nemo_rl.models.generation.vllm import vllm_backend

@@ -194,7 +194,9 @@ def _alignment(precision: Precision) -> str:
         return ""
     quantizer = ", FP8 quantizer" if precision.rollout.is_quantized else ""
     cache = " (not tried with an FP8 cache)" if precision.cache.is_quantized else ""
-    return f"; RoPE, SiLU{quantizer} by the trainer's formulas{cache}"
+    norm = ", norm" if precision.attends_alike else ""
+    attention = ", one attention for both" if precision.attends_alike else ""
+    return f"; RoPE, SiLU{norm}{quantizer} by the trainer's formulas{cache}{attention}"
 
 
 def _tensors(counts: Counts, precision: Precision) -> str:

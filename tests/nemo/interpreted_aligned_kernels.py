@@ -47,9 +47,55 @@ def quantizer_of_every_layout(T, I=384):
         assert torch.equal(scales, wanted)
 
 
+def tuned_norm(stream, weight, eps, warps):
+    """TransformerEngine's `rmsnorm_fwd_tuned_kernel` in torch, lane by lane."""
+    T, H = stream.shape
+    vectors_T_IWLE = stream.reshape(T, -1, warps, 32, 8)
+    lanes_NTWL = vectors_T_IWLE.permute(1, 4, 0, 2, 3).flatten(0, 1)
+    N = len(lanes_NTWL)
+
+    def by_halves(numbers):
+        for _ in range(5):
+            numbers = numbers[..., ::2] + numbers[..., 1::2]
+        return numbers[..., 0]
+
+    total = torch.zeros(T, warps, 32)
+    for each in lanes_NTWL:
+        total = total + each
+    mean_TW = by_halves(total) * torch.tensor(1 / (32 * N), dtype=torch.float32)
+    squares = torch.zeros(T, warps, 32)
+    for each in lanes_NTWL:
+        away = each - mean_TW[..., None]
+        squares = squares + away * away
+    square_TW, count = by_halves(squares), 32 * N
+    while (W := mean_TW.shape[1]) > 1:
+        a, b = mean_TW[:, : W // 2], mean_TW[:, W // 2 :]
+        joined = square_TW[:, : W // 2] + square_TW[:, W // 2 :]
+        square_TW = (a - b) * (a - b) * (count * count) * (0.5 / count) + joined
+        mean_TW = (a * count + b * count) * (0.5 / count)
+        count *= 2
+    mean, square = mean_TW[:, 0], square_TW[:, 0]
+    inverse = torch.rsqrt(mean * mean + square * torch.tensor(1 / H, dtype=torch.float32) + eps)
+    return weight * (stream * inverse[:, None])
+
+
+def norm_in_the_trainers_order(H, T=3):
+    x, stream, weight = (numbers(*shape).float() for shape in ((T, H), (T, H), (H,)))
+    for before in (None, stream):
+        made, added = kernels.norm(x, before, weight, 1e-5)
+        held = x if before is None else x + before
+        assert torch.equal(added, held)
+        wanted = tuned_norm(held, weight, 1e-5, ops.NORM_WARPS[H])
+        torch.testing.assert_close(made, wanted, rtol=3e-7, atol=0)
+        assert (made == wanted).float().mean() > 0.9
+        torch.testing.assert_close(made, ops.norm(x, before, weight, 1e-5)[0], rtol=1e-5, atol=0)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    for hidden in ops.NORM_WARPS:
+        norm_in_the_trainers_order(hidden)
     for shape in ((64, 6, 2), (128, 4, 4)):
         rope_of_strided_rows(*shape)
     for width in (256, 1100):

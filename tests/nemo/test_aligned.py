@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,18 @@ def test_the_quantizer_gives_the_trainers_bits_in_every_layout(
     assert scales.stride() == strides
 
 
+def test_the_norm_gives_the_trainers_bits() -> None:
+    x, stream, weight = numbers(64, 512), numbers(2, 64, 512)[1], numbers(2, 512)[1]
+    for before in (None, stream):
+        made, added = ops.norm(x, before, weight, 1e-5)
+        first = (None, x) if before is None else (x, before)
+        wanted, held = dialects.TRAINER["norm"](*first, weight, 1e-5, False)
+        assert torch.equal(made, wanted)
+        assert torch.equal(added, held)
+    unrounded, _ = dialects.ENGINES["graphs"]["norm"](x, stream, weight, 1e-5, True)
+    assert not torch.equal(made, unrounded)
+
+
 def test_silu_gives_the_trainers_bits() -> None:
     gate_up = numbers(64, 512)
     assert torch.equal(ops.silu(gate_up), dialects.TRAINER["silu"](gate_up))
@@ -95,8 +108,24 @@ def test_silu_and_the_quantizer_compile_for_hopper_with_exact_divisions() -> Non
     assert found[1:] == [0, 0]
 
 
+@kernels_run
+@pytest.mark.parametrize(("hidden", "joins"), [(768, 0), (4096, 5)])
+def test_the_norm_for_hopper_fuses_what_the_trainer_fuses(hidden: int, joins: int) -> None:
+    """A square each, the mean's, and five for two rounds of Chan's formula.
+
+    What a compiler would fuse beside these is `x - total * share`, the mean taken away.
+    """
+    names = ("x", "stream", "weight", "added", "normed")
+    types = dict.fromkeys(names, "*bf16") | {"eps": "fp32"}
+    warps = ops.NORM_WARPS[hidden]
+    constants = {"ADDS": 1, "WIDTH": hidden, "WARPS": warps}
+    found = instructions("_norm", types, constants, "fma.rn.f32", num_warps=warps,
+                         enable_fp_fusion=False)  # fmt: skip
+    assert found == [hidden // (32 * warps) + 1 + joins]
+
+
 def instructions(
-    name: str, types: dict[str, str], constants: dict[str, int], *of: str
+    name: str, types: dict[str, str], constants: dict[str, int], *of: str, **options: Any
 ) -> list[int]:
     """How often instructions stand in a kernel's PTX for Hopper."""
     import triton
@@ -111,7 +140,7 @@ def instructions(
     }
     constexprs = {(kernel.arg_names.index(n),): value for n, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=constexprs)
-    ptx = triton.compile(source, target=GPUTarget(*HOPPER)).asm["ptx"]
+    ptx = triton.compile(source, target=GPUTarget(*HOPPER), options=options).asm["ptx"]
     return [ptx.count(each) for each in of]
 
 
@@ -126,7 +155,11 @@ def test_our_plugin_aligns_the_engine_where_asked_and_vllm_gets_the_trainers_bit
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.strip().splitlines()[-1])
     stock = ["RotaryEmbedding", "SiluAndMul", "QuantFP8", "QuantFP8"]
-    assert found["before"] == found["none"] == stock
-    assert found["cheap"] == ["AlignedRope", "AlignedSilu", *["AlignedQuantizer"] * 2]
+    ours = ["AlignedRope", "AlignedSilu", *["AlignedQuantizer"] * 2]
+    assert found["before"] == found["none"] == [*stock, "RMSNorm"]
+    assert found["cheap"] == [*ours, "RMSNorm"]
+    assert found["exact"] == [*ours, "AlignedNorm"]
     assert found["equal"] == {"rope": True, "silu": True, "codes": True, "scales": True,
                               "strides": [1, 32]}  # fmt: skip
+    assert found["norm"] == [True, True, True]
+    assert found["splits"] == 1

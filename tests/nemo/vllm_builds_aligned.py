@@ -37,7 +37,7 @@ def engine_config(folder):
 
 
 def built(config):
-    """A layer's RoPE, SiLU and quantizer, and one as DeepGEMM makes it (deep_gemm.py:38-44)."""
+    """A layer's RoPE, SiLU and quantizer, one as DeepGEMM makes it (deep_gemm.py:38-44), a norm."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
@@ -54,12 +54,13 @@ def built(config):
             tma_aligned_scales=True, column_major_scales=True,
         )  # fmt: skip
     linear = layer.self_attn.o_proj.quant_method.fp8_linear.quant_fp8
-    return layer.self_attn.rotary_emb, layer.mlp.act_fn, linear, deep_gemm
+    norm = layer.post_attention_layernorm
+    return layer.self_attn.rotary_emb, layer.mlp.act_fn, linear, deep_gemm, norm
 
 
 def equal(layer_ops):
     """Whether the operations, called as a layer does, give the trainer's bits."""
-    rope, silu, _, quantizer = layer_ops
+    rope, silu, _, quantizer, _ = layer_ops
     S, D = 15, rope.head_size
     x = torch.randn(2 * S, 8 * D).bfloat16()
     q, k, _ = x.split([4 * D, 2 * D, 2 * D], dim=-1)
@@ -75,6 +76,30 @@ def equal(layer_ops):
         "codes": torch.equal(codes.view(torch.uint8), wanted.fp8_TI.view(torch.uint8)),
         "scales": torch.equal(scales, wanted.scale_inv_TQ), "strides": scales.stride(),
     }  # fmt: skip
+
+
+def normed(norm):
+    """Whether the norm, compiled as a layer has it, gives the trainer's bits, and its stream."""
+    x, stream = torch.randn(2, 12, norm.hidden_size).bfloat16().unbind(0)
+    norm.weight.data = torch.randn(norm.hidden_size).bfloat16()
+    run = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    found, added = run(x, stream)
+    alone = run(x)
+    wanted, _ = dialects.TRAINER["norm"](x, stream, norm.weight, norm.variance_epsilon, False)
+    return [torch.equal(found, wanted), torch.equal(added, x + stream),
+            torch.equal(alone, dialects.TRAINER["norm"](
+                None, x, norm.weight, norm.variance_epsilon, False)[0])]  # fmt: skip
+
+
+def splits():
+    """How vLLM's attention is let split keys that would be split by 32."""
+    from vllm.v1.attention.backends import flash_attn
+
+    from fp8_nemo.nemo.aligned.exact import unsplit
+
+    calls = (flash_attn.flash_attn_varlen_func, flash_attn.get_scheduler_metadata)
+    assert all(each.__code__ is unsplit(each).__code__ for each in calls)
+    return unsplit(lambda **given: given["num_splits"])(num_splits=32)
 
 
 def names(layer_ops):
@@ -117,8 +142,22 @@ def main():
     kept = names(built(config))
     told("cheap", config)
     told("cheap", config)
+    cheap = names(built(config))
+    told("exact", config)
     ops = built(config)
-    print(json.dumps({"before": before, "none": kept, "cheap": names(ops), "equal": equal(ops)}))
+    print(
+        json.dumps(
+            {
+                "before": before,
+                "none": kept,
+                "cheap": cheap,
+                "exact": names(ops),
+                "equal": equal(ops),
+                "norm": normed(ops[-1]),
+                "splits": splits(),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

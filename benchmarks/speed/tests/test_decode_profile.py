@@ -279,7 +279,7 @@ def test_a_change_is_counted_where_prefill_made_the_same_token_alone():
 
 
 def test_an_aligned_engine_gets_the_keys_of_its_plan_in_this_process_alone(tmp_path):
-    options = decode_profile.parse([*OUT, "fp8-linear", "--align"])
+    options = decode_profile.parse([*OUT, "fp8-linear", "--align", "cheap"])
     recipe = rollout.plan_of(SimpleNamespace(**vars(options), nemo=False), tmp_path).recipe
     found = decode_profile.arguments_of(options, recipe.model.shape, recipe.precision, tmp_path)
     assert found["compilation_config"] == {
@@ -289,7 +289,7 @@ def test_an_aligned_engine_gets_the_keys_of_its_plan_in_this_process_alone(tmp_p
     order = ["vllm_c", "native"]
     assert found["ir_op_priority"] == {"rms_norm": order, "fused_add_rms_norm": order}
     with pytest.raises(SystemExit):
-        decode_profile.parse([*OUT, "fp8-linear", "--align", "--engine", "apart"])
+        decode_profile.parse([*OUT, "fp8-linear", "--align", "exact", "--engine", "apart"])
 
 
 def test_xqa_is_asked_for_by_arguments_and_only_of_an_engine_in_this_process(tmp_path):

@@ -4,7 +4,9 @@ RoPE: TransformerEngine's kernel of 2.12.0 for sm_90 multiplies the rotated half
 that, and adds the product with the cosine in one FFMA (`cuobjdump -sass` of its library; the source
 is in fused_rope.cu). SiLU: the expression that Inductor makes of Megatron's `bias_swiglu`,
 `x * sigmoid(x) * up` in FP32. The quantizer is the one of the glue, whose bytes and scales are
-TransformerEngine's, with scales that lie as DeepGEMM reads them.
+TransformerEngine's, with scales that lie as DeepGEMM reads them. The norm adds in the order of its
+`rmsnorm_fwd_tuned_kernel`, read likewise: each lane its numbers one by one, lanes by halves, and of
+a wide row four warps by Chan's formula.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
@@ -18,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8_nemo.glue.kernels import BLOCK, FP8_MAX, _scales
+from fp8_nemo.nemo.aligned import ops
 
 ROWS_AT_ONCE = 8  # of the quantizer; decode has few
 COLUMNS_AT_ONCE = 1024  # of SiLU
@@ -64,6 +67,23 @@ def quantize_into(x_TI: Tensor, codes: Tensor, scales: Tensor) -> None:
         )  # fmt: skip
 
 
+def norm(
+    x_TH: Tensor, stream_TH: Tensor | None, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Take and give what `ops.norm` does; H is one of `ops.NORM_WARPS`."""
+    T, H = x_TH.shape
+    added = x_TH if stream_TH is None else torch.empty_like(x_TH)
+    normed = torch.empty_like(x_TH)
+    warps = ops.NORM_WARPS[H]
+    if T:
+        _norm[(T,)](
+            x_TH, x_TH if stream_TH is None else stream_TH, weight_H, added, normed, eps,
+            ADDS=stream_TH is not None, WIDTH=H, WARPS=warps, num_warps=warps,
+            enable_fp_fusion=False,  # a product and a sum are one instruction where `fma` says so
+        )  # fmt: skip
+    return normed, added
+
+
 @triton.jit
 def _rope(
     positions, query, key, turned_query, turned_key, cos_sin, query_row, key_row, A, K,
@@ -99,6 +119,61 @@ def _silu(gate_up, result, F, row_stride, COLUMNS: tl.constexpr):
     up = tl.load(source + F, mask=at < F, other=0.0).to(tl.float32)
     found = gate * tl.sigmoid(gate) * up
     tl.store(result + row * F + at, found.to(result.dtype.element_ty), mask=at < F)
+
+
+@triton.jit
+def _norm(
+    x, stream, weight, added, normed, eps,
+    ADDS: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * WIDTH
+    lanes = tl.arange(0, 32 * WARPS)
+    EACH: tl.constexpr = WIDTH // (32 * WARPS)
+    total = tl.zeros((32 * WARPS,), tl.float32)
+    for place in tl.static_range(EACH):
+        at = (place // 8 * 32 * WARPS + lanes) * 8 + place % 8
+        held = tl.load(x + row + at)
+        if ADDS:
+            held = (held.to(tl.float32) + tl.load(stream + row + at).to(tl.float32)).to(held.dtype)
+            tl.store(added + row + at, held)
+        total += held.to(tl.float32)
+    mean = _by_halves(total, WARPS) * (1.0 / (32 * EACH))
+    means = tl.reshape(tl.broadcast_to(mean[:, None], (WARPS, 32)), (32 * WARPS,))
+    squares = tl.zeros((32 * WARPS,), tl.float32)
+    for place in tl.static_range(EACH):
+        at = (place // 8 * 32 * WARPS + lanes) * 8 + place % 8
+        away = tl.load(added + row + at).to(tl.float32) - means
+        squares = tl.fma(away, away, squares)
+    square = _by_halves(squares, WARPS)
+    if WARPS == 4:
+        mean, square = _joined(tl.reshape(mean, (2, 2)), tl.reshape(square, (2, 2)), 32.0 * EACH)
+        mean, square = _joined(tl.reshape(mean, (2, 1)), tl.reshape(square, (2, 1)), 64.0 * EACH)
+    mean, square = tl.sum(mean, 0), tl.sum(square, 0)  # of one number
+    inverse = tl.rsqrt(tl.fma(mean, mean, square * (1.0 / WIDTH)) + eps)
+    for place in tl.static_range(EACH):
+        at = (place // 8 * 32 * WARPS + lanes) * 8 + place % 8
+        scaled = tl.load(added + row + at).to(tl.float32) * inverse
+        found = tl.load(weight + at).to(tl.float32) * scaled
+        tl.store(normed + row + at, found.to(normed.dtype.element_ty))
+
+
+@triton.jit
+def _by_halves(numbers, WARPS: tl.constexpr):
+    """Add 32 lanes of each warp in five rounds, neighbours first."""
+    halved = tl.sum(tl.reshape(numbers, (16 * WARPS, 2)), 1)
+    halved = tl.sum(tl.reshape(halved, (8 * WARPS, 2)), 1)
+    halved = tl.sum(tl.reshape(halved, (4 * WARPS, 2)), 1)
+    halved = tl.sum(tl.reshape(halved, (2 * WARPS, 2)), 1)
+    return tl.sum(tl.reshape(halved, (WARPS, 2)), 1)
+
+
+@triton.jit
+def _joined(means, squares, count):
+    """Join the statistics `[2, N]` of as many numbers each, the first half with the second."""
+    first, second = tl.split(tl.trans(means))
+    away = first - second
+    square = tl.fma(away * away * (count * count), 0.5 / count, tl.sum(squares, 0))
+    return tl.fma(first, count, second * count) * (0.5 / count), square
 
 
 @triton.jit

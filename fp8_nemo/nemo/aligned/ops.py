@@ -1,8 +1,8 @@
-"""The trainer's RoPE, SiLU and quantizer in the shapes of an engine: torch here, Triton on a GPU.
+"""The trainer's RoPE, SiLU, quantizer and norm, in an engine's shapes; Triton on a GPU, else torch.
 
 What is equal: the places where values are rounded. On a GPU the order of operations and the fused
 multiply-adds too, as `kernels` says. T tokens are of any sequences, each with its position; A query
-heads, K key heads, D head dimension, F width of the MLP, I in features, `Q = I / 128`.
+heads, K key heads, D head dimension, F width of the MLP, I in features, `Q = I / 128`, H hidden.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 from fp8_nemo.glue.quantize import quantize_groups
 from fp8_nemo.glue.wire import BLOCK
+
+NORM_WARPS = {512: 1, 768: 1, 1024: 1, 2048: 1, 4096: 4, 8192: 4}
+"""Hidden sizes of which TransformerEngine has a kernel of its own, and how many warps share a row
+(rmsnorm_fwd_cuda_kernel.cu). It takes it for rows that are a multiple of 4."""
 
 
 def cos_sin_table(inv_freq: Tensor, longest: int) -> Tensor:
@@ -68,6 +72,30 @@ def silu_once(gate_up: Tensor) -> Tensor:
     """Return `silu(gate) * up` of `[T, 2F]`, rounded once: what a compiler fuses."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (nn.functional.silu(gate) * up).bfloat16()
+
+
+def norm(
+    x_TH: Tensor, stream_TH: Tensor | None, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream, rounding once, and return the RMS norm of that, rounded once.
+
+    Args:
+        x_TH: BF16 `[T, H]`, contiguous.
+        stream_TH: what it is added to; None if `x_TH` opens the stream.
+        weight_H: BF16.
+        eps: added to the mean square.
+
+    Returns:
+        The norm, and the stream: `x_TH` itself if it opens it.
+    """
+    if x_TH.is_cuda:
+        from fp8_nemo.nemo.aligned import kernels
+
+        return kernels.norm(x_TH, stream_TH, weight_H, eps)
+    added = x_TH if stream_TH is None else x_TH + stream_TH
+    held = added.float()
+    inverse = torch.rsqrt(held.square().mean(-1, keepdim=True) + eps)
+    return (weight_H.float() * (held * inverse)).to(x_TH.dtype), added
 
 
 def quantize(x_TI: Tensor, by_column: bool, padded: bool) -> tuple[Tensor, Tensor]:

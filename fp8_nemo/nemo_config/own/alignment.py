@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.keys import MEGATRON, VLLM_KWARGS
+from fp8_nemo.nemo_config.keys import MEGATRON, VLLM, VLLM_KWARGS
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import ALIGNMENT_UNTRIED, Limit
 from fp8_nemo.recipe.options.precision import Precision
@@ -26,6 +26,16 @@ FUSIONS = {
 }
 """Megatron's keys that choose the operations whose roundings the engine takes over."""
 REMEDY = "set precision.align=none"
+NOT_EXACT = "set precision.align=cheap"
+MISMATCH = "docs/research/mismatch.md"
+HEAD = 128
+HIDDEN_SIZES = (512, 768, 1024, 2048, 4096, 8192)
+"""Of `aligned.ops.NORM_WARPS`, which vLLM's processes import and a plan does not."""
+ONE_GPU = {
+    f"{MEGATRON}.tensor_model_parallel_size": "model.parallel.tensor",
+    f"{MEGATRON}.context_parallel_size": "model.parallel.context",
+    f"{VLLM}.tensor_parallel_size": "model.parallel.rollout_tensor",
+}
 
 
 def alignment_notes(settled: Settled, host: Host) -> Iterator[str]:
@@ -104,6 +114,7 @@ def alignment_limits(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Lim
         yield Limit(
             "precision.align", recipe.precision.align, aligned and broken, why, mirrors, REMEDY
         )
+    yield from _exact_limits(recipe, written)
     for key, mirrors in FUSIONS.items():
         yield Limit(
             f"nemo.{key}",
@@ -112,4 +123,52 @@ def alignment_limits(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Lim
             f"must be true with precision.align={recipe.precision.align}, which has its roundings",
             mirrors,
             f"leave it out, or {REMEDY}",
+        )
+
+
+def _exact_limits(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
+    """Yield what equality needs, bit for bit: each operation that no kernel of ours replaces."""
+    precision, shape, lora = recipe.precision, recipe.model.shape, recipe.lora
+    blocks = precision.rollout.is_quantized and precision.train.is_quantized
+    for broken, why, remedy in (
+        (
+            not blocks or precision.bf16_layers > 0,
+            "needs every linear in FP8 on both sides: in BF16 a product depends on the batch",
+            "choose precision=fp8-e2e",
+        ),
+        (
+            precision.cache.is_quantized,
+            "needs a cache in BF16: the trainer attends in BF16",
+            "choose precision=fp8-e2e",
+        ),
+        (
+            shape.head_dim != HEAD,
+            f"needs heads of {HEAD}, got model.shape.head_dim={shape.head_dim}: TransformerEngine "
+            "rounds Q, K and V in blocks of so many rows, vLLM each apart",
+            NOT_EXACT,
+        ),
+        (
+            shape.hidden not in HIDDEN_SIZES,
+            f"needs one of TransformerEngine's own norms, model.shape.hidden in {HIDDEN_SIZES}; "
+            f"got {shape.hidden}",
+            NOT_EXACT,
+        ),
+        (shape.qk_norm, "has no norm of Q and K", NOT_EXACT),
+        (lora.is_on, "serves merged weights, where the trainer adds LoRA's product", NOT_EXACT),
+        (
+            recipe.cluster.interpreter == "container",
+            "needs vLLM and Megatron in one environment: NeMo RL's containers keep them apart",
+            "set cluster.interpreter=system",
+        ),
+        *(
+            (
+                written.get(key, 1) != 1,
+                f"needs {key} of 1, got {written.get(key)}: more GPUs add in another order",
+                f"set {option}=1",
+            )
+            for key, option in ONE_GPU.items()
+        ),
+    ):
+        yield Limit(
+            "precision.align", "exact", precision.attends_alike and broken, why, MISMATCH, remedy
         )

@@ -75,13 +75,19 @@ class Precision:
     """First layers whose linears stay in BF16: the engine's, and an FP8 trainer's too."""
     last_layers_bf16: int = number(0, least=0)
     """Last layers whose linears stay in BF16, likewise."""
-    align: str = one_of("none", "cheap")
-    """`cheap`: the engine's RoPE, SiLU and FP8 quantizer round as the trainer's."""
+    align: str = one_of("none", "cheap", "exact")
+    """`cheap`: the engine's RoPE, SiLU and FP8 quantizer round as the trainer's; `exact`: its norm
+    too, and both attend by one kernel."""
 
     @property
     def is_aligned(self) -> bool:
         """Return whether operations of the engine are replaced by the trainer's."""
         return self.align != "none"
+
+    @property
+    def attends_alike(self) -> bool:
+        """Return whether both sides attend by one kernel, and norm in one order."""
+        return self.align == "exact"
 
     @property
     def rollout(self) -> Format:

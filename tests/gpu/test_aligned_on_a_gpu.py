@@ -1,0 +1,82 @@
+"""Ring 3: what `precision.align=exact` replaces gives the other side's bits."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from fp8_nemo.nemo.aligned import ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *(
+        pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not here")
+        for name in ("vllm", "transformer_engine")
+    ),
+]
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("hidden", list(ops.NORM_WARPS))
+def test_the_norm_gives_transformer_engines_bits(hidden):
+    import transformer_engine.pytorch  # noqa: F401
+    import transformer_engine_torch as tex
+
+    torch.manual_seed(0)
+    weight = torch.randn(hidden, **BF16)
+    for rows in (4, 60, 4096):
+        x, stream = (torch.randn(rows, hidden, **BF16) * 2**n for n in (0, 3))
+        for before in (None, stream):
+            made, added = ops.norm(x, before, weight, 1e-5)
+            held = x if before is None else x + before
+            wanted = tex.rmsnorm_fwd(held, weight, 1e-5, None, None, tex.DType.kBFloat16, 0, False)
+            assert torch.equal(added, held)
+            assert torch.equal(made, wanted[0])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (32, 8)])
+def test_decode_over_pages_gives_the_trainers_bits(heads, kv_heads):
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    from fp8_nemo.nemo.aligned.attention import EngineAttention
+    from fp8_nemo.nemo.aligned.exact import unsplit
+
+    torch.manual_seed(1)
+    lengths, page = [1, 17, 128, 129, 700, 3001], 16
+    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    q, k, v = (torch.randn(sum(lengths), n, 128, **BF16) for n in (heads, kv_heads, kv_heads))
+    whole = EngineAttention.apply(q, k, v, starts, max(lengths))
+    most = -(-max(lengths) // page)
+    table = torch.arange(len(lengths) * most, device="cuda").view(len(lengths), most).int()
+    pages = torch.zeros(2, table.numel(), page, kv_heads, 128, **BF16)
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths, strict=False)):
+        for of, x in zip(pages, (k, v), strict=True):
+            of.view(len(lengths), most * page, kv_heads, 128)[row, :length] = x[start:][:length]
+    ones = torch.arange(len(lengths) + 1, device="cuda").int()
+    decoded = unsplit(flash_attn_varlen_func)(
+        q[starts[1:] - 1], *pages, 1, ones, max(lengths), causal=True, fa_version=3,
+        seqused_k=torch.tensor(lengths, device="cuda").int(), block_table=table,
+    )  # fmt: skip
+    assert torch.equal(decoded, whole[starts[1:] - 1])
+
+
+def test_gradients_of_the_engines_attention_are_those_of_attention():
+    from fp8_nemo.nemo.aligned.attention import EngineAttention
+
+    torch.manual_seed(2)
+    lengths = [300, 212]
+    starts = torch.tensor([0, 300, 512], device="cuda").int()
+    given = [torch.randn(512, n, 128, **BF16).requires_grad_() for n in (8, 2, 2)]
+    gradient = torch.randn(512, 8, 128, **BF16)
+    made = torch.autograd.grad(EngineAttention.apply(*given, starts, 300), given, gradient)
+    parts = []
+    for q, k, v in zip(*(x.float().split(lengths) for x in given), strict=True):
+        parts.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, enable_gqa=True
+            )[0].transpose(0, 1)
+        )
+    wanted = torch.autograd.grad(torch.cat(parts), given, gradient.float())
+    for a, b in zip(made, wanted, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=0.05)
