@@ -79,7 +79,7 @@ def policy_of(plan: Plan, folder: Path) -> dict[str, Any]:
 
 def write_config(shape: Shape, folder: Path) -> None:
     """Write the model's config.json, as a checkpoint of that shape has it."""
-    from random_model import config_of
+    from benchmarks.speed.random_model import config_of
 
     config_of(shape).save_pretrained(folder)
 

@@ -92,12 +92,15 @@ def _untried_axes(settled: Settled) -> Iterator[str]:
 
 def _engine_of_several_gpus(settled: Settled) -> Iterator[str]:
     """Note how fast vLLM's executor of such an engine is known to be."""
-    if settled.layout.rollout_tensor > 1 and settled.recipe.precision.rollout_linear == "fp8":
-        yield (
-            "model.parallel.rollout_tensor: an FP8 engine of several GPUs has vLLM's Ray executor "
-            "V1, under which decode steps took twice the planned time where they were timed "
-            "(docs/speed.md)"
-        )
+    recipe, key = settled.recipe, "model.parallel.rollout_tensor: an FP8 engine of several GPUs"
+    if settled.layout.rollout_tensor == 1 or recipe.precision.rollout_linear != "fp8":
+        return
+    yield key + (
+        " was refitted once, proven, and sampled; no step of one was timed (docs/speed.md)"
+        if recipe.glue.needs_plugin(recipe.precision)
+        else " has vLLM's Ray executor V1 under stock glue; decode steps took twice the planned "
+        "time there (docs/speed.md)"
+    )
 
 
 def _apart_notes(settled: Settled) -> Iterator[str]:

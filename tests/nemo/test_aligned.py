@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.numerics import dialects
-from fp8_nemo.nemo.aligned import ops
+from fp8_nemo.nemo.aligned import attention, ops
 from fp8_nemo.recipe.model_dir import SHIPPED
 from tests.nemo.test_glue_with_a_checkout import free_port, imports, libcuda, on_a_cpu  # noqa: F401
 
@@ -163,3 +163,37 @@ def test_our_plugin_aligns_the_engine_where_asked_and_vllm_gets_the_trainers_bit
                               "strides": [1, 32]}  # fmt: skip
     assert found["norm"] == [True, True, True]
     assert found["splits"] == 1
+
+
+def test_the_trainer_finds_the_engines_kernels_beside_its_own_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    own = tmp_path / "nemo_rl.models.policy.Worker"
+    own.mkdir()
+    assert attention.kernels_of(own) is None
+    monkeypatch.setattr(sys, "prefix", str(own))
+    with pytest.raises(RuntimeError, match=r"no vllm/vllm_flash_attn .* choose precision\.align"):
+        attention.engine_attention.__wrapped__()
+    engine = tmp_path / "fp8_nemo.nemo.Worker" / "lib" / "python3.12" / "site-packages"
+    (engine / "vllm" / "vllm_flash_attn").mkdir(parents=True)
+    assert attention.kernels_of(own) == engine / "vllm" / "vllm_flash_attn"
+
+
+@imports
+def test_the_engines_kernels_load_without_importing_vllm(libcuda: Path, tmp_path: Path) -> None:  # noqa: F811
+    there = tmp_path / "engine" / "lib" / "python3.12" / "site-packages"
+    there.mkdir(parents=True)
+    (there / "vllm").symlink_to(Path(importlib.util.find_spec("vllm").origin).parent)  # type: ignore
+    script = f"""
+import sys
+import torch
+from fp8_nemo.nemo.aligned import attention
+attention.find_spec, sys.prefix = lambda name: None, {str(tmp_path / "policy")!r}
+call = attention.engine_attention()
+assert call is attention.engine_attention() and call.__name__ == "flash_attn_varlen_func"
+assert torch.ops._vllm_fa3_C.fwd and "vllm" not in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                         timeout=200, env=on_a_cpu(libcuda))  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]

@@ -53,6 +53,7 @@ TWO_TRAINED = ("model.layout=null", "model.parallel.tensor=2")
 VLLM = "policy.generation.vllm_cfg"
 MEGATRON = "policy.megatron_cfg"
 ALIGNED = "precision.align=cheap"
+EXACT = ("model=llama31-8b", "precision.align=exact", "precision=fp8-e2e")
 
 
 def once(*words):
@@ -134,7 +135,6 @@ def test_the_plan_sets_what_its_features_depend_on_and_inherits_none_of_it():
         "policy.generation.vllm_kwargs.kv_cache_memory_bytes": 20 * GIB,
         f"{MEGATRON}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
         f"{VLLM}.use_deep_gemm": True,
-        f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0",
         "policy.sequence_packing.fuse_loss": True,
         f"{VLLM}.quantization_ignored_layer_kws": ["mlp.gate"],
         f"{VLLM}.precision": "fp8",
@@ -167,7 +167,7 @@ def test_alignment_is_noted_unless_a_key_or_the_version_stands_against_it():
 
     def noted(version, *more):
         [found] = compose_plans([*words, *more], lambda recipe: host(version))
-        return any(note.startswith("precision.align: cheap lowers") for note in found.notes)
+        return any(note.startswith("precision.align: exact makes") for note in found.notes)
 
     assert noted("main") and not noted("main", unfused) and not noted("v0.7.0")
 
@@ -176,14 +176,18 @@ def test_alignment_is_noted_unless_a_key_or_the_version_stands_against_it():
     ("words", "is_older"),
     [
         (["precision=fp8-linear", "glue=stock", *TWO], True),
-        (["precision=fp8-kv-attn", "glue=ours", *TWO], True),
+        (["precision=fp8-kv-attn", "glue=ours", *TWO], False),
         (["precision=fp8-linear"], False),
         (["precision=bf16", *TWO], False),
         (["precision=bf16", "glue=ours", *TWO], False),
     ],
 )
-def test_fp8_alone_on_several_gpus_takes_vllms_older_executor(words, is_older):
+def test_only_stock_fp8_on_several_gpus_takes_vllms_older_executor(words, is_older):
     found = plan("model=llama31-8b", "cluster.gpu=h100", *words)
+    told = [note for note in found.notes if "FP8 engine of several GPUs" in note]
+    assert ["stock glue" in note for note in told] == (
+        [] if not {*TWO} <= {*words} or "precision=bf16" in words else [is_older]
+    )
     name = f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
     assert (name in found.nemo.overrides) == is_older
 
@@ -413,6 +417,37 @@ FORBIDDEN = [
     (
         ["model=llama31-8b", "precision=fp16", ALIGNED],
         "precision.align=cheap: rounds to BF16: its kernels were not written for precision=fp16",
+    ),
+    (
+        [*EXACT[:2], "precision=fp8-linear"],
+        "precision.align=exact: needs every linear in FP8 on both sides",
+    ),
+    (
+        [*EXACT[:2], "precision=fp8-e2e-kv-attn"],
+        "precision.align=exact: needs a cache in BF16",
+    ),
+    (
+        [*EXACT, "model.shape.head_dim=64"],
+        "precision.align=exact: needs heads of 128, got model.shape.head_dim=64",
+    ),
+    (
+        [*EXACT, "model.shape.hidden=5120"],
+        "precision.align=exact: needs model.shape.hidden to be one of 512, 768, 1024, 2048, 4096",
+    ),
+    (
+        [*EXACT, "model.shape.qk_norm=true"],
+        "precision.align=exact: repeats no norm of Q and K",
+    ),
+    (
+        [*EXACT, "lora=all-linear", "precision.train_linear=bf16"],
+        "precision.align=exact: serves merged weights",
+    ),
+    *(
+        (
+            [*EXACT, f"model.parallel.{axis}=2"],
+            f"precision.align=exact: needs model.parallel.{axis}=1, got 2: more GPUs add in",
+        )
+        for axis in ("tensor", "context", "rollout_tensor")
     ),
     (
         ["model=llama31-8b", "precision=fp16", "precision.loss_scale=0.5"],
@@ -933,7 +968,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 80
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 89
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]

@@ -266,6 +266,9 @@ def test_an_aligned_engine_is_hashed_shown_and_has_no_effect_on_the_local_backen
     stock, aligned = plan(*words), plan(*words, "precision.align=cheap")
     assert stock.hash6 != aligned.hash6
     assert "align" not in dict(describe(stock, MAIN))["rollout"]
+    exact = dict(describe(plan(*words[:1], "precision=fp8-e2e", "precision.align=exact",
+                               "model.parallel.tensor=1"), MAIN))["rollout"]  # fmt: skip
+    assert exact.endswith("norm, FP8 quantizer by the trainer's formulas, one attention for both")
     assert dict(describe(aligned, MAIN))["rollout"] == (
         "linear fp8, attention and KV bf16; RoPE, SiLU, FP8 quantizer by the trainer's formulas"
     )
@@ -278,10 +281,13 @@ def test_an_aligned_engine_is_hashed_shown_and_has_no_effect_on_the_local_backen
 
 def test_a_plan_says_that_an_engine_could_be_aligned_where_runs_had_one():
     def noted(*words):
-        return any(note.startswith("precision.align: cheap lowers") for note in plan(*words).notes)
+        told = [note.split()[1] for note in plan(*words).notes if "it begins another run" in note]
+        return told[0] if told else None
 
     e2e = ("model=llama31-8b", "precision=fp8-e2e", "cluster.gpu=h200")
-    assert noted(*e2e)
+    assert noted(*e2e) == "exact"
+    assert noted(*e2e, "model.parallel.tensor=2") == "cheap"
+    assert noted(*e2e, "model.shape.head_dim=64") == "cheap"
     for elsewhere in (
         (*e2e, "precision.align=cheap"),
         ("model=llama31-8b", "precision=fp8-linear"),

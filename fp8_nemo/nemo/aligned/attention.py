@@ -10,10 +10,20 @@ padded lengths are the lengths. T tokens, A query heads, K key heads, D head dim
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+KERNELS = Path("vllm", "vllm_flash_attn")
+ALIAS = "fp8_nemo_engine_attention"
 
 
 class EngineAttention(torch.autograd.Function):
@@ -33,9 +43,7 @@ class EngineAttention(torch.autograd.Function):
             starts: INT32 `[sequences + 1]`: where each begins, and the end of the last.
             longest: tokens of the longest sequence.
         """
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-        out_TAD, sums_AT = flash_attn_varlen_func(
+        out_TAD, sums_AT = engine_attention()(
             q_TAD, k_TKD, v_TKD, longest, starts, longest, cu_seqlens_k=starts, causal=True,
             return_softmax_lse=True, num_splits=1, fa_version=3,
         )  # fmt: skip
@@ -58,12 +66,43 @@ class EngineAttention(torch.autograd.Function):
         return dq_TAD, dk_TKD, dv_TKD, None, None
 
 
+def kernels_of(prefix: Path) -> Path | None:
+    """Return the folder of vLLM's kernels: of this environment, else of one beside `prefix`.
+
+    NeMo RL's containers give each kind of worker an environment of its own, all in one folder.
+    """
+    own = find_spec("vllm")
+    if own and own.origin:
+        return Path(own.origin).parent / KERNELS.name
+    beside = Path("lib", "python*", "site-packages", KERNELS)
+    return next(iter(sorted(prefix.parent.glob(str("*" / beside)))), None)
+
+
+@cache
+def engine_attention() -> Callable[..., Any]:
+    """Return vLLM's `flash_attn_varlen_func`, without importing vLLM, which changes torch.
+
+    Raises:
+        RuntimeError: no vLLM is installed here, nor in an environment beside this one.
+    """
+    folder = kernels_of(Path(sys.prefix))
+    if folder is None:
+        raise RuntimeError(
+            f"precision.align=exact: no {KERNELS} in this environment or beside {sys.prefix}; "
+            "choose precision.align=cheap"
+        )
+    package = sys.modules[ALIAS] = ModuleType(ALIAS)
+    package.__path__ = [str(folder)]
+    return import_module(f"{ALIAS}.flash_attn_interface").flash_attn_varlen_func
+
+
 def attend_as_the_engine(model: nn.Module) -> None:
     """Give every attention of a Megatron model the engine's kernel, with the weights as they are.
 
     Raises:
-        RuntimeError: the model has no attention of TransformerEngine's.
+        RuntimeError: the model has no attention of TransformerEngine's, or vLLM is not here.
     """
+    engine_attention()
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     found = [each for each in model.modules() if isinstance(each, TEDotProductAttention)]
