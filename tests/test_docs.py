@@ -19,7 +19,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, memory_per_gpu
 from fp8_nemo.plan.model import count
-from fp8_nemo.plan.own.other_ways import WORTH, precisions
+from fp8_nemo.plan.own.other_ways import WORTH, against_bf16, precisions
 from fp8_nemo.plan.step_time import Lengths, step_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.precision import Precision
@@ -123,6 +123,56 @@ def aligned_row(gpu, precision, align):
     cells = gpu, f"`{precision}`", f"`{align}`", len(run["rows"]), kl, f"{answer:.3f}"
     cells = cells[1:] if gpu.startswith("8b8") else cells  # the only machine of its table
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def exact_row(file, precision, align, seed=42):
+    """A row of mismatch.md's tables of exact runs inside NeMo RL."""
+    (run,) = exact_runs(file, precision, align, seed)
+    means = (
+        fmean(row[key] for row in run["rows"] if row["step"])
+        for key in ("mismatch/kl", "mismatch/answer_kl")
+    )
+    cells = f"`{precision}`", f"`{align}`", seed, len(run["rows"]), *(f"{x:.1e}" for x in means)
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def exact_runs(file, precision, align, *seeds):
+    """The runs of a precision in one of these files, of some seeds or of all."""
+    wanted = {"precision.name": precision, "precision.align": align}
+    return [
+        run
+        for run in of(file, lambda it: it["runs"])
+        if wanted.items() <= run["settings"].items() and run["seed"] in (seeds or (run["seed"],))
+    ]
+
+
+def exact_summary(precision, align):
+    """A row of precision.md's table: the mean KL over seeds, the largest log ratio."""
+    runs = exact_runs("nemo-exact-h100", precision, align)
+    rows = [[row for row in run["rows"] if row["step"]] for run in runs]
+    kl = fmean(fmean(row["mismatch/kl"] for row in each) for each in rows)
+    most = max(row["mismatch/abs_log_ratio_max"] for each in rows for row in each)
+    return f"| `{precision}` | `{align}` | {kl:.1e} | {most:.1e} |"
+
+
+def exact_attention():
+    """How much longer the kernels of attention take in a layer's training."""
+    rows = of("bench-train-8b-exact-h100", lambda it: it["rows"])
+    took = {
+        (row["variant"], row["tokens"], row["recompute"]): row["kernels"]["attention"]
+        for row in rows
+        if row["part"] == "stack" and row["microbatch"] == "cached"
+    }
+    longer = [took["fp8-exact", *case] / took["fp8", *case] for case in
+              ((tokens, again) for tokens in (8192, 4096) for again in (False, True))]  # fmt: skip
+    return f"{min(longer):.2f} to {max(longer):.2f} times as long"
+
+
+def exact_decode():
+    """What a decode step takes with and without `exact`."""
+    runs = of("decode-exact-h100", lambda it: it["runs"])
+    took = {run["align"]: run["rows"][0]["step_ms"]["median"] for run in runs}
+    return f"{took['exact']:.2f}", f"{took[None]:.2f}"
 
 
 def experts_lost():
@@ -310,12 +360,24 @@ def eight_layers():
     return took[0] / took[1], said[0] / said[1]
 
 
-def on_h200(precision):
+def planned_exact(gpu, tokens, gpus):
+    """Times as fast as BF16 that the plan of an aligned step of 8B says."""
+    [plan] = compose_plans([
+        "model=llama31-8b", f"cluster.gpu={gpu}", f"grpo.max_new_tokens={tokens}",
+        f"cluster.gpus_per_node={gpus}", f"precision={E2E}", "precision.align=exact",
+    ])  # fmt: skip
+    return against_bf16(plan, MAIN).removesuffix(" times as fast as BF16")
+
+
+def on_h200(precision, exact=False):
     """Times as fast as BF16 that the plan estimates 8B on two to eight H200, from case to case."""
     cases = [(tokens, gpus) for tokens in (2048, 4096, 8192) for gpus in (2, 4, 8)]
     if precision == E2E:  # which on fewer gains too little at 8k
         cases = [case for case in cases if case not in ((8192, 2), (8192, 4))]
-    gains = [float(planned("h200", *case)[precision]) for case in cases]
+    gains = [
+        float(planned_exact("h200", *case) if exact else planned("h200", *case)[precision])
+        for case in cases
+    ]
     return f"{min(gains):.2f}x to {max(gains):.2f}x"
 
 
@@ -903,6 +965,7 @@ LONGER = (4096, 8192, 16384)
 MOE, LLAMA = "small-qwen3-moe", "small-llama"
 KV_CELLS = (f"{KV}-none", f"{KV}-tis", f"{E2E}-none")
 DECIDED_113M = (f"{LINEAR}-none", f"{LINEAR}-tis", f"{KV}-none", f"{KV}-tis", f"{E2E}-none")
+EXACT_CELLS = ((E2E, "exact"), (E2E, "cheap"), (LINEAR, "cheap"), ("bf16", "cheap"))
 LINEAR_CELLS = (f"{LINEAR}-none", f"{LINEAR}-tis", f"{E2E}-tis")
 STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"), (KV, "none"),
            (KV, "tis"), (E2E, "none"))  # fmt: skip
@@ -932,7 +995,10 @@ SAID = {
         lambda: f"| `{BOTH}` | {on_h100(BOTH, 2048, *LONGER)} |",
         lambda: "| `fp16` | {}x to {}x (8B, 8 H100) |".format(*fp16_on_h100()),
         fp16_kl,
-        lambda: f"2 to 8 GPUs up to 4k, 8 GPUs up to 8k | `fp8-e2e` | {on_h200(E2E)} |",
+        lambda: (
+            "2 to 8 GPUs up to 4k, 8 GPUs up to 8k | `fp8-e2e precision.align=exact` | "
+            f"{on_h200(E2E, exact=True)} |"
+        ),
         lambda: (
             "2 to 8 GPUs up to 8k, at the risk of an FP8 cache | `fp8-e2e-kv-attn` | "
             f"{on_h200(BOTH)} |"
@@ -1023,6 +1089,18 @@ SAID = {
         *(partial(aligned_row, "H200", E2E, align) for align in ("none", "cheap")),
         *(partial(aligned_row, "H100", each, "cheap") for each in (LINEAR, E2E, "bf16")),
         *(partial(aligned_row, "8b8-H100", E2E, align) for align in ("none", "cheap")),
+        *(
+            partial(exact_row, "nemo-exact-h100", *cell, seed)
+            for cell in EXACT_CELLS
+            for seed in (42, 43, 44)
+            if (cell[0], seed) != ("bf16", 44)
+        ),
+        *(
+            partial(exact_row, "nemo-exact-8b8-h100", E2E, each)
+            for each in ("exact", "cheap", "none")
+        ),
+        partial(exact_row, "nemo-exact-8b8-h100", "bf16", "none"),
+        exact_attention,
     ],
     "docs/research/experiment.md": [
         *(partial(decided_row, "113m", cell, LLAMA) for cell in DECIDED_113M),
@@ -1072,6 +1150,9 @@ SAID = {
         lambda: f"ends {told('dense', 'fp8-e2e-tis', LLAMA).removesuffix(', open')} points",
     ],
     "docs/precision.md": [
+        *(partial(exact_summary, *cell) for cell in EXACT_CELLS),
+        exact_attention,
+        lambda: "{} ms with it and {} without".format(*exact_decode()),
         partial(sixty_steps_row, "tiny Llama", "d"),
         partial(sixty_steps_row, "tiny Qwen3-MoE", "m"),
         experts_means,

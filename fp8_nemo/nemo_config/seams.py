@@ -282,6 +282,14 @@ SEAMS = {
         "silu_and_mul(output, input)",
         "nor their SiLU",
     ),
+    "splits-keys": Seam(
+        VLLM, "vllm/v1/attention/backends/flash_attn.py", (470, 480), "max_num_splits =",
+        "attention over a sequence's keys is split by rules that depend on the batch",
+    ),
+    "padded-lengths": Seam(
+        MAIN, "nemo_rl/models/megatron/data.py", (1129, 1131), "=cu_seqlens_padded",
+        "Megatron attends over packed sequences with their padding, which ends each",
+    ),
     "graphs-by-norm": Seam(
         VLLM, "vllm/config/kernel.py", (254,), 'factors["ir_op_priority"]',
         "a compiled graph is kept by the norm's implementation among others",

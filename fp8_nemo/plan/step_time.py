@@ -57,6 +57,9 @@ LINEARS = {"bf16": Reached(0.584, 0.541), "fp8": Reached(0.405, 0.338)}
 """Of the datasheet's FLOP/s in that format, norms and casts included."""
 ATTENTION = Reached(0.841, 0.872)
 """Of BF16's, in every precision: FP8 training leaves attention in BF16."""
+FLASH_2 = Reached(1.0, 1.6)
+"""Factor on the time of that with `precision.align=exact`: back and forth its kernels took 1.33 to
+1.50 times as long in layers of 8B on an H100 (bench-train-8b-exact-h100.json), forth as long."""
 UNFILLED = 0.08
 """Assumed part of a full sequence that packing leaves empty in each micro-batch."""
 LAUNCH = {
@@ -287,6 +290,8 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
         LINEARS["bf16"][way] * bf16
     )
     attention = ways[way] * attention_work(shape, lengths) / (ATTENTION[way] * bf16)
+    if recipe.precision.attends_alike:
+        attention *= FLASH_2[way]
     each_token = _products(settled, way) * linear + attention + _adapter_seconds(settled, way)
     device = tokens / (layout.tensor * layout.context) * each_token
     kind = "experts" if shape.experts else "tensor" if layout.tensor > 1 else "dense"

@@ -436,7 +436,7 @@ FORBIDDEN = [
     ),
     (
         [*EXACT, "model.shape.qk_norm=true"],
-        "precision.align=exact: repeats no norm of Q and K",
+        "precision.align=exact: repeats no norm and no bias of Q and K",
     ),
     (
         [*EXACT, "lora=all-linear", "precision.train_linear=bf16"],

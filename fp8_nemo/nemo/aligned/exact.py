@@ -2,8 +2,8 @@
 
 Importing it registers them, as `engine` does. The norm is the trainer's, with the sum of the
 residual stream before it. FlashAttention 3 may split the keys of a sequence over several blocks and
-join their sums, by rules that depend on the batch (vllm/v1/attention/backends/flash_attn.py:470);
-here it never does, in metadata made ahead and in the call itself.
+join their sums, by rules that depend on the batch (seam splits-keys). Here it never does, in
+metadata made ahead and in the call itself.
 """
 
 # pyright: reportMissingImports=false
