@@ -4,7 +4,8 @@ vLLM brings no backward. FlashAttention 2, which PyTorch brings, goes back from 
 log-sum-exp that FlashAttention 3 gave: the gradient of the same function, by another order of sums.
 
 Sequences are packed, each padded at its end: with a causal mask no real token sees padding, so the
-padded lengths are the lengths (seam padded-lengths). T tokens, A query heads, K key heads, D head dimension.
+padded lengths are the lengths (seam padded-lengths). T tokens, A query heads, K key heads, D head
+dimension.
 """
 
 # pyright: reportMissingImports=false
