@@ -233,7 +233,7 @@ def rows_of(
     precision = plan.recipe.precision.train_linear
     torch.manual_seed(int(os.environ["RANK"]) // parallel.tensor)  # tensor ranks see one input
     config, provider = nemo_stack.provider_of(policy, folder)
-    alike = plan.recipe.precision.attends_alike
+    alike = plan.recipe.precision.is_exact
     model = nemo_stack.build_model(config, provider, case.ends, alike)
     for tokens in map(int, options.tokens.split(",")):
         lengths = [tokens // options.sequences] * options.sequences

@@ -25,7 +25,7 @@ from fp8_nemo.glue.manifest import KV_SUFFIXES
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream, with_noise
 from fp8_nemo.glue.wire import RefitError
-from fp8_nemo.nemo.aligned.attention import attend_as_the_engine
+from fp8_nemo.nemo.aligned.attention import attend_as_the_engine, engine_attention
 from fp8_nemo.nemo.host_memory import HostState, prepare_buffers
 from fp8_nemo.nemo.kv_scales import watched
 from fp8_nemo.nemo.worker_settings import WorkerSettings
@@ -83,11 +83,13 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Set up NeMo RL's worker; in FP16 a loss scale, in `exact` the engine's attention."""
+        if _settings().precision.is_exact:
+            engine_attention()  # refused before the model is built
         super().__init__(*arguments, **options)
         if _settings().precision.plain.scales_loss:
             self.model.ddp_config.check_for_nan_in_grad = False  # seam fp16-overflow
             self.fp8_nemo_loss_scale = LossScale(self.optimizer)
-        if _settings().precision.attends_alike:
+        if _settings().precision.is_exact:
             attend_as_the_engine(self.model)
 
     def prepare_refit_info(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from fp8_nemo.nemo.marlin.staging import Staging, keep_repacked
 from fp8_nemo.nemo.worker_settings import ENGINE_FP8, WorkerSettings
 
 Extension: Any = object  # NeMo RL's, which is known when `receiver` is called
+ALIGNED = "fp8_nemo.nemo.aligned"
 EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
 
 
@@ -50,10 +52,8 @@ def register() -> None:
     settings = WorkerSettings.from_environment()
     if settings is None:
         return
-    if settings.precision.is_aligned:
-        from fp8_nemo.nemo.aligned import engine  # noqa: F401  registers, once a process
-    if settings.precision.attends_alike:
-        from fp8_nemo.nemo.aligned import exact  # noqa: F401  likewise
+    if settings.precision.is_aligned:  # importing registers, once a process
+        import_module(f"{ALIGNED}.{'exact' if settings.precision.is_exact else 'engine'}")
     if text := os.environ.get(ENGINE_FP8):
         _patch_for_fp8(json.loads(text))
     from nemo_rl.models.generation.vllm import vllm_backend
@@ -146,8 +146,12 @@ class Receiver(Extension):
         return asdict(proof) if proof is not None else {}
 
     def fp8_nemo_layout_problems(self) -> list[str]:
-        """List the tensors that a refit would not find in the memory of a sleeping engine."""
+        """List what a sleeping engine lacks: places of tensors, operations that are exact."""
         settings = self.fp8_nemo_settings
+        if settings.precision.is_exact:
+            strays = import_module(f"{ALIGNED}.exact").strays(self.model_runner.model)
+            if strays:
+                return strays
         if not settings.glue.has_receiver or settings.glue.verify == "off":
             return []
         try:

@@ -57,9 +57,9 @@ LINEARS = {"bf16": Reached(0.584, 0.541), "fp8": Reached(0.405, 0.338)}
 """Of the datasheet's FLOP/s in that format, norms and casts included."""
 ATTENTION = Reached(0.841, 0.872)
 """Of BF16's, in every precision: FP8 training leaves attention in BF16."""
-FLASH_2 = Reached(1.0, 1.6)
-"""Factor on the time of that with `precision.align=exact`: back and forth its kernels took 1.33 to
-1.50 times as long in layers of 8B on an H100 (bench-train-8b-exact-h100.json), forth as long."""
+FLASH_2 = 1.0, 1.6
+"""Factors on the time of that, forth and back, with `precision.align=exact`. In layers of 8B on an
+H100 its kernels took 1.33 to 1.50 times as long together (bench-train-8b-exact-h100.json)."""
 UNFILLED = 0.08
 """Assumed part of a full sequence that packing leaves empty in each micro-batch."""
 LAUNCH = {
@@ -107,8 +107,8 @@ DOUBLED = 1.04
 two H100s an engine BF16 took 1.05 and 1.10 times what a plan without it says (8B and experts:
 real-steps-8b-4-h100.json, real-steps-30b16-4-h100.json), with one GPU 1.01 to 1.05 (8B,
 docs/speed.md). More than two were not timed. By vLLM's own processes two GPUs need none
-(speed.EXCHANGE). Under V1, which FP8 has, BF16 took twice what this says (14.8 and 16.7 ms a decode
-step, nemo-30b16-4-h100.json)."""
+(speed.EXCHANGE). Under V1, which FP8 has with stock glue and v0.7.0, BF16 took twice what this says
+(14.8 and 16.7 ms a decode step, nemo-30b16-4-h100.json)."""
 REFIT_REST = 0.6
 """Seconds of a refit of 8B beside its transfer, in which trainer and engine change places on a GPU
 (benchmarks/results/glue-8b-h200.json)."""
@@ -290,7 +290,7 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
         LINEARS["bf16"][way] * bf16
     )
     attention = ways[way] * attention_work(shape, lengths) / (ATTENTION[way] * bf16)
-    if recipe.precision.attends_alike:
+    if recipe.precision.is_exact:
         attention *= FLASH_2[way]
     each_token = _products(settled, way) * linear + attention + _adapter_seconds(settled, way)
     device = tokens / (layout.tensor * layout.context) * each_token

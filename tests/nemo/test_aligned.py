@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from benchmarks.numerics import dialects
 from fp8_nemo.nemo.aligned import attention, ops
+from fp8_nemo.nemo_config.own.alignment import HIDDEN_SIZES
 from fp8_nemo.recipe.model_dir import SHIPPED
 from tests.nemo.test_glue_with_a_checkout import free_port, imports, libcuda, on_a_cpu  # noqa: F401
 
@@ -65,7 +67,8 @@ def test_the_quantizer_gives_the_trainers_bits_in_every_layout(
     assert scales.stride() == strides
 
 
-def test_the_norm_gives_the_trainers_bits() -> None:
+def test_the_norm_rounds_where_the_trainer_does() -> None:
+    assert tuple(ops.NORM_WARPS) == HIDDEN_SIZES
     x, stream, weight = numbers(64, 512), numbers(2, 64, 512)[1], numbers(2, 512)[1]
     for before in (None, stream):
         made, added = ops.norm(x, before, weight, 1e-5)
@@ -162,6 +165,7 @@ def test_our_plugin_aligns_the_engine_where_asked_and_vllm_gets_the_trainers_bit
     assert found["equal"] == {"rope": True, "silu": True, "codes": True, "scales": True,
                               "strides": [1, 32]}  # fmt: skip
     assert found["norm"] == [True, True, True]
+    assert found["strays"][0] == ["RMSNorm"] and "RMSNorm" not in found["strays"][1]
     assert found["splits"] == 1
 
 
@@ -178,6 +182,37 @@ def test_the_trainer_finds_the_engines_kernels_beside_its_own_environment(
     engine = tmp_path / "fp8_nemo.nemo.Worker" / "lib" / "python3.12" / "site-packages"
     (engine / "vllm" / "vllm_flash_attn").mkdir(parents=True)
     assert attention.kernels_of(own) == engine / "vllm" / "vllm_flash_attn"
+
+
+class Dot(torch.nn.Module):
+    """Megatron's attention, as far as it is replaced."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(attention_dropout=0.0, **config)
+
+
+def test_every_attention_of_a_model_takes_packed_sequences_with_their_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("megatron.core.extensions.transformer_engine")
+    module.TEDotProductAttention = Dot  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = torch.nn.Sequential(Dot(), torch.nn.Linear(1, 1), Dot())
+    attention.attend_as_the_engine(model)
+    given: list[Any] = []
+    monkeypatch.setattr(
+        attention.EngineAttention, "apply", lambda *them: (given.append(them), them[0])[1]
+    )
+    q, starts = torch.zeros(6, 2, 4), torch.tensor([0, 4, 6])
+    packed = SimpleNamespace(cu_seqlens_q_padded=starts, cu_seqlens_q=None, max_seqlen_q=4)
+    for each in (model[0], model[2]):
+        assert each(q, q, q, None, "causal", packed_seq_params=packed).shape == (6, 8)
+    assert [them[3:] for them in given] == [(starts, 4)] * 2
+    with pytest.raises(RuntimeError, match="no TEDotProductAttention in the model"):
+        attention.attend_as_the_engine(torch.nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"the engine has no softmax_scale=0\.5"):
+        attention.attend_as_the_engine(Dot(softmax_scale=0.5))
 
 
 @imports

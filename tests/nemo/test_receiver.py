@@ -622,5 +622,3 @@ def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
     aligned = told(stock, dataclasses.replace(BF16, align="cheap"))
     assert aligned.needs_plugin and aligned.to_environment()
     assert told(precision=aligned.precision).wire_precision.is_aligned
-    assert not aligned.precision.attends_alike
-    assert dataclasses.replace(BF16, align="exact").attends_alike

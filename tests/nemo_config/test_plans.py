@@ -167,29 +167,27 @@ def test_alignment_is_noted_unless_a_key_or_the_version_stands_against_it():
 
     def noted(version, *more):
         [found] = compose_plans([*words, *more], lambda recipe: host(version))
-        return any(note.startswith("precision.align: exact makes") for note in found.notes)
+        return any(note.startswith("precision.align: exact made") for note in found.notes)
 
     assert noted("main") and not noted("main", unfused) and not noted("v0.7.0")
 
 
 @pytest.mark.parametrize(
-    ("words", "is_older"),
+    ("words", "told"),
     [
-        (["precision=fp8-linear", "glue=stock", *TWO], True),
-        (["precision=fp8-kv-attn", "glue=ours", *TWO], False),
-        (["precision=fp8-linear"], False),
-        (["precision=bf16", *TWO], False),
-        (["precision=bf16", "glue=ours", *TWO], False),
+        (["precision=fp8-linear", "glue=stock", *TWO], "has vLLM's Ray executor V1"),
+        (["precision=fp8-kv-attn", "glue=ours", *TWO], "was refitted once, proven, and sampled"),
+        (["precision=fp8-linear"], ""),
+        (["precision=bf16", *TWO], ""),
+        (["precision=bf16", "glue=ours", *TWO], ""),
     ],
 )
-def test_only_stock_fp8_on_several_gpus_takes_vllms_older_executor(words, is_older):
+def test_only_stock_fp8_on_several_gpus_takes_vllms_older_executor(words, told):
     found = plan("model=llama31-8b", "cluster.gpu=h100", *words)
-    told = [note for note in found.notes if "FP8 engine of several GPUs" in note]
-    assert ["stock glue" in note for note in told] == (
-        [] if not {*TWO} <= {*words} or "precision=bf16" in words else [is_older]
-    )
+    notes = [note for note in found.notes if "FP8 engine of several GPUs" in note]
+    assert len(notes) == bool(told) and all(told in note for note in notes)
     name = f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
-    assert (name in found.nemo.overrides) == is_older
+    assert (name in found.nemo.overrides) == ("V1" in told)
 
 
 def test_a_dense_model_never_ignores_mlp_gate():
@@ -427,6 +425,14 @@ FORBIDDEN = [
         "precision.align=exact: needs a cache in BF16",
     ),
     (
+        [*EXACT, "glue=stock"],
+        "precision.align=exact: needs weights quantized by our glue",
+    ),
+    (
+        [*EXACT, "precision.scales=pow2"],
+        "precision.align=exact: needs block scales in FP32",
+    ),
+    (
         [*EXACT, "model.shape.head_dim=64"],
         "precision.align=exact: needs heads of 128, got model.shape.head_dim=64",
     ),
@@ -436,6 +442,35 @@ FORBIDDEN = [
     ),
     (
         [*EXACT, "model.shape.qk_norm=true"],
+        "precision.align=exact: repeats no norm and no bias of Q and K",
+    ),
+    (
+        [*EXACT, "noise=aqn"],
+        "precision.align=exact: is undone by noise",
+    ),
+    *(
+        (
+            [*EXACT, f"+nemo.policy.{key}={value}"],
+            f"nemo.policy.{key}={value}: must be {wanted} with",
+        )
+        for key, value, wanted in (
+            ("sequence_packing.enabled", "false", "True"),
+            ("generation.temperature", "0.7", "1.0"),
+            ("generation.vllm_cfg.use_deep_gemm", "false", "True"),
+            ("generation.vllm_cfg.quantization_ignored_layer_kws", "[o_proj]", "[]"),
+            ("generation.vllm_cfg.env_vars.VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER", "1", "0"),
+            ("generation.vllm_kwargs.disable_cascade_attn", "false", "True"),
+            ("generation.vllm_kwargs.attention_backend", "FLASHINFER", "FLASH_ATTN"),
+            ("generation.vllm_kwargs.attention_config.backend", "FLASHINFER", "FLASH_ATTN"),
+            ("generation.vllm_kwargs.attention_config.flash_attn_version", "2", "3"),
+        )
+    ),
+    (
+        [*EXACT, "precision.first_layers_bf16=1"],
+        "precision.align=exact: needs every linear in FP8 on both sides",
+    ),
+    (
+        [*EXACT, "model.shape.qkv_bias=true"],
         "precision.align=exact: repeats no norm and no bias of Q and K",
     ),
     (
@@ -968,7 +1003,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 89
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 101
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]

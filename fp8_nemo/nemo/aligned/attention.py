@@ -101,15 +101,18 @@ def attend_as_the_engine(model: nn.Module) -> None:
     """Give every attention of a Megatron model the engine's kernel, with the weights as they are.
 
     Raises:
-        RuntimeError: the model has no attention of TransformerEngine's, or vLLM is not here.
+        RuntimeError: an attention is none of TransformerEngine's, or does more than the engine's.
     """
-    engine_attention()
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     found = [each for each in model.modules() if isinstance(each, TEDotProductAttention)]
     if not found:
         raise RuntimeError("precision.align=exact: no TEDotProductAttention in the model")
     for each in found:
+        config = each.config
+        for key in ("attention_dropout", "window_size", "softmax_scale", "qk_clip"):
+            if held := getattr(config, key, None):
+                raise RuntimeError(f"precision.align=exact: the engine has no {key}={held}")
         each.forward = packed_attention
 
 
@@ -118,7 +121,7 @@ def packed_attention(
     attention_bias: Any = None, packed_seq_params: Any = None, num_splits: Any = None,
 ) -> Tensor:  # fmt: skip
     """Take what Megatron gives `TEDotProductAttention` of packed sequences; return `[T, A * D]`."""
-    assert packed_seq_params is not None, "NeMo RL packs sequences in every plan"
+    assert packed_seq_params is not None, "a plan refuses sequences that are not packed"
     starts = packed_seq_params.cu_seqlens_q_padded
     longest = packed_seq_params.max_seqlen_q
     return EngineAttention.apply(query, key, value, starts, longest).flatten(1)

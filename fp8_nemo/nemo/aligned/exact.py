@@ -14,12 +14,17 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends import flash_attn
 
 from fp8_nemo.nemo.aligned import engine, ops
+
+FLASH = "vllm_flash_attn_version"
 
 
 def _norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -58,6 +63,28 @@ class AlignedNorm(engine.Always, RMSNorm):
         if residual is None:
             return torch.ops.vllm.aligned_norm(x, weight, eps)
         return torch.ops.vllm.aligned_add_norm(x, residual, weight, eps)
+
+
+def strays(model: nn.Module) -> list[str]:
+    """Return a line for each kind of vLLM's own operation that a model has kept.
+
+    So with frequencies that are scaled otherwise than Llama 3's, or another attention backend.
+    """
+    kept = {
+        type(each).__name__
+        for each in model.modules()
+        if isinstance(each, (RotaryEmbeddingBase, SiluAndMul, RMSNorm))
+        and not isinstance(each, engine.Always)
+    }
+    kept |= {
+        type(each.impl).__name__
+        for each in model.modules()
+        if isinstance(each, Attention) and getattr(each.impl, FLASH, None) != 3
+    }
+    return [
+        f"precision.align=exact: vLLM kept {name}; set precision.align=cheap"
+        for name in sorted(kept)
+    ]
 
 
 def unsplit(call: Callable[..., Any]) -> Callable[..., Any]:

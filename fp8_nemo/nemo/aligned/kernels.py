@@ -72,6 +72,7 @@ def norm(
 ) -> tuple[Tensor, Tensor]:
     """Take and give what `ops.norm` does; H is one of `ops.NORM_WARPS`."""
     T, H = x_TH.shape
+    assert x_TH.is_contiguous() and (stream_TH is None or stream_TH.is_contiguous())
     added = x_TH if stream_TH is None else torch.empty_like(x_TH)
     normed = torch.empty_like(x_TH)
     warps = ops.NORM_WARPS[H]

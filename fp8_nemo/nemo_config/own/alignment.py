@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.keys import MEGATRON, VLLM, VLLM_KWARGS
+from fp8_nemo.nemo_config.keys import GENERATION, MEGATRON, VLLM, VLLM_KWARGS
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import ALIGNMENT_UNTRIED, Limit
 from fp8_nemo.recipe.options.precision import Precision
@@ -28,10 +28,22 @@ FUSIONS = {
 REMEDY = "set precision.align=none"
 NOT_EXACT = "set precision.align=cheap"
 HEAD = 128
+EXACT_KEYS = {
+    "policy.sequence_packing.enabled": True,
+    f"{GENERATION}.temperature": 1.0,
+    f"{VLLM}.use_deep_gemm": True,
+    f"{VLLM}.quantization_ignored_layer_kws": [],
+    f"{VLLM}.env_vars.VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+    f"{VLLM_KWARGS}.disable_cascade_attn": True,
+    f"{VLLM_KWARGS}.attention_backend": "FLASH_ATTN",
+    f"{VLLM_KWARGS}.attention_config.backend": "FLASH_ATTN",
+    f"{VLLM_KWARGS}.attention_config.flash_attn_version": 3,
+}
+"""Keys that choose a kernel or rounding of one side, and what they must be if they are set."""
 HIDDEN_SIZES = (512, 768, 1024, 2048, 4096, 8192)
 """Of `aligned.ops.NORM_WARPS`, which vLLM's processes import and a plan does not."""
 GAINS = {
-    "exact": "makes trainer and engine agree to the last bits, for some 1% of a step",
+    "exact": "made trainer and engine agree to the last bits in two models on H100s",
     "cheap": "lowers this precision's mismatch, and cost no time where decode was timed",
 }
 """What a plan says of an alignment; the first that can run."""
@@ -149,6 +161,18 @@ def _exact_limits(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]
             "choose precision=fp8-e2e",
         ),
         (
+            not recipe.glue.sends_fp8,
+            "needs weights quantized by our glue, whose bytes are the trainer's",
+            "nemo_rl/models/generation/vllm/quantization/fp8.py, cast_tensor_to_fp8_blockwise",
+            "choose glue=ours",
+        ),
+        (
+            precision.scales != "fp32",
+            "needs block scales in FP32: vLLM rounds activations to powers of two by itself",
+            "fp8_nemo/nemo/aligned/engine.py, AlignedQuantizer",
+            "set precision.scales=fp32",
+        ),
+        (
             shape.head_dim != HEAD,
             f"needs heads of {HEAD}, got model.shape.head_dim={shape.head_dim}: the trainer rounds "
             "Q, K and V together in blocks of 128 rows, vLLM each apart",
@@ -169,6 +193,12 @@ def _exact_limits(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]
             NOT_EXACT,
         ),
         (
+            recipe.noise.is_on,
+            "is undone by noise, which the engine's weights alone get",
+            "fp8_nemo/glue/refit.py, with_noise",
+            "set noise=none",
+        ),
+        (
             recipe.lora.is_on,
             "serves merged weights, where the trainer adds LoRA's product",
             "megatron/bridge/peft/lora_layers.py",
@@ -184,6 +214,14 @@ def _exact_limits(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]
             for key, option in ONE_GPU.items()
         ),
     ):
+        yield Limit("precision.align", "exact", precision.is_exact and broken, why, mirrors, remedy)
+    for key, wanted in EXACT_KEYS.items():
+        held = written.get(key)
         yield Limit(
-            "precision.align", "exact", precision.attends_alike and broken, why, mirrors, remedy
+            f"nemo.{key}",
+            held,
+            precision.is_exact and held is not None and held != wanted,
+            f"must be {wanted} with precision.align=exact",
+            f"{key}, another kernel or rounding",
+            f"leave it out, or {NOT_EXACT}",
         )

@@ -85,8 +85,8 @@ class Precision:
         return self.align != "none"
 
     @property
-    def attends_alike(self) -> bool:
-        """Return whether both sides attend by one kernel, and norm in one order."""
+    def is_exact(self) -> bool:
+        """Return whether the two sides agree bit for bit: one attention, one order of every sum."""
         return self.align == "exact"
 
     @property
