@@ -132,6 +132,8 @@ class Receiver(Extension):
             self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, settings, self.fp8_nemo_refits)
             try:
                 self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
+                if settings.precision.is_exact:
+                    import_module(f"{ALIGNED}.exact").check(model)
             except RefitError as error:  # NeMo RL's actor prints it, and says False
                 self.fp8_nemo_problems = error.problems
                 raise
@@ -146,12 +148,8 @@ class Receiver(Extension):
         return asdict(proof) if proof is not None else {}
 
     def fp8_nemo_layout_problems(self) -> list[str]:
-        """List what a sleeping engine lacks: places of tensors, operations that are exact."""
+        """List the tensors that a refit would not find in the memory of a sleeping engine."""
         settings = self.fp8_nemo_settings
-        if settings.precision.is_exact:
-            strays = import_module(f"{ALIGNED}.exact").strays(self.model_runner.model)
-            if strays:
-                return strays
         if not settings.glue.has_receiver or settings.glue.verify == "off":
             return []
         try:

@@ -165,7 +165,7 @@ def test_our_plugin_aligns_the_engine_where_asked_and_vllm_gets_the_trainers_bit
     assert found["equal"] == {"rope": True, "silu": True, "codes": True, "scales": True,
                               "strides": [1, 32]}  # fmt: skip
     assert found["norm"] == [True, True, True]
-    assert found["strays"][0] == ["RMSNorm"] and "RMSNorm" not in found["strays"][1]
+    assert found["strays"] == [["RMSNorm"], []]
     assert found["splits"] == 1
 
 

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends import flash_attn
 
+from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.aligned import engine, ops
 
 FLASH = "vllm_flash_attn_version"
@@ -65,10 +66,13 @@ class AlignedNorm(engine.Always, RMSNorm):
         return torch.ops.vllm.aligned_add_norm(x, residual, weight, eps)
 
 
-def strays(model: nn.Module) -> list[str]:
-    """Return a line for each kind of vLLM's own operation that a model has kept.
+def check(model: nn.Module) -> None:
+    """Look for operations of vLLM's own that a model has kept.
 
     So with frequencies that are scaled otherwise than Llama 3's, or another attention backend.
+
+    Raises:
+        RefitError: there are some; it names each kind once.
     """
     kept = {
         type(each).__name__
@@ -81,10 +85,13 @@ def strays(model: nn.Module) -> list[str]:
         for each in model.modules()
         if isinstance(each, Attention) and getattr(each.impl, FLASH, None) != 3
     }
-    return [
-        f"precision.align=exact: vLLM kept {name}; set precision.align=cheap"
-        for name in sorted(kept)
-    ]
+    if kept:
+        raise RefitError(
+            [
+                f"precision.align=exact: vLLM kept {n}; set precision.align=cheap"
+                for n in sorted(kept)
+            ]
+        )
 
 
 def unsplit(call: Callable[..., Any]) -> Callable[..., Any]:
