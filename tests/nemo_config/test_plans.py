@@ -445,8 +445,12 @@ FORBIDDEN = [
         "precision.align=exact: repeats no norm and no bias of Q and K",
     ),
     (
-        [*EXACT, "noise=aqn"],
+        [*EXACT, "noise=aqn", "noise.steps=500", "glue=ours"],
         "precision.align=exact: is undone by noise",
+    ),
+    (
+        [*EXACT, f"+nemo.{VLLM}.quantization_ignored_layer_kws=[o_proj]"],
+        f"nemo.{VLLM}.quantization_ignored_layer_kws=['o_proj']: must be [] with precision.align",
     ),
     *(
         (
@@ -457,7 +461,6 @@ FORBIDDEN = [
             ("sequence_packing.enabled", "false", "True"),
             ("generation.temperature", "0.7", "1.0"),
             ("generation.vllm_cfg.use_deep_gemm", "false", "True"),
-            ("generation.vllm_cfg.quantization_ignored_layer_kws", "[o_proj]", "[]"),
             ("generation.vllm_cfg.env_vars.VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER", "1", "0"),
             ("generation.vllm_kwargs.disable_cascade_attn", "false", "True"),
             ("generation.vllm_kwargs.attention_backend", "FLASHINFER", "FLASH_ATTN"),
