@@ -37,7 +37,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ from benchmarks.speed.capacity import decode_floor
 from benchmarks.speed.decode_watch import SETTLE, STEPS, Clock
 from benchmarks.speed.rollout import VARIANTS
 from benchmarks.speed.rollout_engine import SAMPLING, Engine, Point, prompts_of
+from fp8_nemo.nemo import aligned
 from fp8_nemo.nemo_config.keys import VLLM_KWARGS
 from fp8_nemo.nemo_config.overrides import GRAPHS, path_variables
 from fp8_nemo.nemo_config.own.alignment import alignment_keys
@@ -261,9 +261,8 @@ def run(options: argparse.Namespace) -> None:
     with logged(log):
         from vllm import LLM
 
-        if options.align:
-            name = "exact" if options.align == "exact" else "engine"
-            import_module(f"fp8_nemo.nemo.aligned.{name}")  # registers, before the model
+        if options.align:  # before the model
+            aligned.register(replace(precision, align=options.align))
         if options.xqa:
             decode_xqa.enable(options.xqa == "live")
 

@@ -92,13 +92,11 @@ def provider_of(policy: dict[str, Any], folder: Path) -> tuple[Any, Any]:
     return setup_model_config(policy, 0, torch.bfloat16, str(folder), str(folder))
 
 
-def build_model(config: Any, provider: Any, ends: bool, alike: bool = False) -> Any:
+def build_model(config: Any, provider: Any, ends: bool) -> Any:
     """Build the model in its wrappers on this GPU, as `setup_model_and_optimizer` does."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from nemo_rl.models.megatron.setup import MoEFloat16Module, get_model
-
-    from fp8_nemo.nemo.aligned.attention import attend_as_the_engine
 
     if not parallel_state.is_initialized():
         provider.initialize_model_parallel(seed=0)
@@ -109,8 +107,6 @@ def build_model(config: Any, provider: Any, ends: bool, alike: bool = False) -> 
         provider, config.ddp, pre_wrap_hook=[freeze_routers], pg_collection=groups,
         mixed_precision_wrapper=MoEFloat16Module,
     )  # fmt: skip
-    if alike:
-        attend_as_the_engine(model)
     return model.train()
 
 

@@ -233,8 +233,11 @@ def rows_of(
     precision = plan.recipe.precision.train_linear
     torch.manual_seed(int(os.environ["RANK"]) // parallel.tensor)  # tensor ranks see one input
     config, provider = nemo_stack.provider_of(policy, folder)
-    alike = plan.recipe.precision.is_exact
-    model = nemo_stack.build_model(config, provider, case.ends, alike)
+    model = nemo_stack.build_model(config, provider, case.ends)
+    if plan.recipe.precision.is_exact:
+        from fp8_nemo.nemo.aligned.attention import attend_as_the_engine
+
+        attend_as_the_engine(model)
     for tokens in map(int, options.tokens.split(",")):
         lengths = [tokens // options.sequences] * options.sequences
         batch = nemo_stack.micro_batch(policy, shape, lengths)

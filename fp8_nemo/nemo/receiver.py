@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,12 +32,12 @@ from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import RefitError
+from fp8_nemo.nemo import aligned
 from fp8_nemo.nemo.engine_memory import EngineMemory, attentions
 from fp8_nemo.nemo.marlin.staging import Staging, keep_repacked
 from fp8_nemo.nemo.worker_settings import ENGINE_FP8, WorkerSettings
 
 Extension: Any = object  # NeMo RL's, which is known when `receiver` is called
-ALIGNED = "fp8_nemo.nemo.aligned"
 EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithCheckpointEngine")
 
 
@@ -52,8 +51,7 @@ def register() -> None:
     settings = WorkerSettings.from_environment()
     if settings is None:
         return
-    if settings.precision.is_aligned:  # importing registers, once a process
-        import_module(f"{ALIGNED}.{'exact' if settings.precision.is_exact else 'engine'}")
+    aligned.register(settings.precision)
     if text := os.environ.get(ENGINE_FP8):
         _patch_for_fp8(json.loads(text))
     from nemo_rl.models.generation.vllm import vllm_backend
@@ -133,7 +131,7 @@ class Receiver(Extension):
             try:
                 self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
                 if settings.precision.is_exact:
-                    import_module(f"{ALIGNED}.exact").check(model)
+                    aligned.check(model)
             except RefitError as error:  # NeMo RL's actor prints it, and says False
                 self.fp8_nemo_problems = error.problems
                 raise

@@ -194,8 +194,7 @@ def _alignment(precision: Precision) -> str:
         return ""
     quantizer = ", FP8 quantizer" if precision.rollout.is_quantized else ""
     cache = " (not tried with an FP8 cache)" if precision.cache.is_quantized else ""
-    norm = ", norm" if precision.is_exact else ""
-    attention = ", one attention for both" if precision.is_exact else ""
+    norm, attention = (", norm", ", one attention for both") if precision.is_exact else ("", "")
     return f"; RoPE, SiLU{norm}{quantizer} by the trainer's formulas{cache}{attention}"
 
 

@@ -14,6 +14,7 @@ from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import GENERATION, MEGATRON, VLLM, VLLM_KWARGS
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import ALIGNMENT_UNTRIED, Limit
+from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import Settled
@@ -145,83 +146,94 @@ def alignment_limits(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Lim
 
 def _exact_limits(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
     """Yield what equality needs, bit for bit: each operation that no kernel of ours replaces."""
-    precision, shape = recipe.precision, recipe.model.shape
-    blocks = precision.rollout.is_quantized and precision.train.is_quantized
-    for broken, why, mirrors, remedy in (
-        (
-            not blocks or precision.bf16_layers > 0,
-            "needs every linear in FP8 on both sides: in BF16 a product depends on the batch",
-            "benchmarks/results/mismatch-aligned-llama-d128-flash-bf16-h200.json",
-            "choose precision=fp8-e2e",
-        ),
-        (
-            precision.cache.is_quantized,
-            "needs a cache in BF16: the trainer attends in BF16",
-            "transformer_engine/common/recipe/__init__.py, Float8BlockScaling",
-            "choose precision=fp8-e2e",
-        ),
-        (
-            not recipe.glue.sends_fp8,
-            "needs weights quantized by our glue, whose bytes are the trainer's",
-            "nemo_rl/models/generation/vllm/quantization/fp8.py, cast_tensor_to_fp8_blockwise",
-            "choose glue=ours",
-        ),
-        (
-            precision.scales != "fp32",
-            "needs block scales in FP32: vLLM rounds activations to powers of two by itself",
-            "fp8_nemo/nemo/aligned/engine.py, AlignedQuantizer",
-            "set precision.scales=fp32",
-        ),
-        (
-            shape.head_dim != HEAD,
-            f"needs heads of {HEAD}, got model.shape.head_dim={shape.head_dim}: the trainer rounds "
-            "Q, K and V together in blocks of 128 rows, vLLM each apart",
-            "megatron/core/transformer/attention.py, linear_qkv",
-            NOT_EXACT,
-        ),
-        (
-            shape.hidden not in HIDDEN_SIZES,
-            f"needs model.shape.hidden to be one of {', '.join(map(str, HIDDEN_SIZES))}, got "
-            f"{shape.hidden}: of these TransformerEngine has norms that ours repeats",
-            "transformer_engine/common/normalization/rmsnorm/rmsnorm_fwd_cuda_kernel.cu",
-            NOT_EXACT,
-        ),
-        (
-            shape.qk_norm or bool(shape.qkv_bias),
-            "repeats no norm and no bias of Q and K",
-            "megatron/core/transformer/attention.py, q_layernorm",
-            NOT_EXACT,
-        ),
-        (
-            recipe.noise.is_on,
-            "is undone by noise, which the engine's weights alone get",
-            "fp8_nemo/glue/refit.py, with_noise",
-            "set noise=none",
-        ),
-        (
-            recipe.lora.is_on,
-            "serves merged weights, where the trainer adds LoRA's product",
-            "megatron/bridge/peft/lora_layers.py",
-            NOT_EXACT,
-        ),
-        *(
-            (
-                written.get(key, 1) != 1,
-                f"needs {option}=1, got {written.get(key)}: more GPUs add in another order",
-                key,
-                f"set {option}=1",
-            )
-            for key, option in ONE_GPU.items()
-        ),
-    ):
-        yield Limit("precision.align", "exact", precision.is_exact and broken, why, mirrors, remedy)
+    exact = recipe.precision.is_exact
+    needs = (*_exact_formats(recipe), *_exact_shapes(recipe.model.shape), *_exact_sizes(written))
+    for broken, why, mirrors, remedy in needs:
+        yield Limit("precision.align", "exact", exact and broken, why, mirrors, remedy)
     for key, wanted in EXACT_KEYS.items():
         held = written.get(key)
         yield Limit(
             f"nemo.{key}",
             held,
-            precision.is_exact and held is not None and held != wanted,
+            exact and held is not None and held != wanted,
             f"must be {wanted} with precision.align=exact",
             f"{key}, another kernel or rounding",
             f"leave it out, or {NOT_EXACT}",
+        )
+
+
+def _exact_formats(recipe: Recipe) -> Iterator[tuple[bool, str, str, str]]:
+    """Yield what both sides must hold: whether it is broken, why, what that mirrors, a remedy."""
+    precision = recipe.precision
+    blocks = precision.rollout.is_quantized and precision.train.is_quantized
+    yield (
+        not blocks or precision.bf16_layers > 0,
+        "needs every linear in FP8 on both sides: in BF16 a product depends on the batch",
+        "benchmarks/results/mismatch-aligned-llama-d128-flash-bf16-h200.json",
+        "choose precision=fp8-e2e",
+    )
+    yield (
+        precision.cache.is_quantized,
+        "needs a cache in BF16: the trainer attends in BF16",
+        "transformer_engine/common/recipe/__init__.py, Float8BlockScaling",
+        "choose precision=fp8-e2e",
+    )
+    yield (
+        not recipe.glue.sends_fp8,
+        "needs weights quantized by our glue, whose bytes are the trainer's",
+        "nemo_rl/models/generation/vllm/quantization/fp8.py, cast_tensor_to_fp8_blockwise",
+        "choose glue=ours",
+    )
+    yield (
+        precision.scales != "fp32",
+        "needs block scales in FP32: vLLM rounds activations to powers of two by itself",
+        "fp8_nemo/nemo/aligned/engine.py, AlignedQuantizer",
+        "set precision.scales=fp32",
+    )
+    yield (
+        recipe.noise.is_on,
+        "is undone by noise, which the engine's weights alone get",
+        "fp8_nemo/glue/refit.py, with_noise",
+        "set noise=none",
+    )
+    yield (
+        recipe.lora.is_on,
+        "serves merged weights, where the trainer adds LoRA's product",
+        "megatron/bridge/peft/lora_layers.py",
+        NOT_EXACT,
+    )
+
+
+def _exact_shapes(shape: Shape) -> Iterator[tuple[bool, str, str, str]]:
+    """Yield what a model's operations must be, likewise."""
+    yield (
+        shape.head_dim != HEAD,
+        f"needs heads of {HEAD}, got model.shape.head_dim={shape.head_dim}: the trainer rounds "
+        "Q, K and V together in blocks of 128 rows, vLLM each apart",
+        "megatron/core/transformer/attention.py, linear_qkv",
+        NOT_EXACT,
+    )
+    yield (
+        shape.hidden not in HIDDEN_SIZES,
+        f"needs model.shape.hidden to be one of {', '.join(map(str, HIDDEN_SIZES))}, got "
+        f"{shape.hidden}: of these TransformerEngine has norms that ours repeats",
+        "transformer_engine/common/normalization/rmsnorm/rmsnorm_fwd_cuda_kernel.cu",
+        NOT_EXACT,
+    )
+    yield (
+        shape.qk_norm or bool(shape.qkv_bias),
+        "repeats no norm and no bias of Q and K",
+        "megatron/core/transformer/attention.py, q_layernorm",
+        NOT_EXACT,
+    )
+
+
+def _exact_sizes(written: Mapping[str, Any]) -> Iterator[tuple[bool, str, str, str]]:
+    """Yield that no sum may be shared by GPUs, likewise."""
+    for key, option in ONE_GPU.items():
+        yield (
+            written.get(key, 1) != 1,
+            f"needs {option}=1, got {written.get(key)}: more GPUs add in another order",
+            key,
+            f"set {option}=1",
         )
