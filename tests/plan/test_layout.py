@@ -21,7 +21,7 @@ from fp8_nemo.plan.memory import (
     kv_cache_tokens,
     memory_per_gpu,
 )
-from fp8_nemo.plan.own.other_ways import precisions
+from fp8_nemo.plan.own.other_ways import EXACT, precisions
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
 from fp8_nemo.plan.speed import engine_step_seconds
 from fp8_nemo.plan.step_time import (
@@ -166,10 +166,11 @@ def test_the_next_two_layouts_read_otherwise_than_the_first():
 def test_the_plan_says_what_every_precision_that_fits_gains():
     found = precisions(plan("precision=fp8-linear", "grpo.max_new_tokens=8192"), MAIN)
     said = dict(found)["precisions"]
-    gains = dict(re.findall(r"(\S+) ([\d.]+)x", said))
-    assert gains.keys() == {*option_names("precision")} - {"bf16", *NOT_COMPARED}
+    gains = dict(re.findall(r"(fp\S+(?: \S+=\S+)?) ([\d.]+)x", said))
+    assert gains.keys() == {*option_names("precision"), EXACT} - {"bf16", *NOT_COMPARED}
     for name, gain in gains.items():
-        row = dict(decision(plan(f"precision={name}", "grpo.max_new_tokens=8192"), MAIN))["step"]
+        words = f"precision={name}".split()
+        row = dict(decision(plan(*words, "grpo.max_new_tokens=8192"), MAIN))["step"]
         assert row.endswith(f"; {gain} times as fast as BF16")
     said = dict(precisions(plan("precision=bf16", "cluster.gpu=b200"), MAIN))["precisions"]
     assert said.endswith("layout: fp8-linear 1.02x, fp16 1.00x")  # the others are refused there
@@ -182,9 +183,11 @@ def test_the_plan_says_what_to_take_where_its_own_precision_gains_too_little():
 
     short = ("grpo.max_new_tokens=2048", "cluster.gpu=h200")
     why, _, others = str(told(*short)).partition("; ")
-    assert why.startswith("precision=bf16: fp8-kv-attn's 1.0") and why.endswith("accuracy for")
+    assert why.startswith(f"precision={EXACT}, 1.2") and "x without mismatch: fp8-kv" in why
+    assert why.endswith("accuracy for")
     assert others.startswith("by estimate, each at a risk of its own: fp8-e2e-kv-attn 1.")
-    assert "fp8-linear" not in others
+    assert "fp8-linear" not in others and EXACT not in others
+    assert str(told("grpo.max_new_tokens=2048")).startswith("precision=bf16: fp8-kv-attn's 1.1")
     fp8 = "precision=fp8-kv-attn"
     [small] = compose_plans(["model=llama32-1b", fp8, "grpo=one-gpu"], lambda recipe: MAIN)
     assert dict(precisions(small, MAIN))["take"].startswith("precision=bf16: ")

@@ -19,6 +19,8 @@ from fp8_nemo.recipe.settled import Settled
 BASELINE = "bf16"
 """Precision that the others' steps are compared with."""
 ROUGH = "roughly: no whole step of FP8 experts was timed"
+EXACT = "fp8-e2e precision.align=exact"
+"""What to type for FP8 without mismatch: the one precision that is compared and is no file's."""
 WORTH = 1.15
 """Times as fast as BF16 that a step should be by estimate. Gains of whole models were up to 4% too
 large (docs/speed.md), so a tenth is left; and what FP8 costs in accuracy is not known at 8B."""
@@ -31,15 +33,15 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     """
     if not plan.nemo or not (plain := in_precision(BASELINE, plan, host)):
         return []
-    others = filter(None, (in_precision(name, plan, host) for name in _shipped()))
     gains, texts, too_large = dict[str, float](), dict[str, str](), list[str]()
-    for each in others:
-        name, room = each.recipe.precision.name, fit(memory_per_gpu(each))
-        if each.recipe.precision.rollout.group:
+    for name, precision in _shipped().items():
+        if name == BASELINE or precision.rollout.group:
             continue  # four bits: no step was timed
-        if name != BASELINE and room == "NO":
+        if not (each := in_precision(name, plan, host)):
+            continue
+        if (room := fit(memory_per_gpu(each))) == "NO":
             too_large.append(name)
-        elif name != BASELINE:
+        else:
             gains[name] = times(each, plain)
             texts[name] = f"{name} {gains[name]:.2f}x" + (" TIGHT" if room == "TIGHT" else "")
     fastest = sorted(gains, key=lambda name: -gains[name])
@@ -48,9 +50,10 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     said += f": {', '.join(texts[name] for name in fastest)}"
     said += f"; too large: {', '.join(too_large)}" if too_large else ""
     why_not = _why_not(plan, times(plan.settled, plain))
-    more = ", ".join(texts[name] for name in fastest if round(gains[name], 2) >= WORTH)
-    advice = f"precision=bf16: {why_not}"
-    if more:
+    worth = [name for name in fastest if round(gains[name], 2) >= WORTH]
+    best = f"{EXACT}, {gains[EXACT]:.2f}x without mismatch" if EXACT in worth else BASELINE
+    advice = f"precision={best}: {why_not}"
+    if more := ", ".join(texts[name] for name in worth if name != EXACT):
         advice += f"; by estimate, each at a risk of its own: {more}"
     return [
         ("precisions", said if texts else "no FP8 fits"),
@@ -128,4 +131,6 @@ def _settled(recipe: Recipe, host: Host) -> Settled | None:
 
 @cache
 def _shipped() -> dict[str, Precision]:
-    return read_options("precision")
+    """Return what to type after `precision=`, with what it chooses."""
+    found = read_options("precision")
+    return found | {EXACT: replace(found["fp8-e2e"], align="exact")}
