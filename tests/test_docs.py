@@ -998,8 +998,7 @@ SAID = {
         lambda: "| `fp16` | {}x to {}x (8B, 8 H100) |".format(*fp16_on_h100()),
         fp16_kl,
         lambda: (
-            f"to begin with: 2 to 8 GPUs up to 4k, 8 GPUs up to 8k | `{EXACT}` | "
-            f"{on_h200(EXACT)} |"
+            f"to begin with: 2 to 8 GPUs up to 4k, 8 GPUs up to 8k | `{EXACT}` | {on_h200(EXACT)} |"
         ),
         lambda: (
             "fastest, with an FP8 cache: 2 to 8 GPUs up to 8k | `fp8-e2e-kv-attn` | "
