@@ -23,6 +23,7 @@ from fp8_nemo.plan.own.other_ways import EXACT, WORTH, precisions
 from fp8_nemo.plan.step_time import Lengths, step_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.precision import Precision
+from recipes.plan import main as plan_line
 from tests.forked import typed
 from tests.plan.test_layout import CELLS, SHARED, SINGLE, single, timed
 
@@ -370,6 +371,7 @@ def on_h200(precision):
     return f"{min(gains):.2f}x to {max(gains):.2f}x"
 
 
+@cache
 def sweep_hours(*words):
     """Hours of a node of 8 H100 that the plan's seconds a step make of a sweep."""
     plans = compose_plans(["-m", "cluster.gpu=h100", *words])
@@ -611,6 +613,7 @@ def step_errors():
     return f"The seconds of a step were up to {max(off):.0%} too few."
 
 
+@cache
 def gain_errors():
     """How far the plan's gains of whole models over BF16 are off, of all pairs of runs."""
     off = []
@@ -1237,20 +1240,19 @@ def test_the_page_of_ones_own_model_and_reward_prints_what_it_shows(tmp_path, mo
     assert len(means) == 20 and any(mean * 512 % 2 for mean in means)  # halves are among them
 
 
-def test_the_commands_of_the_user_pages_plan():
+def test_the_commands_of_the_user_pages_plan(capsys):
     """Every `recipes.grpo` and `recipes.plan` line of README and the user pages composes."""
+    lines = dict[str, str]()
     for page in PAGES:
         if "research" in page.parts:
             continue
-        lines = re.compile(r"^python -m recipes\.(?:grpo|plan) (.+?)(?:  +#.*)?$", re.M)
-        for line in lines.findall(page.read_text()):
-            words = [
-                word
-                for word in line.split()
-                if not word.startswith(("cluster=my", "correction=my", "--keys"))
-            ]
-            ran = typed("recipes.plan", *words)
-            assert ran.returncode == 0, f"{page.name}: {line}: {ran.stderr}"
+        typed_there = re.compile(r"^python -m recipes\.(?:grpo|plan) (.+?)(?:  +#.*)?$", re.M)
+        lines |= dict.fromkeys(typed_there.findall(page.read_text()), page.name)
+    assert len(lines) > 20
+    for line, page in lines.items():
+        own = ("cluster=my", "correction=my", "--keys")
+        words = [word for word in line.split() if not word.startswith(own)]
+        assert plan_line(words) == 0, f"{page}: {line}: {capsys.readouterr().err}"
 
 
 def test_readme_makes_the_model_that_its_next_line_asks_for(tmp_path):

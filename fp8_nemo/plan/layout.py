@@ -62,13 +62,13 @@ def choose(settled: Settled, host: Host) -> list[Choice]:
         settled: a recipe with `model.layout=auto`.
         host: whose limits a layout must keep to.
     """
-    seedless = replace(settled, recipe=replace(settled.recipe, seed=0))
-    return [*_search(_Search(repr(seedless), id(host), settled, host))]
+    same = replace(settled, recipe=replace(settled.recipe, seed=0, outputs=""))
+    return [*_search(_Search(repr(same), id(host), settled, host))]
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Search for layouts: the cells of a sweep that differ by their seed share one search."""
+    """Search for layouts: runs that differ by their seed or their outputs share one search."""
 
     text: str
     host_id: int

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import re
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -327,8 +328,13 @@ CELLS = TIMED | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
 
 
+@cache
 def timed(name):
-    """Yield each row of a pair, and its run in the layout that it had."""
+    """Return each row of a pair, with its run in the layout that it had."""
+    return [*_timed(name)]
+
+
+def _timed(name):
     for row in json.loads((RESULTS / f"real-steps-{name}.json").read_text())["rows"]:
         words = ("data=arithmetic", "grpo=demo", "grpo.generations_per_prompt=8", *CELLS[name])
         found = plan(f"precision={row['precision']}", "+nemo.data.max_input_seq_length=64", *words)
@@ -435,6 +441,7 @@ SHARED = {"8b8-2k": EIGHT_2K}
 """The same, but at the pace of a host on which another run sampled."""
 
 
+@cache
 def single(name):
     """Return the first row of a run on some H100s, and the run in the layout that it had."""
     row, *_ = json.loads((RESULTS / f"real-steps-{name}-h100.json").read_text())["rows"]

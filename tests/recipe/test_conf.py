@@ -1,5 +1,7 @@
 """`conf/` as code: every option composes, names are what they say, experiments are diffs."""
 
+from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -7,10 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from fp8_nemo.plan.plan import PlanError, plan_recipe
-from fp8_nemo.recipe.compose import compose
+from fp8_nemo.recipe.compose import compose, read_options
 from fp8_nemo.recipe.options.recipe import Recipe
 
 CONF = Path(__file__).parents[2] / "conf"
+read = cache(read_options)
 GROUPS = (
     *("model", "precision", "correction", "data", "grpo", "algorithm", "replay", "glue"),
     *("lora", "noise", "cluster"),
@@ -83,9 +86,11 @@ def test_every_precision_plans_on_every_model_and_every_correction_on_one(model)
     cells = CELLS if one else [(each, "tis") for each in options("precision")]
     extra = ["model.layout=null"]  # what it chooses is the matter of tests/plan
     extra += ["model.path=somewhere"] if model == "small-llama" else []
+    precisions, corrections = read("precision"), read("correction")
+    [chosen] = compose([f"model={model}", *extra])
     for precision, correction in cells:
-        [recipe] = compose(
-            [f"model={model}", f"precision={precision}", f"correction={correction}", *extra]
+        recipe = replace(
+            chosen, precision=precisions[precision], correction=corrections[correction]
         )
         is_nemo = recipe.chosen_backend == "nemo"
         if is_nemo and precision in REFUSED and (text := REFUSED[precision](recipe)):
@@ -128,11 +133,16 @@ def test_a_real_model_brings_its_data_and_batch_unless_told_otherwise():
     assert (recipe.data.name, recipe.grpo.name) == ("arithmetic", "demo")
 
 
-def test_one_model_has_one_parallel_layout_for_all_precisions():
-    for model in MODELS:
-        layouts = {
-            str(compose([f"model={model}", f"precision={p}"])[0].model.parallel)
-            for p in options("precision")
-        }
-        assert len(layouts) == 1
-        assert compose([f"model={model}"])[0].model.parallel.pipeline == 1
+@pytest.mark.parametrize("group", ["precision", "correction"])
+@pytest.mark.parametrize("model", ["llama31-8b", "qwen3-30b-a3b", "tiny-llama"])
+def test_an_option_changes_nothing_beyond_its_group(model, group):
+    """So the cells above put one option for another; a layout is the same in all precisions."""
+    [chosen] = compose([f"model={model}"])
+    for name, option in read(group).items():
+        [found] = compose([f"model={model}", f"{group}={name}"])
+        assert found == replace(chosen, **{group: option})
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_model_is_spread_over_a_pipeline(model):
+    assert compose([f"model={model}"])[0].model.parallel.pipeline == 1

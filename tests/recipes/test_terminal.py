@@ -40,21 +40,25 @@ def seen(columns, *words, kind="dumb"):
     return text.decode().replace("\r\n", "\n").replace("\r", "\n").splitlines()
 
 
-@pytest.mark.parametrize("columns", [80, 100, 160])
+LONG_LINES = (
+    ["plan", "model=llama31-8b", "precision=fp8-kv-attn", "grpo.max_new_tokens=8192"],
+    ["compare", "RUNS"],
+)
+
+
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["plan", "model=llama31-8b", "precision=fp8-kv-attn", "grpo.max_new_tokens=8192"],
+    ("columns", "words"),
+    [(columns, words) for columns in (80, 160) for words in LONG_LINES]
+    + [(80, words) for words in (
         ["plan", "model=qwen3-30b-a3b", "--keys"],
         ["plan", "precision=bf16", "precision.rollout_kv=fp8", "grpo.steps=zero"],
-        ["compare", "RUNS"],
         ["measure-mismatch", "nowhere"],
         *([verb, "--help"] for verb in ("plan", "grpo", "compare", "measure-mismatch", "run")),
         *([verb, "--help"] for verb in ("quantize-checkpoint", "make-model", "check-cluster")),
         ["queue", "--help"], ["queue", "nowhere"],
         ["--help"], ["--version"], ["grpo", "--version"],
-    ],
-    ids=lambda words: " ".join(words)[:40],
+    )],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else value,
 )  # fmt: skip
 def test_no_line_is_wider_than_the_terminal(columns, words, tmp_path):
     shutil.copy(ARCHIVE, tmp_path)  # the page is written beside the runs
