@@ -398,7 +398,7 @@ def both_hours():
 
 def node_hours():
     """What README's line of 8 H100 takes."""
-    return "they take {:.0f} hours by estimate, {:.0f} in BF16's".format(*both_hours())
+    return "500 steps take {:.0f} hours by estimate, {:.0f} in BF16's".format(*both_hours())
 
 
 def pays_from():
