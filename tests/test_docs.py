@@ -977,7 +977,7 @@ SAID = {
             f"On four H200s `{BOTH}` made a whole step of Llama 3.1 8B **{real_gain('step')}** "
             f"as fast as in BF16, on two {real_gain('step', TWO)}."
         ),
-        lambda: "alone the step was {1} times as fast, of which {0} is the shorter rollout".format(
+        lambda: "alone the step was {1} times as fast; its shorter rollout explains {0},".format(
             *kv_on_four().split(" to ")
         ),
         pays_from,
@@ -985,7 +985,7 @@ SAID = {
         beside_theirs,
         lambda: "theirs spends {:.0f} to {:.0f} s on moving the".format(*sorted(moved())),
         lambda: f"[{real_gain('step', H100S)}](docs/speed.md#four-h100s-and-nemo-rls-own-recipe)",
-        lambda: f"where the plan says {planned_gain(H100S):.2f}. Its 128",
+        lambda: f"where the plan says {planned_gain(H100S):.2f}. BF16's",
         lambda: f"{real_gain('step', ADAPTERS)} as fast with `{KV}`",
         step_errors,
         whole_steps,
