@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 	$(BIN)/python -m recipes.compare $(OUTPUTS)/tiny-llama
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n auto --dist worksteal
+	$(BIN)/python -m pytest -q -n $$(( $$(nproc) + 1 )) --dist worksteal
 
 # Installs Slurm (Debian's packages, as root), starts one on this machine and stops it.
 test-slurm: $(VENV)/installed
