@@ -331,14 +331,12 @@ CELLS = TIMED | {"8b16-h200": ONE_H200}
 @cache
 def timed(name):
     """Return each row of a pair, with its run in the layout that it had."""
-    return [*_timed(name)]
-
-
-def _timed(name):
+    found = []
     for row in json.loads((RESULTS / f"real-steps-{name}.json").read_text())["rows"]:
         words = ("data=arithmetic", "grpo=demo", "grpo.generations_per_prompt=8", *CELLS[name])
-        found = plan(f"precision={row['precision']}", "+nemo.data.max_input_seq_length=64", *words)
-        yield row, dataclasses.replace(found.settled, layout=Layout(**row["layout"]))
+        ran = plan(f"precision={row['precision']}", "+nemo.data.max_input_seq_length=64", *words)
+        found.append((row, dataclasses.replace(ran.settled, layout=Layout(**row["layout"]))))
+    return found
 
 
 @pytest.mark.parametrize(

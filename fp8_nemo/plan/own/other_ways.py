@@ -20,7 +20,7 @@ BASELINE = "bf16"
 """Precision that the others' steps are compared with."""
 ROUGH = "roughly: no whole step of FP8 experts was timed"
 EXACT = "fp8-e2e precision.align=exact"
-"""What to type for FP8 without mismatch: the one precision that is compared and is no file's."""
+"""What to type after `precision=` for FP8 without mismatch; compared beside the shipped files."""
 WORTH = 1.15
 """Times as fast as BF16 that a step should be by estimate. Gains of whole models were up to 4% too
 large (docs/speed.md), so a tenth is left; and what FP8 costs in accuracy is not known at 8B."""
