@@ -61,6 +61,19 @@ def test_decode_over_pages_gives_the_trainers_bits(heads, kv_heads):
     assert torch.equal(decoded, whole[starts[1:] - 1])
 
 
+@pytest.mark.parametrize(("vocabulary", "hidden"), [(128256, 4096), (128256, 2048), (128, 768)])
+def test_a_head_gives_few_rows_the_bits_of_many(vocabulary, hidden):
+    from fp8_nemo.nemo.aligned.exact import filled
+
+    torch.manual_seed(3)
+    weight = torch.randn(vocabulary, hidden, **BF16) * 0.02
+    x = torch.randn(4096, hidden, **BF16)
+    head = filled(lambda method, layer, x, bias: torch.nn.functional.linear(x, layer, bias))
+    whole = torch.nn.functional.linear(x, weight)
+    for rows in (1, 2, 3, 7, 16, 17, 40, 63, 64, 65, 100, 256, 500):
+        assert torch.equal(head(None, weight, x[:rows]), whole[:rows])
+
+
 def test_gradients_of_the_engines_attention_are_those_of_attention():
     from fp8_nemo.nemo.aligned.attention import EngineAttention
 
