@@ -156,6 +156,51 @@ def exact_summary(precision, align):
     return f"| `{precision}` | `{align}` | {kl:.1e} | {most:.1e} |"
 
 
+def exact_step(precision, align, step):
+    """A row of mismatch.md's table of all of 8B."""
+    row = exact_step_row(precision, align, step)
+    numbers = (f"{row[f'mismatch/{key}']:.1e}" for key in ("kl", "abs_log_ratio_max"))
+    return f"| `{precision}` | `{align}` | {step} | {' | '.join(numbers)} |"
+
+
+def exact_step_row(precision, align, step):
+    """The metrics of a step of all of 8B, by its number from 1 on."""
+    (run,) = exact_runs("nemo-exact-8b-2-h200", precision, align)
+    (row,) = [row for row in run["rows"] if row["step"] == step]
+    return row
+
+
+def exact_all_of_8b():
+    """README's KL of all of 8B, in BF16 too, and how much faster a step was."""
+    ours = [exact_step_row(E2E, "exact", step)["mismatch/kl"] for step in (1, 2)]
+    plain = [exact_step_row("bf16", "none", step)["mismatch/kl"] for step in (1, 2, 3)]
+    assert len({f"{kl:.1e}" for kl in ours}) == len({f"{kl:.1e}" for kl in plain}) == 1
+    kls = (f"{kl:.1e}".replace("e-0", "e-") for kl in (ours[0], plain[0]))
+    return "all of 8B had a KL of {} in two steps, BF16 {}, and a step was **{}** as fast.".format(
+        *kls, real_gain("step", ALIKE)
+    )
+
+
+def exact_phases():
+    """speed.md's gains of `exact` on two H200s by phase, and seconds measured and planned."""
+    plain, ours = real(ALIKE).values()
+    gains = (f"{ours['times_bf16'][phase]:.2f}" for phase in ("rollout", "logprob", "train"))
+    by_phase = "rollout {}, logprobs {}, training {} times".format(*gains)
+    planned = [f"{row['plan']['step']:.1f}" for row in (ours, plain)]
+    took = f"took {ours['step']:.1f} s a step, BF16 {plain['step']:.1f}"
+    return took, by_phase, f"The plan says {' and '.join(planned)}."
+
+
+def heads_of_64(precision):
+    """mismatch.md's mean KL of small-llama by seed."""
+    runs = exact_runs("nemo-align-heads-of-64-h200", precision, "cheap")
+    means = (
+        f"{fmean(row['mismatch/kl'] for row in run['rows'] if row['step']):.1e} ({run['seed']})"
+        for run in runs
+    )
+    return f"`{precision}` {', '.join(means)}"
+
+
 def exact_attention():
     """How much longer the kernels of attention take in a layer's training."""
     rows = of("bench-train-8b-exact-h100", lambda it: it["rows"])
@@ -447,6 +492,12 @@ def whole_steps():
     return f"[whole steps](docs/speed.md) of 3,900 tokens: {four}x on four, {two}x on two |"
 
 
+def whole_exact_steps():
+    """README's measurement of 8B with `exact` on two H200."""
+    gain = real_gain("step", ALIKE).removesuffix(" times")
+    return f"[whole steps](docs/speed.md) of 3,900 tokens on two: {gain}x |"
+
+
 def planned_lora():
     """Times as fast as BF16 that README's line of one H100 is to be, by the plan."""
     [line] = re.findall(r"recipes.grpo (.*lora=.*)", (ROOT / "README.md").read_text())
@@ -557,6 +608,8 @@ def bounds(signal):
 
 
 FOUR, TWO, ADAPTERS, H100S = "8b-4-h200", "8b-2-h200", "8b-lora-h100", "8b-4-h100"
+ALIKE = "8b-exact-2-h200"
+PAIRS = (FOUR, TWO, ALIKE, ADAPTERS, H100S)
 
 
 @cache
@@ -603,7 +656,7 @@ def step_errors():
     """README's error of the plan's seconds, of the same runs."""
     off = [
         1 - step_seconds(settled, Lengths(17, row["answer"])).total / row["step"]
-        for name in (FOUR, TWO, ADAPTERS, H100S)
+        for name in PAIRS
         for row, settled in timed(name)
     ]
     return f"Estimated seconds of a step were up to {max(off):.0%} too few."
@@ -613,13 +666,13 @@ def step_errors():
 def gain_errors():
     """How far the plan's gains of whole models over BF16 are off, of all pairs of runs."""
     off = []
-    for name in (FOUR, TWO, ADAPTERS, H100S):
+    for name in PAIRS:
         plain, *others = [
             (row["step"], step_seconds(settled, Lengths(17, row["answer"])).total)
             for row, settled in timed(name)
         ]
         off += [plain[1] / said / (plain[0] / took) - 1 for took, said in others]
-    assert len(off) == 5
+    assert len(off) == 6
     return f"{-min(off):.0%} too small to {max(off):.0%} too large"
 
 
@@ -985,6 +1038,8 @@ SAID = {
         lambda: f"{real_gain('step', ADAPTERS)} as fast with `{KV}`",
         step_errors,
         whole_steps,
+        whole_exact_steps,
+        exact_all_of_8b,
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
             f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
@@ -1026,6 +1081,7 @@ SAID = {
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],
     "docs/speed.md": [
+        *(lambda number=number: exact_phases()[number] for number in range(3)),
         *(partial(beside, name, phase) for name, phase, _ in REAL_ROWS),
         lambda: beside_rest("its part before the GPUs began", before_training()),
         lambda: beside_rest("between phases", between_phases()),
@@ -1101,6 +1157,9 @@ SAID = {
         ),
         partial(exact_row, "nemo-exact-8b8-h100", "bf16", "none"),
         exact_attention,
+        *(partial(exact_step, E2E, "exact", step) for step in (1, 2, 3)),
+        partial(exact_step, "bf16", "none", 3),
+        *(partial(heads_of_64, each) for each in ("bf16", E2E, LINEAR)),
     ],
     "docs/research/experiment.md": [
         *(partial(decided_row, "113m", cell, LLAMA) for cell in DECIDED_113M),
@@ -1153,6 +1212,7 @@ SAID = {
         *(partial(exact_summary, *cell) for cell in EXACT_CELLS),
         exact_attention,
         lambda: "{} ms with it and {} without".format(*exact_decode()),
+        lambda: f"of 3,900 tokens were {real_gain('step', ALIKE)} as fast.",
         partial(sixty_steps_row, "tiny Llama", "d"),
         partial(sixty_steps_row, "tiny Qwen3-MoE", "m"),
         experts_means,

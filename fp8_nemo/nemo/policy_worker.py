@@ -26,6 +26,7 @@ from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream, with_noise
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.aligned.attention import attend_as_the_engine, engine_attention
+from fp8_nemo.nemo.aligned.rows import fill_micro_batches
 from fp8_nemo.nemo.host_memory import HostState, prepare_buffers
 from fp8_nemo.nemo.kv_scales import watched
 from fp8_nemo.nemo.worker_settings import WorkerSettings
@@ -82,7 +83,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     fp8_nemo_loss_scale: LossScale | None = None
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Set up NeMo RL's worker; in FP16 a loss scale, in `exact` the engine's attention."""
+        """Set up NeMo RL's worker; in FP16 a loss scale, in `exact` the engine's roundings."""
         if _settings().precision.is_exact:
             engine_attention()  # refused before the model is built
         super().__init__(*arguments, **options)
@@ -91,6 +92,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             self.fp8_nemo_loss_scale = LossScale(self.optimizer)
         if _settings().precision.is_exact:
             attend_as_the_engine(self.model)
+            fill_micro_batches(self.cfg["sequence_packing"])
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """Return the handshake: names, shapes and types of the stream, before KV scales exist.

@@ -290,6 +290,10 @@ SEAMS = {
         MAIN, "nemo_rl/models/megatron/data.py", (1129, 1131), "=cu_seqlens_padded",
         "Megatron attends over packed sequences with their padding, which ends each",
     ),
+    "micro-batches-by-ranks": Seam(
+        MAIN, "nemo_rl/distributed/batched_data_dict.py", (603,), "bin_count_multiple=shards",
+        "every rank gets as many micro-batches, if need be of one short answer",
+    ),
     "graphs-by-norm": Seam(
         VLLM, "vllm/config/kernel.py", (254,), 'factors["ir_op_priority"]',
         "a compiled graph is kept by the norm's implementation among others",

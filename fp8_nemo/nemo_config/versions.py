@@ -62,6 +62,7 @@ NEEDED = (
             *SENDS,
         ),
     ),
+    Needed("nemo_rl/models/megatron/data.py", "", ("_pack_sequences_for_megatron",)),
     Needed(
         f"{ENGINE}/vllm_backend.py",
         "VllmInternalWorkerExtension",

@@ -63,15 +63,30 @@ def test_decode_over_pages_gives_the_trainers_bits(heads, kv_heads):
 
 @pytest.mark.parametrize(("vocabulary", "hidden"), [(128256, 4096), (128256, 2048), (128, 768)])
 def test_a_head_gives_few_rows_the_bits_of_many(vocabulary, hidden):
-    from fp8_nemo.nemo.aligned.exact import filled
-
     torch.manual_seed(3)
     weight = torch.randn(vocabulary, hidden, **BF16) * 0.02
     x = torch.randn(4096, hidden, **BF16)
-    head = filled(lambda method, layer, x, bias: torch.nn.functional.linear(x, layer, bias))
     whole = torch.nn.functional.linear(x, weight)
     for rows in (1, 2, 3, 7, 16, 17, 40, 63, 64, 65, 100, 256, 500):
-        assert torch.equal(head(None, weight, x[:rows]), whole[:rows])
+        assert torch.equal(torch.nn.functional.linear(x[:rows], weight), whole[:rows])
+
+
+@pytest.mark.parametrize("columns", [4096, 14336])
+def test_the_trainers_products_from_enough_rows_on_are_the_engines_of_any(columns):
+    from benchmarks.numerics.table_forward import Weight
+    from benchmarks.numerics.te_kernels import te_gemm, te_quantize
+    from benchmarks.numerics.vllm_kernels import vllm_gemm
+    from fp8_nemo.glue.quantize import Fp8Groups, quantize_blocks
+    from fp8_nemo.nemo.aligned.rows import ROWS
+
+    torch.manual_seed(4)
+    weight = torch.randn(4096, columns, **BF16) * 0.02
+    weight = Weight(weight, *quantize_blocks(weight))
+    codes = te_quantize(torch.randn(2 * ROWS, columns, **BF16))
+    few = Fp8Groups(*(part[:40].contiguous() for part in codes))
+    for rows in (ROWS, ROWS + 128, 2 * ROWS):
+        many = Fp8Groups(*(part[:rows].contiguous() for part in codes))
+        assert torch.equal(te_gemm(many, weight)[:40], vllm_gemm(few, weight))
 
 
 def test_gradients_of_the_engines_attention_are_those_of_attention():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.numerics import dialects
-from fp8_nemo.nemo.aligned import attention, ops
+from fp8_nemo.nemo.aligned import attention, ops, rows
 from fp8_nemo.nemo_config.own.alignment import HIDDEN_SIZES
 from fp8_nemo.recipe.model_dir import SHIPPED
 from tests.nemo.test_glue_with_a_checkout import free_port, imports, libcuda, on_a_cpu  # noqa: F401
@@ -232,3 +232,41 @@ assert torch.ops._vllm_fa3_C.fwd and "vllm" not in sys.modules
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
                          timeout=200, env=on_a_cpu(libcuda))  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+@imports
+def test_a_lone_short_answer_gets_enough_rows_for_the_engines_bits() -> None:
+    from nemo_rl.models.megatron import data
+
+    lengths = torch.tensor([144, 30])
+    ids = torch.arange(2 * 200).view(2, 200)
+    plain = data._pack_sequences_for_megatron(ids, lengths, 16, 128)
+    assert plain[0].shape == (1, 256)
+    made = rows.filled(data._pack_sequences_for_megatron, 1000)(ids, lengths, 16, 128, None)
+    assert made[0].shape == (1, 896)  # in whole 128s, not above what there is room for
+    assert torch.equal(made[0][:, :256], plain[0])
+    assert made[3].tolist() == plain[3].tolist() == [0, 144, 174]
+    assert made[4].tolist() == [0, 144, 896]
+    assert made[2].max_seqlen_q == 752
+
+
+def test_micro_batches_that_are_full_or_of_pipelines_stay_as_they_are() -> None:
+    def pack(*given: Any, **ranks: int) -> Any:
+        return given[2:], ranks
+
+    call = rows.filled(pack, 300)
+    for lengths, to in (([200, 57], None), ([200, 56], 256), ([20], 512)):
+        assert call(None, lengths, 16, 128, to, cp_rank=0) == ((16, 128, to), {"cp_rank": 0})
+    assert call(None, [200, 40], 8, 128) == ((8, 128, 256), {})
+
+
+def test_a_process_fills_up_to_the_smaller_of_its_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("nemo_rl.models.megatron")
+    module.data = SimpleNamespace(_pack_sequences_for_megatron=lambda *given: given[4])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for sizes, wanted in (((8192, 16384), 4096), ((2048, 16384), 2048)):
+        monkeypatch.setattr(module.data, "_pack_sequences_for_megatron", lambda *given: given[4])
+        rows.fill_micro_batches(dict(zip(("train_mb_tokens", "logprob_mb_tokens"), sizes)))  # noqa: B905
+        assert module.data._pack_sequences_for_megatron(None, [5]) == wanted

@@ -98,7 +98,7 @@ def of_nemo_rl():
 def test_all_that_our_code_names_of_nemo_rl_is_looked_at():
     known = {name for _, name in NAMES} | {each.of for each in NEEDED}
     # whose names stand above
-    modules = {"grpo", "dataloader", "fp8", "vllm_generation", "vllm_backend"}
+    modules = {"grpo", "dataloader", "fp8", "vllm_generation", "vllm_backend", "data"}
     drive = {"setup", "grpo_train"}
     found = {*of_nemo_rl()} - modules - drive - {"__init__", "__call__"}
     assert found and found <= known, found - known

@@ -3,8 +3,7 @@
 Importing it registers them, as `engine` does. The norm is the trainer's, with the sum of the
 residual stream before it. FlashAttention 3 may split the keys of a sequence over several blocks and
 join their sums, by rules that depend on the batch (seam splits-keys). Here it never does, in
-metadata made ahead and in the call itself. The head multiplies a decode step's few rows by another
-kernel than the trainer's many; zeros make them enough.
+metadata made ahead and in the call itself.
 """
 
 # pyright: reportMissingImports=false
@@ -16,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends import flash_attn
 
@@ -29,8 +26,6 @@ from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.aligned import engine, ops
 
 FLASH = "vllm_flash_attn_version"
-HEAD_ROWS = 64
-"""From so many rows on a BF16 head gives each row the bits of a whole batch (`head_rows.py`)."""
 
 
 def _norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -109,18 +104,5 @@ def unsplit(call: Callable[..., Any]) -> Callable[..., Any]:
     return never
 
 
-def filled(head: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a product with the head that has at least `HEAD_ROWS` rows, the last of zeros."""
-
-    @wraps(head)
-    def at_least(method: Any, layer: nn.Module, x_TH: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = len(x_TH)
-        full_TH = pad(x_TH, (0, 0, 0, max(0, HEAD_ROWS - rows)))
-        return head(method, layer, full_TH, bias)[:rows]
-
-    return at_least
-
-
-UnquantizedEmbeddingMethod.apply = filled(UnquantizedEmbeddingMethod.apply)
 for name in ("flash_attn_varlen_func", "get_scheduler_metadata"):
     setattr(flash_attn, name, unsplit(getattr(flash_attn, name)))
