@@ -1059,10 +1059,6 @@ SAID = {
             f"{on_h200(BOTH)} |"
         ),
         long_on_h200,
-        lambda: (
-            f"in a slower layout, {times(AGAIN, E2E):.2f}x to {times(SHORT, E2E):.2f}x at 2k, "
-            f"{times(LONG, E2E):.2f}x at 7k |"
-        ),
         lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",

@@ -235,7 +235,7 @@ assert torch.ops._vllm_fa3_C.fwd and "vllm" not in sys.modules
 
 
 @imports
-def test_a_lone_short_answer_gets_enough_rows_for_the_engines_bits() -> None:
+def test_a_lone_short_answer_gets_enough_rows_for_the_engines_bits(libcuda: Path) -> None:  # noqa: F811
     from nemo_rl.models.megatron import data
 
     lengths = torch.tensor([144, 30])
@@ -248,6 +248,27 @@ def test_a_lone_short_answer_gets_enough_rows_for_the_engines_bits() -> None:
     assert made[3].tolist() == plain[3].tolist() == [0, 144, 174]
     assert made[4].tolist() == [0, 144, 896]
     assert made[2].max_seqlen_q == 752
+    script = f"""
+import torch
+from nemo_rl.distributed.model_utils import from_parallel_logits_to_logprobs_packed_sequences
+from nemo_rl.models.megatron import data
+from fp8_nemo.nemo.aligned import rows
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:{free_port()}",
+                                     rank=0, world_size=1)
+ids, lengths, table = torch.arange(400).view(2, 200), torch.tensor([144, 30]), torch.randn(400, 400)
+found = []
+for pack in (data._pack_sequences_for_megatron,
+             rows.filled(data._pack_sequences_for_megatron, 1000)):
+    packed, _, _, _, starts = pack(ids, lengths, 16, 128, None)
+    found.append(from_parallel_logits_to_logprobs_packed_sequences(
+        table[packed], packed, starts, 200, 0, 400, torch.distributed.group.WORLD, True))
+for row, length in enumerate((143, 29)):
+    assert torch.equal(found[0][row, :length], found[1][row, :length])
+    assert found[1][row, :length].all()
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                         timeout=200, env=on_a_cpu(libcuda))  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
 
 
 def test_micro_batches_that_are_full_or_of_pipelines_stay_as_they_are() -> None:
