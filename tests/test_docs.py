@@ -348,6 +348,19 @@ def before_training():
     return found
 
 
+def after_four_threads():
+    """speed.md's seconds of a training phase before the GPUs began, since the driver has four."""
+    timers = of("nemo-exact-8b-2-h200", lambda it: it["timers"])
+    ends = [
+        {(run, ended): seconds for run, process, timer, seconds, ended in timers if timer == each}
+        for each in ("policy_training", "train")
+    ]
+    phases, trained = ends
+    waits = [f"{phases[at] - trained[at]:.1f}" for at in phases]
+    assert len(waits) == 6 and len({*waits}) == 1
+    return f"had {waits[0]} s of each training phase"
+
+
 def cut_step(name):
     """Seconds of a run's last step, which was cut off in training, with the training before it.
 
@@ -659,7 +672,11 @@ def step_errors():
         for name in PAIRS
         for row, settled in timed(name)
     ]
-    return f"Estimated seconds of a step were up to {max(off):.0%} too few."
+    worst = real(H100S)[KV]["step"]
+    return (
+        f"Estimated seconds of a step were up to {max(off):.0%} too few. In that run GPUs waited "
+        f"{before_training()[1]:.1f} of {worst:.0f} s for NeMo RL's driver,"
+    )
 
 
 @cache
@@ -1082,6 +1099,7 @@ SAID = {
         lambda: beside_rest("its part before the GPUs began", before_training()),
         lambda: beside_rest("between phases", between_phases()),
         beside_eight,
+        after_four_threads,
         lambda: "was on the way to some {:.0f} s, ours to {:.0f}:".format(
             cut_step("NeMo RL's"), cut_step(KV)
         ),
