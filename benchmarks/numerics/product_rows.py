@@ -12,7 +12,6 @@ GPU, vLLM and TransformerEngine.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 
 import torch
@@ -88,7 +87,6 @@ def main() -> None:
         record.keep(options.out, options.commit, rows=ROWS, **made)
     made["heads"] = {name: head(*size) for name, size in HEADS.items()}
     record.keep(options.out, options.commit, rows=ROWS, **made)
-    print(json.dumps(made))
 
 
 if __name__ == "__main__":

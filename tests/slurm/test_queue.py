@@ -149,7 +149,7 @@ def test_another_users_job_has_the_directory_and_keeps_it(slurm, small, shared):
     other = slurm.verb_of_nobody("grpo", *line, home=shared)
     assert other.returncode == 0, other.stderr
     assert f"pending, job {job.id} of root" in other.stdout and "\njob " not in other.stdout
-    assert slurm.queue() == before
+    assert {*slurm.queue()} <= {*before}
     assert (job.path / "job" / "id").read_text().strip() == job.id
     slurm.call("scancel", job.id)
 
@@ -240,7 +240,8 @@ def test_a_disk_that_fills_while_code_is_frozen_is_one_line_and_leaves_nothing(
         before = slurm.queue()
         done = slurm.verb("grpo", *small, f"outputs={disk}/o")
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert "No space left on device" in done.stderr and slurm.queue() == before
+        assert "No space left on device" in done.stderr
+        assert {*slurm.queue()} <= {*before}
         assert {path.name for path in disk.glob("o/*")} == {".queue.lock", ".code"}
         assert list(disk.glob("o/.code/*")) == [] and cells(disk / "o") == []
     finally:

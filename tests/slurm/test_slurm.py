@@ -221,7 +221,8 @@ def test_what_slurm_would_refuse_is_one_line_and_queues_nothing(
     assert done.returncode == 2 and done.stdout == ""
     [line] = done.stderr.strip().splitlines()
     assert said in line
-    assert slurm.queue() == before and not (tmp_path / "o").exists()
+    assert {*slurm.queue()} <= {*before}  # one that was ending may have ended
+    assert not (tmp_path / "o").exists()
 
 
 def test_without_sbatch_there_is_one_line(slurm, small, tmp_path):
