@@ -30,6 +30,9 @@ METRICS = {
     "rollout/batches": Metric("batches", "that dynamic sampling needed for the step"),
     "mismatch/kl": Metric("nats per token", "k3 estimate of KL(rollout || train)"),
     "mismatch/answer_kl": Metric("nats per answer", "the same, summed over an answer"),
+    "mismatch/differing_answers": Metric(
+        SHARE, "answers with a token whose absolute log ratio is above 1e-5"
+    ),
     "mismatch/token_mult_prob_error": Metric(
         "ratio", "mean exp of the absolute log ratio; 1: none"
     ),

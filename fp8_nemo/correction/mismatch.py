@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+DIFFERS = 1e-5
+"""Nats: beyond what two log-softmaxes of equal logits differ by (docs/research/mismatch.md)."""
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 squares and sums in FP64 without overflow
 
 
@@ -103,6 +105,7 @@ def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
 
     - `kl`: k3 estimate of KL(rollout || train), `mean(expm1(x) - x)`; nats per token, no clamp
     - `answer_kl`: its sum over an answer, mean of the answers that have a real token
+    - `differing_answers`: their share with a token whose `|x|` is above 1e-5
     - `token_mult_prob_error`: `mean(exp(|x|))`, NeMo RL's; 1 is perfect
     - `abs_log_ratio_p99`, `abs_log_ratio_max`: the tail
     - `ess`: effective sample share of the unmodified token ratios
@@ -111,9 +114,12 @@ def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
     if not x_N.numel():
         return {}
     distance_N, k3_N = x_N.abs(), torch.expm1(x_N) - x_N
+    answers = pair.mask_BT.bool().any(1).sum()
+    differing = (pair.log_ratio_BT.abs() > DIFFERS).any(1).sum()
     return {
         "mismatch/kl": k3_N.mean().item(),
-        "mismatch/answer_kl": (k3_N.sum() / pair.mask_BT.bool().any(1).sum()).item(),
+        "mismatch/answer_kl": (k3_N.sum() / answers).item(),
+        "mismatch/differing_answers": (differing / answers).item(),
         "mismatch/token_mult_prob_error": distance_N.exp().mean().item(),
         # `torch.quantile` sorts, and takes 2**24 values at the most.
         "mismatch/abs_log_ratio_p99": float(np.quantile(distance_N.cpu().numpy(), 0.99)),

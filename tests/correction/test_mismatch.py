@@ -36,6 +36,7 @@ def restated(train_BT, rollout_BT, mask_BT):
     return {
         "mismatch/kl": sum(math.expm1(x) - x for x in x_N) / len(x_N),
         "mismatch/answer_kl": np.mean([sum(math.expm1(x) - x for x in each) for each in answers]),
+        "mismatch/differing_answers": np.mean([np.abs(each).max() > 1e-5 for each in answers]),
         "mismatch/token_mult_prob_error": np.exp(np.abs(x_N)).mean(),
         "mismatch/abs_log_ratio_p99": torch.quantile(torch.tensor(np.abs(x_N)), 0.99).item(),
         "mismatch/abs_log_ratio_max": np.abs(x_N).max(),
@@ -59,6 +60,7 @@ def test_equal_logprobs_are_a_perfect_match():
     assert mismatch_metrics(pair_of([[0.0, 0.0], [0.0, 0.0]])) == {
         "mismatch/kl": 0.0,
         "mismatch/answer_kl": 0.0,
+        "mismatch/differing_answers": 0.0,
         "mismatch/token_mult_prob_error": 1.0,
         "mismatch/abs_log_ratio_p99": 0.0,
         "mismatch/abs_log_ratio_max": 0.0,
@@ -74,6 +76,16 @@ def test_one_token_of_ratio_four_and_one_of_a_half_in_closed_form():
     assert found["mismatch/abs_log_ratio_max"] == 2 * log2
     assert found["mismatch/abs_log_ratio_p99"] == pytest.approx(log2 + 0.99 * log2, rel=1e-14)
     assert found["mismatch/ess"] == pytest.approx(4.5**2 / (2 * 16.25), rel=1e-14)
+
+
+def test_one_answer_of_four_that_differs_is_seen_where_the_others_differ_by_the_last_bits():
+    found = mismatch_metrics(
+        pair_of(
+            [[1.9e-6, 0.0], [0.0, -9e-6], [0.0, 1.1e-5], [0.3, 0.3], [0.0, 0.0]],
+            [[1, 1], [1, 1], [1, 1], [0, 0], [1, 0]],
+        )
+    )
+    assert found["mismatch/differing_answers"] == 0.25
 
 
 def test_kl_is_of_rollout_to_train_and_not_the_other_way_round():
