@@ -33,7 +33,7 @@ HEADS = {
     "qwen25-7b": (152064, 3584), "small-llama": (128, 768),
 }  # fmt: skip
 """Rows and columns of the weights, `[O, I]`."""
-ROWS = (*range(1, 129), 160, 192, 256, 320, 384, *range(512, 4097, 128), 8064, 8192, 12288, 16384)
+ROWS = (*range(1, 129), *range(160, 512, 32), *range(512, 16385, 128))
 WHOLE = 8192
 
 
@@ -76,15 +76,16 @@ def head(rows: int, columns: int) -> list[int]:
 
 
 def main() -> None:
-    """Measure every weight, and write the results after each model."""
+    """Measure every weight, and write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     record.add_options(parser)
     options = parser.parse_args()
     record.need("vllm", "transformer_engine")
     made: dict[str, dict[str, object]] = {"heads": {}, "linears": {}}
     for name, sizes in LINEARS.items():
-        made["linears"][name] = {f"{o} x {i}": measure(o, i) for o, i in sizes}
-        record.keep(options.out, options.commit, rows=ROWS, **made)
+        for o, i in sizes:
+            made["linears"][f"{name}, {o} x {i}"] = measure(o, i)
+            record.keep(options.out, options.commit, rows=ROWS, **made)
     made["heads"] = {name: head(*size) for name, size in HEADS.items()}
     record.keep(options.out, options.commit, rows=ROWS, **made)
 

@@ -110,12 +110,12 @@ def mismatch_metrics(pair: LogprobPair) -> dict[str, float]:
     - `abs_log_ratio_p99`, `abs_log_ratio_max`: the tail
     - `ess`: effective sample share of the unmodified token ratios
     """
-    x_N = pair.log_ratio_N
+    mask_BT, x_BT = pair.mask_BT.bool(), pair.log_ratio_BT
+    x_N = x_BT[mask_BT]
     if not x_N.numel():
         return {}
     distance_N, k3_N = x_N.abs(), torch.expm1(x_N) - x_N
-    answers = pair.mask_BT.bool().any(1).sum()
-    differing = (pair.log_ratio_BT.abs() > DIFFERS).any(1).sum()
+    answers, differing = mask_BT.any(1).sum(), (x_BT.abs() > DIFFERS).any(1).sum()
     return {
         "mismatch/kl": k3_N.mean().item(),
         "mismatch/answer_kl": (k3_N.sum() / answers).item(),

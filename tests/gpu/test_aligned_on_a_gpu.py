@@ -71,8 +71,10 @@ def test_a_head_gives_few_rows_the_bits_of_many(vocabulary, hidden):
         assert torch.equal(torch.nn.functional.linear(x[:rows], weight), whole[:rows])
 
 
-@pytest.mark.parametrize("columns", [4096, 14336])
-def test_the_trainers_products_from_enough_rows_on_are_the_engines_of_any(columns):
+@pytest.mark.parametrize(
+    ("out", "columns"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+)
+def test_the_trainers_products_from_enough_rows_on_are_the_engines(out, columns):
     from benchmarks.numerics.table_forward import Weight
     from benchmarks.numerics.te_kernels import te_gemm, te_quantize
     from benchmarks.numerics.vllm_kernels import vllm_gemm
@@ -80,13 +82,15 @@ def test_the_trainers_products_from_enough_rows_on_are_the_engines_of_any(column
     from fp8_nemo.nemo.aligned.rows import ROWS
 
     torch.manual_seed(4)
-    weight = torch.randn(4096, columns, **BF16) * 0.02
+    weight = torch.randn(out, columns, **BF16) * 0.02
     weight = Weight(weight, *quantize_blocks(weight))
     codes = te_quantize(torch.randn(2 * ROWS, columns, **BF16))
-    few = Fp8Groups(*(part[:40].contiguous() for part in codes))
+    engine = vllm_gemm(codes, weight)
     for rows in (ROWS, ROWS + 128, 2 * ROWS):
         many = Fp8Groups(*(part[:rows].contiguous() for part in codes))
-        assert torch.equal(te_gemm(many, weight)[:40], vllm_gemm(few, weight))
+        assert torch.equal(te_gemm(many, weight), engine[:rows])
+    few = Fp8Groups(*(part[:40].contiguous() for part in codes))
+    assert torch.equal(vllm_gemm(few, weight), engine[:40])
 
 
 def test_gradients_of_the_engines_attention_are_those_of_attention():

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.numerics import dialects
 from fp8_nemo.nemo.aligned import attention, ops, rows
-from fp8_nemo.nemo_config.own.alignment import HIDDEN_SIZES
+from fp8_nemo.nemo_config.own.alignment import HIDDEN_SIZES, MICRO_BATCH_ROWS
 from fp8_nemo.recipe.model_dir import SHIPPED
 from tests.nemo.test_glue_with_a_checkout import free_port, imports, libcuda, on_a_cpu  # noqa: F401
 
@@ -235,16 +235,20 @@ assert torch.ops._vllm_fa3_C.fwd and "vllm" not in sys.modules
 
 
 @imports
-def test_a_lone_short_answer_gets_enough_rows_for_the_engines_bits(libcuda: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("each", [1, 16])  # a plan's, and one that pads each sequence
+def test_a_lone_short_answer_gets_enough_rows_for_the_engines_bits(
+    libcuda: Path,  # noqa: F811
+    each: int,
+) -> None:
     from nemo_rl.models.megatron import data
 
     lengths = torch.tensor([144, 30])
     ids = torch.arange(2 * 200).view(2, 200)
-    plain = data._pack_sequences_for_megatron(ids, lengths, 16, 128)
+    plain = data._pack_sequences_for_megatron(ids, lengths, each, 128)
     assert plain[0].shape == (1, 256)
-    made = rows.filled(data._pack_sequences_for_megatron, 1000)(ids, lengths, 16, 128, None)
+    made = rows.filled(data._pack_sequences_for_megatron, 1000, 1000)(ids, lengths, each, 128, None)
     assert made[0].shape == (1, 896)  # in whole 128s, not above what there is room for
-    assert torch.equal(made[0][:, :256], plain[0])
+    assert torch.equal(made[0][:, :174], plain[0][:, :174])
     assert made[3].tolist() == plain[3].tolist() == [0, 144, 174]
     assert made[4].tolist() == [0, 144, 896]
     assert made[2].max_seqlen_q == 752
@@ -258,8 +262,8 @@ torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:{free_
 ids, lengths, table = torch.arange(400).view(2, 200), torch.tensor([144, 30]), torch.randn(400, 400)
 found = []
 for pack in (data._pack_sequences_for_megatron,
-             rows.filled(data._pack_sequences_for_megatron, 1000)):
-    packed, _, _, _, starts = pack(ids, lengths, 16, 128, None)
+             rows.filled(data._pack_sequences_for_megatron, 1000, 1000)):
+    packed, _, _, _, starts = pack(ids, lengths, {each}, 128, None)
     found.append(from_parallel_logits_to_logprobs_packed_sequences(
         table[packed], packed, starts, 200, 0, 400, torch.distributed.group.WORLD, True))
 for row, length in enumerate((143, 29)):
@@ -275,19 +279,20 @@ def test_micro_batches_that_are_full_or_of_pipelines_stay_as_they_are() -> None:
     def pack(*given: Any, **ranks: int) -> Any:
         return given[2:], ranks
 
-    call = rows.filled(pack, 300)
+    call = rows.filled(pack, 300, 600)
     for lengths, to in (([200, 57], None), ([200, 56], 256), ([20], 512)):
         assert call(None, lengths, 16, 128, to, cp_rank=0) == ((16, 128, to), {"cp_rank": 0})
     assert call(None, [200, 40], 8, 128) == ((8, 128, 256), {})
+    with torch.no_grad():
+        assert call(None, [200, 57], 16, 128) == ((16, 128, 512), {})
 
 
-def test_a_process_fills_up_to_the_smaller_of_its_micro_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_fills_each_pass_up_to_its_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("nemo_rl.models.megatron")
-    module.data = SimpleNamespace(_pack_sequences_for_megatron=lambda *given: given[4])  # type: ignore[attr-defined]
+    pack = SimpleNamespace(_pack_sequences_for_megatron=lambda *given: given[4])
+    module.data = pack  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    for sizes, wanted in (((8192, 16384), 4096), ((2048, 16384), 2048)):
-        monkeypatch.setattr(module.data, "_pack_sequences_for_megatron", lambda *given: given[4])
-        rows.fill_micro_batches(dict(zip(("train_mb_tokens", "logprob_mb_tokens"), sizes)))  # noqa: B905
-        assert module.data._pack_sequences_for_megatron(None, [5]) == wanted
+    rows.fill_micro_batches({"train_mb_tokens": 2048, "logprob_mb_tokens": 8192})
+    assert pack._pack_sequences_for_megatron(None, [5]) == 2048
+    with torch.no_grad():
+        assert pack._pack_sequences_for_megatron(None, [5]) == rows.ROWS == MICRO_BATCH_ROWS

@@ -177,6 +177,14 @@ def test_alignment_is_noted_unless_a_key_or_the_version_stands_against_it():
     assert noted("main") and not noted("main", unfused) and not noted("v0.7.0")
 
 
+def test_an_exact_plan_notes_micro_batches_of_fewer_rows_than_were_compared():
+    for sequences, noted in ((1, ["precision.align=exact: micro-batches of 2,048 tokens"]), (2, [])):
+        found = plan(*EXACT, "grpo.max_new_tokens=1024", f"model.memory.micro_batch={sequences}",
+                     f"model.memory.logprob_batch={sequences}")  # fmt: skip
+        told = [note.partition(";")[0] for note in found.notes if "exact" in note]
+        assert told == noted
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -491,6 +499,10 @@ FORBIDDEN = [
             f"precision.align=exact: needs model.parallel.{axis}=1, got 2: more GPUs add in",
         )
         for axis in ("tensor", "context", "rollout_tensor")
+    ),
+    (
+        [*EXACT, "model.parallel.pipeline=2"],
+        "precision.align=exact: needs model.parallel.pipeline=1, got 2: micro-batches of a",
     ),
     (
         ["model=llama31-8b", "precision=fp16", "precision.loss_scale=0.5"],
@@ -1011,7 +1023,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 101
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 102
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]

@@ -323,9 +323,9 @@ FOUR_H200 = ("grpo.prompts_per_step=16", "grpo.max_new_tokens=4032",
 FOUR_H100 = (*FOUR_H200[:-1], "cluster.gpu=h100")
 TIMED = {"8b-lora-h100": ONE_H100, "8b-2-h200": TWO_H200, "8b-4-h200": FOUR_H200,
          "8b-4-h100": FOUR_H100}  # fmt: skip
+"""Timed inside NeMo RL: device-NAME.json has the line, real-steps-NAME.json the seconds."""
 ALIGNED = {"8b-exact-2-h200": TWO_H200}
 """Likewise, what is not BF16 with `precision.align=exact`; no log of the GPUs' memory."""
-"""Timed inside NeMo RL: device-NAME.json has the line, real-steps-NAME.json the seconds."""
 CELLS = TIMED | ALIGNED | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
 

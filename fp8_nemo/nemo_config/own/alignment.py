@@ -41,6 +41,9 @@ EXACT_KEYS = {
     f"{VLLM_KWARGS}.attention_config.flash_attn_version": 3,
 }
 """Keys that choose a kernel or rounding of one side, and what they must be if they are set."""
+PIPELINE = f"{MEGATRON}.pipeline_model_parallel_size"
+MICRO_BATCH_ROWS = 2944
+"""`aligned.rows.ROWS`, which workers import and a plan does not."""
 HIDDEN_SIZES = (512, 768, 1024, 2048, 4096, 8192)
 """Of `aligned.ops.NORM_WARPS`, which vLLM's processes import and a plan does not."""
 GAINS = {
@@ -56,13 +59,19 @@ ONE_GPU = {
 
 
 def alignment_notes(settled: Settled, host: Host) -> Iterator[str]:
-    """Note that an engine could be aligned, where runs had one: FP8 on both sides.
+    """Note that an engine could be aligned, where runs had one, or has micro-batches of few rows.
 
     Args:
         settled: with its layout chosen.
         host: that it would run in.
     """
     recipe, precision, layout = settled.recipe, settled.recipe.precision, settled.layout
+    rows = settled.sequence_tokens * min(layout.micro_batch, layout.logprob_batch)
+    if precision.is_exact and rows < MICRO_BATCH_ROWS:
+        yield (
+            f"precision.align=exact: micro-batches of {rows:,} tokens; with fewer than "
+            f"{MICRO_BATCH_ROWS:,} trainer and engine were not compared (docs/precision.md)"
+        )
     if (
         not precision.train.is_quantized
         or precision.is_aligned
@@ -74,6 +83,7 @@ def alignment_notes(settled: Settled, host: Host) -> Iterator[str]:
     ):
         return
     sizes = dict(zip(ONE_GPU, (layout.tensor, layout.context, 1), strict=True))
+    sizes |= {PIPELINE: layout.pipeline}
     written = dict.fromkeys(FUSIONS, True) | sizes | dict(settled.own)
     for align, gain in GAINS.items():
         aligned = replace(recipe, precision=replace(precision, align=align))
@@ -229,7 +239,7 @@ def _exact_shapes(shape: Shape) -> Iterator[tuple[bool, str, str, str]]:
 
 
 def _exact_sizes(written: Mapping[str, Any]) -> Iterator[tuple[bool, str, str, str]]:
-    """Yield that no sum may be shared by GPUs, likewise."""
+    """Yield that no sum may be shared by GPUs, and no micro-batch be short, likewise."""
     for key, option in ONE_GPU.items():
         yield (
             written.get(key, 1) != 1,
@@ -237,3 +247,10 @@ def _exact_sizes(written: Mapping[str, Any]) -> Iterator[tuple[bool, str, str, s
             key,
             f"set {option}=1",
         )
+    yield (
+        written.get(PIPELINE, 1) != 1,
+        f"needs model.parallel.pipeline=1, got {written.get(PIPELINE)}: micro-batches of a "
+        "pipeline have one length, which may be short",
+        PIPELINE,
+        "set model.parallel.pipeline=1",
+    )
