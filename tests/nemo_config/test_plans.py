@@ -178,9 +178,10 @@ def test_alignment_is_noted_unless_a_key_or_the_version_stands_against_it():
 
 
 def test_an_exact_plan_notes_micro_batches_of_fewer_rows_than_were_compared():
-    for sequences, noted in ((1, ["precision.align=exact: micro-batches of 2,048 tokens"]), (2, [])):
-        found = plan(*EXACT, "grpo.max_new_tokens=1024", f"model.memory.micro_batch={sequences}",
-                     f"model.memory.logprob_batch={sequences}")  # fmt: skip
+    few = "precision.align=exact: micro-batches of 2,048 tokens"
+    for sequences, noted in ((1, [few]), (2, [])):
+        sizes = (f"model.memory.{each}={sequences}" for each in ("micro_batch", "logprob_batch"))
+        found = plan(*EXACT, "glue=ours", "grpo.max_new_tokens=1024", *sizes)
         told = [note.partition(";")[0] for note in found.notes if "exact" in note]
         assert told == noted
 
