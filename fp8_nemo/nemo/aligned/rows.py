@@ -34,6 +34,7 @@ def filled(pack: Callable[..., Any], train: int, logprob: int) -> Callable[..., 
         ids_BS: Tensor, lengths_B: Sequence[int] | Tensor, each: int = 1, whole: int = 1,
         to: int | None = None, **ranks: int,
     ) -> Any:  # fmt: skip
+        """Pack as NeMo RL does, the last sequence padded further if there are too few rows."""
         wanted = (train if torch.is_grad_enabled() else logprob) // whole * whole
         held = sum(-(-int(length) // each) * each for length in lengths_B)
         return pack(ids_BS, lengths_B, each, whole, wanted if to is None and held < wanted else to,
