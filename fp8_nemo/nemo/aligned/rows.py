@@ -1,9 +1,9 @@
 """Enough rows for the trainer's FP8 products, where they must give the engine's bits.
 
-cuBLAS chooses a product's kernel by its number of rows. An answer of 8B's that had a micro-batch of
-256 rows to itself got other bits than among 2,944 and more, which were the engine's. Such
-micro-batches come from NeMo RL: it makes as many as its ranks divide (seam micro-batches-by-ranks),
-and takes the shortest answer for one that is missing.
+We infer (docs/research/mismatch.md) that an answer of 8B's which had a micro-batch of 256 rows to
+itself got other bits than among 2,944 and more, which were the engine's: cuBLAS may choose another
+kernel. Such micro-batches come from NeMo RL: it makes as many as its ranks divide (seam
+micro-batches-by-ranks), and takes the shortest answer for one that is missing.
 """
 
 # pyright: reportMissingImports=false
