@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, median
@@ -196,9 +197,68 @@ def heads_of_64(precision):
     runs = exact_runs("nemo-align-heads-of-64-h200", precision, "cheap")
     means = (
         f"{fmean(row['mismatch/kl'] for row in run['rows'] if row['step']):.1e} ({run['seed']})"
-        for run in runs
+        for run in sorted(runs, key=lambda run: run["seed"])
     )
     return f"`{precision}` {', '.join(means)}"
+
+
+def short_answers(name, micro_batches):
+    """A row of mismatch.md's table of lone short answers."""
+    runs = of("nemo-short-answers-h200", lambda it: {r["name"]: r["rows"] for r in it["runs"]})
+    (share,) = {row["mismatch/differing_answers"] for row in runs[f"short-{name}"]}
+    kl = max(row["mismatch/kl"] for row in runs[f"short-{name}"])
+    differ = f"{57 * share:.0f} of 57"
+    return f"| {micro_batches} | {len(runs[f'short-{name}'])} | {differ} | {kl:.1e} |"
+
+
+def unequal_rows():
+    """At which numbers of rows products of a linear differ, of the trainer and in BF16."""
+    bench = of("product-rows-h200", lambda it: it)
+    found = {
+        side: {name: rows for name, each in bench["linears"].items() if (rows := each[side])}
+        for side in ("trainer", "engine", "bf16")
+    }
+    assert not found["engine"] and len(bench["linears"]) == 7
+    ((name, rows),) = found["trainer"].items()
+    assert name == "llama31-8b, 4096 x 14336"
+    *few, most = rows
+    assert few == [n for n in bench["rows"] if 2 <= n <= 256]
+    attention, last = (
+        found["bf16"][f"llama31-8b, {size}"] for size in ("4096 x 4096", "4096 x 14336")
+    )
+    return (
+        f"has other bits than the engine's with 2 to {few[-1]} rows, and with {most}.",
+        f"Of {len(bench['rows'])} numbers up to {max(bench['rows']):,} no other differs.",
+        f"attention's output differs at {len(attention)}, the largest {attention[-1]}, and the "
+        f"MLP's last at {len(last)}, the largest {last[-1]};",
+    )
+
+
+def exact_learns():
+    """The mean reward of steps 15 to 24 in `exact` and in BF16, whose KL the first has at most."""
+    exact, plain = of("nemo-exact-learns-h200", lambda it: [run["rows"] for run in it["runs"]])
+    assert len(exact) == 30 and not any(row["mismatch/differing_answers"] for row in exact)
+    rewards = (f"{fmean(row['reward/mean'] for row in rows[14:24]):.2f}" for rows in (exact, plain))
+    return *rewards, f"{max(row['mismatch/kl'] for row in exact):.1e}"
+
+
+def exact_decode_by_length():
+    """How much longer a decode step takes with `exact`, with few sequences and many."""
+    took = defaultdict(list)
+    for start in of("decode-exact-h200", lambda it: it["starts"]):
+        engine = start["asked"]["align"] or start["asked"]["precision"]
+        for row in start["rows"]:
+            took[engine, row["batch"]].append(row["wall_ms"])
+    mean = {key: fmean(each) for key, each in took.items()}
+    assert {len(each) for each in took.values()} == {2}
+    without = [mean["exact", n] / mean["fp8-linear-deepgemm", n] for n in (256, 8, 1)]
+    plain = [mean["bf16", n] / mean["exact", n] for n in (256, 8, 1)]
+    return [f"{times:.2f}" for times in (*without, 1 / plain[-1], *plain)]
+
+
+def exact_decode_in(text):
+    """Fill a page's sentence with the numbers above."""
+    return text.format(*exact_decode_by_length())
 
 
 def exact_attention():
@@ -1174,7 +1234,13 @@ SAID = {
         partial(exact_row, "nemo-exact-8b8-h100", "bf16", "none"),
         exact_attention,
         *(partial(exact_step, E2E, "exact", step) for step in (1, 2, 3)),
-        *(partial(exact_step, "bf16", "none", step) for step in (1, 2, 3)),
+        partial(exact_step, "bf16", "none", 1),
+        partial(short_answers, "unfilled", "4,096 tokens, not filled"),
+        partial(short_answers, "filled", "4,096 tokens, filled to 2,944"),
+        partial(short_answers, "small", "1,024 tokens, filled to 1,024"),
+        *(partial(lambda n: unequal_rows()[n], n) for n in range(3)),
+        lambda: "Rewards of steps 15 to 24 are {} in the mean, in BF16 {},".format(*exact_learns()),
+        lambda: f"largest KL {exact_learns()[2]}.",
         *(partial(heads_of_64, each) for each in ("bf16", E2E, LINEAR)),
     ],
     "docs/research/experiment.md": [
@@ -1219,7 +1285,13 @@ SAID = {
         lambda: f"stopped all\n{COUNTED[min(stopped('full'))]}. `bytes`",
     ],
     "docs/peers.md": [saved],
-    "docs/research/measured.md": [formats_measured],
+    "docs/research/measured.md": [
+        formats_measured,
+        lambda: exact_decode_in(
+            "{0} with 256 sequences of 1k tokens, {1} with 8 of 4k, {2} with one of 8k; "
+            "BF16's over it: {4}, {5}, {6}"
+        ),
+    ],
     "docs/algorithms.md": [replayed_30b, *(partial(replayed, each) for each in (128, 64, 16, 4))],
     "notebooks/03-end-to-end.ipynb": [
         lambda: f"ends {told('dense', 'fp8-e2e-tis', LLAMA).removesuffix(', open')} points",
@@ -1227,7 +1299,11 @@ SAID = {
     "docs/precision.md": [
         *(partial(exact_summary, *cell) for cell in EXACT_CELLS),
         exact_attention,
-        lambda: "{} ms with it and {} without".format(*exact_decode()),
+        lambda: "took {} ms with it, {} without.".format(*exact_decode()),
+        lambda: exact_decode_in(
+            "{} with 256 sequences of 1k tokens, {} with 8 of 4k, and {} with one of 8k: {} times"
+        ),
+        lambda: "by one seed: rewards {} and {}.".format(*exact_learns()),
         lambda: f"of 3,900 tokens were {real_gain('step', ALIKE)} as fast.",
         partial(sixty_steps_row, "tiny Llama", "d"),
         partial(sixty_steps_row, "tiny Qwen3-MoE", "m"),

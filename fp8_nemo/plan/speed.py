@@ -119,6 +119,10 @@ MOST_ALIKE = {False: ("llama31-8b", 32), True: ("qwen3-30b-a3b", 48)}
 EXCHANGE = 20e-6
 """Assumed seconds of one all-reduce of a decode step's activations over NVLink. With it a step of
 30B-A3B's BF16 engine over two H100s comes out 1 and 4% short (rollout-30b-two-h100.json)."""
+UNSPLIT = 9.8e-9
+"""Seconds that FlashAttention 3 needs for a key of one layer if it never splits a sequence's keys,
+as with `precision.align=exact`: one block of threads reads those of a KV head, however idle the GPU
+is (decode-exact-h200.json, one sequence of 8k tokens)."""
 UNTUNED = 1.5
 """Times as long as with tuned tiles that FP8 experts take on an H100 with vLLM's default, which an
 engine of several GPUs has; from 128 rows (1.36 to 1.63, experts-h100.json)."""
@@ -220,7 +224,10 @@ def decode_seconds(
     """
     is_untuned = gpus > 1 and gpu == "h100" and batch >= 128
     work = decode_work(shape, precision, batch, context, UNTUNED if is_untuned else 1.0)
-    read = work.seconds(GPU_SPEED[gpu].reached(), precision.cache.is_quantized)
+    speed = GPU_SPEED[gpu].reached()
+    read = work.seconds(speed, precision.cache.is_quantized)
+    if precision.is_exact:
+        read += max(0.0, shape.layers * context * UNSPLIT - work.kv_bytes / speed.cache)
     exchange = 2 * shape.layers * EXCHANGE if gpus > 1 else 0.0
     return (read + fitted.of_step(precision, batch)) / gpus + exchange
 

@@ -44,6 +44,7 @@ from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Precision
 
 MODELS = Path(__file__).parents[2] / "conf" / "model"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FP8 = Precision(rollout_linear="fp8")
 FP8_KV = Precision(rollout_linear="fp8", rollout_kv="fp8")
 
@@ -210,6 +211,18 @@ def test_a_step_is_its_bytes_over_bandwidth_until_the_products_take_longer():
     assert decode_floor(shape, FP8, 4096, 1, "h200") == pytest.approx(
         expected + fp8.kv_bytes / bandwidth
     )
+
+
+def test_decode_with_unsplit_keys_comes_out_within_a_tenth():
+    starts = json.loads((RESULTS / "decode-exact-h200.json").read_text())["starts"]
+    exact = dataclasses.replace(FP8, train_linear="fp8", align="exact")
+    shape, fitted = shape_of("llama31-8b"), FITTED["llama31-8b", 32]
+    rows = [row for start in starts if start["asked"]["align"] for row in start["rows"]]
+    assert len(rows) == 6
+    for row in rows:
+        held = row["batch"], row["context"]
+        seconds = decode_seconds(shape, exact, *held, "h200", fitted)
+        assert 1e3 * seconds == pytest.approx(row["wall_ms"], rel=0.1), held
 
 
 def test_a_faster_gpu_takes_less_and_fp8_never_more():

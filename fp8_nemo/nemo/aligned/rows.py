@@ -1,9 +1,10 @@
 """Enough rows for the trainer's FP8 products, where they must give the engine's bits.
 
-We infer (docs/research/mismatch.md) that an answer of 8B's which had a micro-batch of 256 rows to
-itself got other bits than among 2,944 and more, which were the engine's: cuBLAS may choose another
-kernel. Such micro-batches come from NeMo RL: it makes as many as its ranks divide (seam
-micro-batches-by-ranks), and takes the shortest answer for one that is missing.
+cuBLAS chooses a kernel by the number of rows. On an H200 TransformerEngine's product of 8B's last
+linear has other bits than the engine's with 2 to 256 rows and with 640, and the same with one and
+from 768 on (product-rows-h200.json). So an answer alone in a micro-batch differs
+(docs/research/mismatch.md). Such micro-batches come from NeMo RL: a step's answers may leave one
+over, and it makes as many as its ranks divide (seam micro-batches-by-ranks).
 """
 
 # pyright: reportMissingImports=false
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 ROWS = 2944
-"""From so many rows on no difference from the engine was seen (docs/research/mismatch.md)."""
+"""Several times 8B's 768: a narrower model's products have fewer tiles for as many rows."""
 
 
 def filled(pack: Callable[..., Any], train: int, logprob: int) -> Callable[..., Any]:

