@@ -1301,7 +1301,8 @@ SAID = {
         exact_attention,
         lambda: "took {} ms with it, {} without.".format(*exact_decode()),
         lambda: exact_decode_in(
-            "{} with 256 sequences of 1k tokens, {} with 8 of 4k, and {} with one of 8k: {} times"
+            "{} with 256 sequences of 1k tokens, {} with 8 of 4k, and {} with one of 8k. The last "
+            "is {} times"
         ),
         lambda: "by one seed: rewards {} and {}.".format(*exact_learns()),
         lambda: f"of 3,900 tokens were {real_gain('step', ALIKE)} as fast.",
