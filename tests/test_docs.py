@@ -218,7 +218,7 @@ def unequal_rows():
         side: {name: rows for name, each in bench["linears"].items() if (rows := each[side])}
         for side in ("trainer", "engine", "bf16")
     }
-    assert not found["engine"] and len(bench["linears"]) == 7
+    assert not found["engine"] and len(bench["linears"]) == 7 and len(found["bf16"]) == 2
     ((name, rows),) = found["trainer"].items()
     assert name == "llama31-8b, 4096 x 14336"
     *few, most = rows
@@ -235,15 +235,17 @@ def unequal_rows():
 
 
 def exact_learns():
-    """The mean reward of steps 15 to 24 in `exact` and in BF16, whose KL the first has at most."""
-    exact, plain = of("nemo-exact-learns-h200", lambda it: [run["rows"] for run in it["runs"]])
+    """Rewards of steps 15 to 24 in `exact` and BF16, of their first, the largest KL of `exact`."""
+    runs = of("nemo-exact-learns-h200", lambda it: {r["name"]: r["rows"] for r in it["runs"]})
+    exact, plain = runs["learn-exact"], runs["learn-bf16"]
     assert len(exact) == 30 and not any(row["mismatch/differing_answers"] for row in exact)
-    rewards = (f"{fmean(row['reward/mean'] for row in rows[14:24]):.2f}" for rows in (exact, plain))
+    parts = (rows[part] for part in (slice(14, 24), slice(1)) for rows in (exact, plain))
+    rewards = (f"{fmean(row['reward/mean'] for row in rows):.2f}" for rows in parts)
     return *rewards, f"{max(row['mismatch/kl'] for row in exact):.1e}"
 
 
-def exact_decode_by_length():
-    """How much longer a decode step takes with `exact`, with few sequences and many."""
+def exact_decode_in(text):
+    """Fill in how long a decode step takes with `exact`, over without, BF16, and BF16's over it."""
     took = defaultdict(list)
     for start in of("decode-exact-h200", lambda it: it["starts"]):
         engine = start["asked"]["align"] or start["asked"]["precision"]
@@ -253,12 +255,7 @@ def exact_decode_by_length():
     assert {len(each) for each in took.values()} == {2}
     without = [mean["exact", n] / mean["fp8-linear-deepgemm", n] for n in (256, 8, 1)]
     plain = [mean["bf16", n] / mean["exact", n] for n in (256, 8, 1)]
-    return [f"{times:.2f}" for times in (*without, 1 / plain[-1], *plain)]
-
-
-def exact_decode_in(text):
-    """Fill a page's sentence with the numbers above."""
-    return text.format(*exact_decode_by_length())
+    return text.format(*(f"{times:.2f}" for times in (*without, 1 / plain[-1], *plain)))
 
 
 def exact_attention():
@@ -537,7 +534,9 @@ def experts_at_first():
 def long_on_h200():
     """README's row of 16k tokens on 8 H200."""
     gain = planned("h200", 16384)[BOTH]
-    return f"8B, H200, fastest, with an FP8 cache: 8 GPUs up to 16k | `{BOTH}` | {gain}x |"
+    return (
+        f"8B, H200, fastest, with an FP8 cache: 8 GPUs above 8k, up to 16k | `{BOTH}` | {gain}x |"
+    )
 
 
 def planned_gain(pair):
@@ -1239,8 +1238,13 @@ SAID = {
         partial(short_answers, "filled", "4,096 tokens, filled to 2,944"),
         partial(short_answers, "small", "1,024 tokens, filled to 1,024"),
         *(partial(lambda n: unequal_rows()[n], n) for n in range(3)),
-        lambda: "Rewards of steps 15 to 24 are {} in the mean, in BF16 {},".format(*exact_learns()),
-        lambda: f"largest KL {exact_learns()[2]}.",
+        lambda: (
+            "largest KL {4}. Rewards rise from {2} to {0} in the mean of steps 15 to 24, in BF16 "
+            "from {3} to {1},"
+        ).format(*exact_learns()),
+        lambda: exact_decode_in(
+            "decode of 8B {0} (256 sequences of 1k), {1} (8 of 4k), {2} (one of 8k)"
+        ),
         *(partial(heads_of_64, each) for each in ("bf16", E2E, LINEAR)),
     ],
     "docs/research/experiment.md": [
@@ -1301,10 +1305,10 @@ SAID = {
         exact_attention,
         lambda: "took {} ms with it, {} without.".format(*exact_decode()),
         lambda: exact_decode_in(
-            "{} with 256 sequences of 1k tokens, {} with 8 of 4k, and {} with one of 8k. The last "
-            "is {} times"
+            "takes {0} times as long as without it. With 8 of 4k it takes {1} times, with one of "
+            "8k {2} times. The last is {3} times BF16's"
         ),
-        lambda: "by one seed: rewards {} and {}.".format(*exact_learns()),
+        lambda: "reward rose from {2} to {0}, BF16's from {3} to {1}.".format(*exact_learns()),
         lambda: f"of 3,900 tokens were {real_gain('step', ALIKE)} as fast.",
         partial(sixty_steps_row, "tiny Llama", "d"),
         partial(sixty_steps_row, "tiny Qwen3-MoE", "m"),

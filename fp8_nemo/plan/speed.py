@@ -122,7 +122,7 @@ EXCHANGE = 20e-6
 UNSPLIT = 9.8e-9
 """Seconds that FlashAttention 3 needs for a key of one layer if it never splits a sequence's keys,
 as with `precision.align=exact`: one block of threads reads those of a KV head, however idle the GPU
-is (decode-exact-h200.json, one sequence of 8k tokens)."""
+is (decode-exact-h200.json, one sequence of 8k tokens). Assumed alike on an H100."""
 UNTUNED = 1.5
 """Times as long as with tuned tiles that FP8 experts take on an H100 with vLLM's default, which an
 engine of several GPUs has; from 128 rows (1.36 to 1.63, experts-h100.json)."""
@@ -143,8 +143,14 @@ class DecodeWork:
     """Weights in four bits, which are in none of the numbers above."""
     four_bit_flops: float = 0.0
 
-    def seconds(self, speed: Speed, fp8_attention: bool) -> float:
-        """Return the time of weights plus cache, for each the larger of reading and multiplying."""
+    def seconds(self, speed: Speed, fp8_attention: bool, unsplit: float = 0.0) -> float:
+        """Return the time of weights plus cache, for each the larger of reading and multiplying.
+
+        Args:
+            speed: of the GPU.
+            fp8_attention: whether attention multiplies in FP8.
+            unsplit: least seconds of attention.
+        """
         read, bf16_flops, marlin = self.weight_bytes, self.bf16_flops, 0.0
         if speed.four_bits:
             reads, multiplies = speed.four_bits
@@ -154,7 +160,8 @@ class DecodeWork:
         linear = self.fp8_flops / speed.fp8 + bf16_flops / speed.bf16
         attention = self.attention_flops / (speed.fp8 if fp8_attention else speed.bf16)
         cache = speed.fp8_cache if fp8_attention else speed.cache
-        return max(read / speed.weights, linear) + max(self.kv_bytes / cache, attention) + marlin
+        attention = max(self.kv_bytes / cache, attention, unsplit)
+        return max(read / speed.weights, linear) + attention + marlin
 
 
 def decode_work(
@@ -224,10 +231,8 @@ def decode_seconds(
     """
     is_untuned = gpus > 1 and gpu == "h100" and batch >= 128
     work = decode_work(shape, precision, batch, context, UNTUNED if is_untuned else 1.0)
-    speed = GPU_SPEED[gpu].reached()
-    read = work.seconds(speed, precision.cache.is_quantized)
-    if precision.is_exact:
-        read += max(0.0, shape.layers * context * UNSPLIT - work.kv_bytes / speed.cache)
+    unsplit = gpus * shape.layers * context * UNSPLIT if precision.is_exact else 0.0
+    read = work.seconds(GPU_SPEED[gpu].reached(), precision.cache.is_quantized, unsplit)
     exchange = 2 * shape.layers * EXCHANGE if gpus > 1 else 0.0
     return (read + fitted.of_step(precision, batch)) / gpus + exchange
 

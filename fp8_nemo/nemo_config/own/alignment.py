@@ -70,7 +70,7 @@ def alignment_notes(settled: Settled, host: Host) -> Iterator[str]:
     if precision.is_exact and rows < MICRO_BATCH_ROWS:
         yield (
             f"precision.align=exact: micro-batches of {rows:,} tokens; with fewer than "
-            f"{MICRO_BATCH_ROWS:,} only 8B's agreed, from 1,024 on (docs/precision.md)"
+            f"{MICRO_BATCH_ROWS:,} two layers of 8B agreed, no other model ran (docs/precision.md)"
         )
     if (
         not precision.train.is_quantized
