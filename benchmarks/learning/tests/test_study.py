@@ -1,6 +1,7 @@
 """Runs of a study side by side are what runs by themselves are, and go on where they stopped."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from statistics import fmean
 
 import pytest
+from filelock import FileLock
 
 from benchmarks.learning import study
 from fp8_nemo.local.grpo import GrpoLoop
@@ -18,8 +20,16 @@ SETTINGS = ["model=tiny-llama", "grpo.steps=2", "grpo.prompts_per_step=4", "grpo
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """The lines of a study that was asked for twice."""
-    folder = tmp_path_factory.mktemp("study")
+    """The lines of a study that was asked for twice, by the first of xdist's workers to come."""
+    base = tmp_path_factory.getbasetemp()
+    ended = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ended.jsonl"
+    with FileLock(f"{ended}.lock"):
+        if not ended.exists():
+            shutil.copy(asked_twice(tmp_path_factory.mktemp("study")), ended)
+    return study.read(ended)
+
+
+def asked_twice(folder):
     with pytest.MonkeyPatch.context() as patch:
         cells = ["experiment=bf16,fp8-kv-attn-mis", "seed=2,1"]
         patch.setattr(sys, "argv", ["study", str(folder), "--cores", "2", *SETTINGS, *cells])
@@ -27,7 +37,7 @@ def kept(tmp_path_factory):
         before = (folder / study.RUNS).read_text()
         assert study.main() == 0
     assert (folder / study.RUNS).read_text() == before
-    return study.read(folder / study.RUNS)
+    return folder / study.RUNS
 
 
 def test_all_cells_of_a_seed_begin_before_the_next_seed(kept):
