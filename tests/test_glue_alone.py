@@ -14,7 +14,6 @@ import pytest
 options = ["-q", "-p", "no:cacheprovider", "--rootdir", "tests/glue", "--confcutdir", "tests/glue"]
 for started in ("kernels_compile", "readme"):  # processes of their own, which have every package
     options.append(f"--ignore=tests/glue/test_{{started}}.py")
-options += ["-k", "not hundred_thousand"]  # as long as all others together
 sys.exit(pytest.main([*options, "tests/glue"]))
 """
 

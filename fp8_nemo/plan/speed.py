@@ -227,7 +227,8 @@ def decode_seconds(
         context: tokens of each in the cache, on average.
         gpu: a key of `GPU_SPEED`.
         fitted: what neither bytes nor operations explain, of the model or one like it.
-        gpus: of the engine. They share everything evenly, and exchange activations in every layer.
+        gpus: of the engine. They share everything evenly but the keys of a head that are not
+            split, and exchange activations in every layer.
     """
     is_untuned = gpus > 1 and gpu == "h100" and batch >= 128
     work = decode_work(shape, precision, batch, context, UNTUNED if is_untuned else 1.0)
