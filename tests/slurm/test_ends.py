@@ -13,7 +13,7 @@ from tests.slurm.conftest import Job
 
 FAST = "cluster.preflight=false"
 SIZE = [
-    *("grpo.steps=100", "grpo.checkpoint_every=1000", "grpo.validate_every=1000"),
+    *("grpo.steps=120", "grpo.checkpoint_every=1000", "grpo.validate_every=1000"),
     *("grpo.validate_first=false", FAST),
 ]
 
@@ -28,7 +28,7 @@ def rows(job: Job) -> list[int]:
 
 def preempt(slurm, job: Job) -> None:
     """Send a job of a higher tier to the first node of one that has some steps behind it."""
-    job.wait(120, until=lambda job: steps(job) >= 15)
+    job.wait(120, until=lambda job: steps(job) >= 30)
     first = slurm.call("scontrol", "show", "hostnames", job.state["NodeList"]).split()[0]
     urgent = ["--partition=urgent", f"--nodelist={first}", "--exclusive", "--output=/dev/null"]
     slurm.call("sbatch", *urgent, "--wrap=sleep 5")
@@ -38,7 +38,7 @@ def saved_and_went_on(job: Job) -> list[int]:
     """Wait for the second attempt, which goes on from what was saved; return all steps."""
     job.wait(120, until=lambda job: "restart 1" in job.log).finished(240)
     again = job.log.partition("restart 1")[2].partition("from step ")[2]
-    assert int(again.split()[0]) >= 15, job.log
+    assert int(again.split()[0]) >= 30, job.log
     assert "Ray did not end" not in job.log
     for process in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -50,7 +50,7 @@ def saved_and_went_on(job: Job) -> list[int]:
 def test_a_job_that_is_preempted_at_once_saves_and_goes_on(slurm, small, nodes):
     [job] = slurm.submit(*small, *SIZE, f"cluster.nodes={nodes}", "seed=21")
     preempt(slurm, job)
-    assert saved_and_went_on(job) == [*range(101)]
+    assert saved_and_went_on(job) == [*range(121)]
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -62,14 +62,14 @@ def test_a_preempted_cell_gives_its_nodes_back_before_its_grace_ends(slurm, smal
     first.wait(60, until=lambda job: job.state["JobState"] == "PENDING")
     assert time.monotonic() - began < 30, "the nodes were held for the whole GraceTime"
     assert "preempted; back into the queue" in first.log
-    assert saved_and_went_on(first) == [*range(101)]
+    assert saved_and_went_on(first) == [*range(121)]
     second.wait(240).finished()
     assert second.state["Restarts"] == "0"
 
 
 def test_a_term_of_the_users_saves_and_ends_the_job_at_once(slurm, small):
     [job] = slurm.submit(*small, *SIZE, "seed=22")
-    job.wait(90, until=lambda job: steps(job) >= 15)
+    job.wait(90, until=lambda job: steps(job) >= 30)
     slurm.call("scancel", "--signal=TERM", job.id)
     began = time.monotonic()
     job.wait(60)
@@ -84,7 +84,7 @@ def test_a_sweep_that_is_cancelled_while_it_runs_saves_and_the_same_line_goes_on
 ):
     line = ["-m", *small, *SIZE, "seed=28,29"]
     first, second = slurm.submit(*line, "cluster.max_running=1")
-    first.wait(120, until=lambda job: steps(job) >= 15)
+    first.wait(120, until=lambda job: steps(job) >= 30)
     cancelled = slurm.verb("queue", tmp_path / "o", "--cancel")
     assert cancelled.stdout.splitlines()[-1] == f"cancelled: {first.id}, {second.id}"
     for job in (first, second):
@@ -93,8 +93,8 @@ def test_a_sweep_that_is_cancelled_while_it_runs_saves_and_the_same_line_goes_on
     assert slurm.verb("queue", tmp_path / "o").stdout.startswith("tiny-llama: 2 stopped")
     again, new = slurm.submit(*line)
     for job in (again, new):
-        assert rows(job.finished(240)) == [*range(101)]
-    assert int(again.log.partition("from step ")[2].split()[0]) >= 15, again.log
+        assert rows(job.finished(240)) == [*range(121)]
+    assert int(again.log.partition("from step ")[2].split()[0]) >= 30, again.log
     assert "from step 0 of" in new.log
 
 
@@ -122,9 +122,9 @@ def test_a_job_that_saves_nothing_before_its_limit_is_not_requeued_for_ever(slur
 
 
 def test_a_job_that_loses_one_node_of_two_goes_on_when_there_are_two_again(slurm, small):
-    often = ["grpo.steps=200", "grpo.checkpoint_every=10", "cluster.nodes=2", "seed=25"]
+    often = ["grpo.steps=200", "grpo.checkpoint_every=20", "cluster.nodes=2", "seed=25"]
     [job] = slurm.submit(*small, *SIZE, *often)
-    job.wait(120, until=lambda job: steps(job) >= 25)
+    job.wait(120, until=lambda job: steps(job) >= 45)
     slurm.kill_node("node2")
     try:
         job.wait(120, until=lambda job: job.state["JobState"] == "PENDING")

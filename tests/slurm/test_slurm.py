@@ -133,10 +133,10 @@ def test_a_sweep_is_queued_once_finishes_and_compares(slurm, small, tmp_path):
 
 
 def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path, undisturbed):
-    size = ["grpo.steps=100", "grpo.checkpoint_every=10", "grpo.validate_every=70", "seed=3"]
+    size = ["grpo.steps=120", "grpo.checkpoint_every=20", "grpo.validate_every=100", "seed=3"]
     here = undisturbed(tmp_path / "here", *SMALL, *size)
     [job] = slurm.submit(*small, *size, FAST)
-    job.wait(90, until=lambda job: steps(job) >= 15)
+    job.wait(90, until=lambda job: steps(job) >= 30)
     slurm.call("scontrol", "requeue", job.id)
     job.wait(90, until=lambda job: "restart 1" in job.log).finished(180)
     assert here.wait() == 0
