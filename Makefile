@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 OUTPUTS ?= outputs/demo
 BENCH ?= outputs/bench
 ROOT ?= /tmp/fp8-nemo-container
+# Python keeps what it has compiled, also where images tell it not to: the tests start it often.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slurm test-container test-long test-browser bench notebooks lint format clean
 

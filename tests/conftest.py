@@ -31,6 +31,9 @@ SMALL = [
 ]
 
 
+GLUE = Path(__file__).parent / "glue"
+OF_ALL_PACKAGES = ("test_kernels_compile.py", "test_readme.py")
+"""The glue's tests that start processes of their own, which have every package."""
 IDLE = 0.3
 """Seconds that `slowed` took on the machine for which limits of seconds were written, idle."""
 
@@ -65,6 +68,13 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="make test-slurm"))
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="make test-long"))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave the glue's tests to `test_glue_alone`, which runs them all, unless they are named."""
+    named = any("glue" in word for word in config.args)
+    by_it = collection_path.parent == GLUE and collection_path.name not in OF_ALL_PACKAGES
+    return True if by_it and not named else None
 
 
 @pytest.fixture

@@ -19,16 +19,8 @@ from types import SimpleNamespace
 from fp8_nemo.runs import process
 
 ROOT = Path(__file__).parents[1]
-LOADED = (
-    "fp8_nemo.recipes.grpo",
-    "fp8_nemo.recipes.compare",
-    "fp8_nemo.local.run",
-    "fp8_nemo.export.convert",
-    "fp8_nemo.report.figures",
-    "fp8_nemo.report.html.render",
-)
 FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(list(LOADED))
+FORKING.set_forkserver_preload(["tests.loaded"])
 
 
 class Typed:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import OF_ALL_PACKAGES
+
 ROOT = Path(__file__).parents[1]
 ABSENT = ("hydra", "omegaconf", "yaml", "rich", "transformers", "safetensors", "nemo_rl", "vllm")
 PROGRAM = f"""
@@ -12,8 +14,7 @@ import sys
 sys.modules |= dict.fromkeys({ABSENT})
 import pytest
 options = ["-q", "-p", "no:cacheprovider", "--rootdir", "tests/glue", "--confcutdir", "tests/glue"]
-for started in ("kernels_compile", "readme"):  # processes of their own, which have every package
-    options.append(f"--ignore=tests/glue/test_{{started}}.py")
+options += [f"--ignore=tests/glue/{{name}}" for name in {OF_ALL_PACKAGES}]
 sys.exit(pytest.main([*options, "tests/glue"]))
 """
 

@@ -217,7 +217,8 @@ def submit(plans: list[Plan], jobs: list[Job]) -> list[Job]:
     """
     pairs = zip(plans, jobs, strict=True)
     waiting = [plan for plan, job in pairs if job.state in ("new", "unfinished")]
-    codes = {outputs: code_dir(Path(outputs)) for outputs in {p.recipe.outputs for p in waiting}}
+    # Frozen again, should the clone have been edited since `prepare`.
+    codes = {outputs: freeze_code(Path(outputs)) for outputs in {p.recipe.outputs for p in waiting}}
     for plan in waiting:
         write_job_files(plan, codes[plan.recipe.outputs])
     done: list[Job] = []

@@ -75,6 +75,7 @@ class Actor:
 
 ours = SimpleNamespace(rank=0, fp8_nemo_report=lambda: {"bytes": 7}, fp8_nemo_problems=["k: never"])
 actors = [Actor.remote(ours), Actor.remote()]
+ray.get([actor.__ray_ready__.remote() for actor in actors])  # a start is no part of an answer
 generation = SimpleNamespace(worker_group=SimpleNamespace(workers=actors))
 answers += [engine.refit_reports(generation), engine.refit_problems(generation)]
 answers += [engine.check_receivers(generation)]
@@ -140,7 +141,7 @@ class Llm:
 
 @ray.remote(num_cpus=0)
 class Actor:
-    def __init__(self, failing):
+    def fail(self, failing):
         self.llm = Llm()
         try:
             self.llm.collective_rpc(
@@ -150,9 +151,10 @@ class Actor:
         except RuntimeError:
             pass
 
+actor = Actor.remote()
+generation = SimpleNamespace(worker_group=SimpleNamespace(workers=[actor]))
 for failing in ([0], [1], [3], [0, 1, 2, 3], [1, 3]):
-    actors = [Actor.remote(failing)]
-    generation = SimpleNamespace(worker_group=SimpleNamespace(workers=actors))
+    ray.get(actor.fail.remote(failing))  # a start is no part of an answer
     answers += [sorted(engine.refit_problems(generation))]
 """
     answers, _ = answers_with_ray(code)

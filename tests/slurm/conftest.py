@@ -3,6 +3,7 @@
 Runs with `--slurm` alone (`make test-slurm`): it starts daemons and needs root.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -254,6 +255,28 @@ def started(**options) -> Iterator[Slurm]:
             yield found
         finally:
             found.stop()
+
+
+def waiting(folder: Path, seconds: float) -> list[str]:
+    """Words for a reward that waits so long for each answer: a run lasts, and takes no processor.
+
+    Its problems are eight, so that a validation is short.
+    """
+    (folder / "reward.py").write_text(
+        "import time\n\n\ndef reward(answer, output):\n"
+        f"    time.sleep({seconds})\n    return float(answer == output)\n"
+    )
+    for name in ("train", "validation"):
+        rows = [{"input": f"{n}+1=", "output": str(n + 1)} for n in range(8)]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    kind = ["data=jsonl", "data.difficulty=null"]
+    return [*kind, f"data.path={folder}", f"data.reward={folder / 'reward.py'}"]
+
+
+@pytest.fixture
+def lasting(tmp_path) -> list[str]:
+    """Words for steps of half a second, most of which no processor works."""
+    return waiting(tmp_path, 0.02)
 
 
 @pytest.fixture

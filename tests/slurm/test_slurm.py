@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.runs import metrics
+from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.runs import frozen_code, metrics
+from fp8_nemo.runs.slurm import prepare, submit
 from tests.conftest import SMALL
-from tests.slurm.conftest import ROOT, Job
+from tests.slurm.conftest import ROOT, Job, waiting
 
 FAST = "cluster.preflight=false"
-LONG = [
-    *("model=tiny-llama", "precision=fp8-kv-attn", "correction=tis", "grpo=demo", "seed=7"),
-    *("grpo.steps=150", "grpo.checkpoint_every=1000", "grpo.validate_every=1000"),
-    "grpo.validate_first=false",
-]
+LONG = [*SMALL, "seed=7", "grpo.steps=120", "grpo.checkpoint_every=1000"]
 
 
 def curve(path: Path) -> list[dict]:
@@ -70,8 +68,9 @@ def long_job(request, slurm, tmp_path_factory):
         return None
     # Slurm gives the signal up to a minute early: a slow machine needs the rest to make a step.
     limits = ["cluster=slurm", "cluster.nodes=1", "cluster.time=3", "cluster.save_before_end=80"]
-    place = ["cluster.partition=long", f"outputs={tmp_path_factory.mktemp('long')}"]
-    [job] = slurm.submit(*LONG, *limits, *place)
+    folder = tmp_path_factory.mktemp("long")
+    place = ["cluster.partition=long", f"outputs={folder}", "grpo.validate_every=1000"]
+    [job] = slurm.submit(*LONG, *waiting(folder, 0.07), *limits, *place)
     return job
 
 
@@ -132,11 +131,11 @@ def test_a_sweep_is_queued_once_finishes_and_compares(slurm, small, tmp_path):
     assert all(f"{job.path.parent.name}" in table.stdout for job in jobs)
 
 
-def test_a_requeued_job_goes_on_where_it_was(slurm, small, tmp_path, undisturbed):
-    size = ["grpo.steps=120", "grpo.checkpoint_every=20", "grpo.validate_every=100", "seed=3"]
-    here = undisturbed(tmp_path / "here", *SMALL, *size)
-    [job] = slurm.submit(*small, *size, FAST)
-    job.wait(90, until=lambda job: steps(job) >= 30)
+def test_a_requeued_job_goes_on_where_it_was(slurm, small, lasting, tmp_path, undisturbed):
+    size = ["grpo.steps=40", "grpo.checkpoint_every=5", "grpo.validate_every=30", "seed=3"]
+    here = undisturbed(tmp_path / "here", *SMALL, *lasting, *size)
+    [job] = slurm.submit(*small, *lasting, *size, FAST)
+    job.wait(90, until=lambda job: steps(job) >= 12)
     slurm.call("scontrol", "requeue", job.id)
     job.wait(90, until=lambda job: "restart 1" in job.log).finished(180)
     assert here.wait() == 0
@@ -162,12 +161,32 @@ def test_a_job_whose_node_is_lost_goes_on_on_another(slurm, small, tmp_path, und
     assert of(tmp_path / "here") == curve(job.path)
 
 
-def test_a_waiting_job_runs_the_code_that_was_submitted(slurm, small, tmp_path):
-    clone = tmp_path / "clone"
-    kept = ("fp8_nemo", "recipes", "conf", "slurm", "pyproject.toml")
-    for name in kept:
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A clone that a test may edit."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for name in ("fp8_nemo", "recipes", "conf", "slurm", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, clone / name) if clone.mkdir(exist_ok=True) is None else None
+        copy(ROOT / name, folder / name)
+    return folder
+
+
+def test_a_clone_that_is_edited_while_a_line_is_queued_runs_as_it_is_then(
+    slurm, small, clone, monkeypatch
+):
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    monkeypatch.setattr(frozen_code, "ROOT", clone)
+    plans = compose_plans([*small, FAST])
+    jobs = prepare(plans)
+    (clone / "fp8_nemo" / "edited.py").touch()
+    [job] = submit(plans, jobs)
+    Job(slurm, job.id, job.path).finished()
+    [edited] = clone.parent.glob("o/.code/*/fp8_nemo/edited.py")
+    assert str(edited.parents[1]) in (job.path / "job" / "settings").read_text()
+
+
+def test_a_waiting_job_runs_the_code_that_was_submitted(slurm, small, clone):
     [job] = slurm.submit(*small, "cluster.extra=[--hold]", cwd=clone)
     for name in ("local/run.py", "nemo/cluster_check.py", "__init__.py"):
         (clone / "fp8_nemo" / name).write_text("raise SystemExit(9)\n")
@@ -271,5 +290,5 @@ def test_more_work_than_the_time_limit_allows_goes_on_from_where_it_was_saved(lo
     """That a job which goes on has the curve of an undisturbed one is the matter of others."""
     long_job.wait(900)
     assert "the time limit is near: saving" in long_job.log
-    assert "finished, 150 steps" in long_job.log  # Slurm itself may have forgotten the job by now
-    assert [row["step"] for row in curve(long_job.path)] == [*range(151)]
+    assert "finished, 120 steps" in long_job.log  # Slurm itself may have forgotten the job by now
+    assert [row["step"] for row in curve(long_job.path)] == [*range(121)]
