@@ -26,11 +26,14 @@ class Engine:
 
 @ray.remote(num_cpus=0)
 class Actor:
-    def __init__(self, *workers):
+    def hold(self, *workers):
         self.llm = Engine(workers) if workers else None  # other tensor-parallel ranks have none
 
+started = [Actor.remote() for _ in range(3)]
+
 def asked(ask, *groups):
-    actors = [Actor.remote(*workers) for workers in groups]
+    actors = started[: len(groups)]
+    ray.get([actor.hold.remote(*workers) for actor, workers in zip(actors, groups)])
     return ask(SimpleNamespace(worker_group=SimpleNamespace(workers=actors)))
 
 ours = SimpleNamespace(rank=0, fp8_nemo_report=lambda: {"bytes": 7})
@@ -93,17 +96,19 @@ ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=Fal
 
 @ray.remote(num_cpus=0)
 class Actor:
-    def __init__(self, act):
+    def hold(self, act):
         problem = lambda ask: act() or [["k_proj: never arrived"]]
         self.llm = SimpleNamespace(collective_rpc=problem)
 
+started = [Actor.remote() for _ in range(3)]
+
 def asked(*acts):
-    actors = [Actor.remote(act) for act in acts]
-    ray.get([actor.__ray_ready__.remote() for actor in actors])  # a start is no part of an answer
+    actors = started[: len(acts)]
+    ray.get([actor.hold.remote(act) for actor, act in zip(actors, acts)])  # no part of an answer
     return engine.refit_problems(SimpleNamespace(worker_group=SimpleNamespace(workers=actors)))
 
 healthy = lambda: None
-answers += [asked(healthy, healthy), asked(lambda: os._exit(1), lambda: 1 / 0, healthy)]
+answers += [asked(healthy, healthy), asked(healthy, lambda: 1 / 0, lambda: os._exit(1))]
 engine.AFTER_AN_ERROR = 15.0
 start = time.monotonic()
 answers += [asked(healthy, lambda: time.sleep(3600)), time.monotonic() - start]
