@@ -103,12 +103,12 @@ class Actor:
 started = [Actor.remote() for _ in range(3)]
 
 def asked(*acts):
-    actors = started[: len(acts)]
+    actors = started[-len(acts) :]  # the first one dies
     ray.get([actor.hold.remote(act) for actor, act in zip(actors, acts)])  # no part of an answer
     return engine.refit_problems(SimpleNamespace(worker_group=SimpleNamespace(workers=actors)))
 
 healthy = lambda: None
-answers += [asked(healthy, healthy), asked(healthy, lambda: 1 / 0, lambda: os._exit(1))]
+answers += [asked(healthy, healthy), asked(lambda: os._exit(1), lambda: 1 / 0, healthy)]
 engine.AFTER_AN_ERROR = 15.0
 start = time.monotonic()
 answers += [asked(healthy, lambda: time.sleep(3600)), time.monotonic() - start]

@@ -257,18 +257,20 @@ def started(**options) -> Iterator[Slurm]:
             found.stop()
 
 
-def waiting(folder: Path, seconds: float) -> list[str]:
-    """Words for a reward that waits so long for each answer: a run lasts, and takes no processor.
+def eight_problems(folder: Path) -> None:
+    """Write a folder for `data=jsonl`, of which a validation is short."""
+    rows = [{"input": f"{n}+1=", "output": str(n + 1)} for n in range(8)]
+    for name in ("train", "validation"):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
-    Its problems are eight, so that a validation is short.
-    """
+
+def waiting(folder: Path, seconds: float) -> list[str]:
+    """Words for a reward that waits for each answer, so that a run lasts and takes no processor."""
+    eight_problems(folder)
     (folder / "reward.py").write_text(
         "import time\n\n\ndef reward(answer, output):\n"
         f"    time.sleep({seconds})\n    return float(answer == output)\n"
     )
-    for name in ("train", "validation"):
-        rows = [{"input": f"{n}+1=", "output": str(n + 1)} for n in range(8)]
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     kind = ["data=jsonl", "data.difficulty=null"]
     return [*kind, f"data.path={folder}", f"data.reward={folder / 'reward.py'}"]
 

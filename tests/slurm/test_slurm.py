@@ -13,7 +13,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.runs import frozen_code, metrics
 from fp8_nemo.runs.slurm import prepare, submit
 from tests.conftest import SMALL
-from tests.slurm.conftest import ROOT, Job, waiting
+from tests.slurm.conftest import ROOT, Job, eight_problems, waiting
 
 FAST = "cluster.preflight=false"
 LONG = [*SMALL, "seed=7", "grpo.steps=120", "grpo.checkpoint_every=1000"]
@@ -200,9 +200,7 @@ def test_what_a_user_types_reaches_the_job_as_it_is_and_no_secret_does(slurm, tm
     odd = "a b;$(touch pwned) `touch pwned` 'q' \"d\" & | > pwned\nline"
     data, outputs = tmp_path / odd, tmp_path / "o $(touch pwned);'x' %j"
     data.mkdir()
-    for name in ("train", "validation"):
-        rows = [{"input": f"{n}+1=", "output": str(n + 1)} for n in range(8)]
-        (data / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    eight_problems(data)
 
     def quoted(path: Path) -> str:
         return "'" + str(path).replace("'", "\\'") + "'"
@@ -276,8 +274,7 @@ def test_a_node_that_fails_ends_the_job_at_once_with_the_reason(slurm, small):
 def test_the_runs_exit_code_is_the_jobs(slurm, small, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
-    for name in ("train", "validation"):
-        (data / f"{name}.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * 8)
+    eight_problems(data)
     cell = [*small, "data=jsonl", f"data.path={data}", "data.difficulty=null", FAST]
     [job] = slurm.submit(*cell, "cluster.extra=[--hold]")
     shutil.rmtree(data)
