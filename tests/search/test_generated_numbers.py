@@ -18,7 +18,7 @@ from fp8_nemo.glue.quantize import (
     quantize_blocks,
     quantize_groups,
 )
-from fp8_nemo.recipe.compose import compose, option_names
+from fp8_nemo.recipe.compose import read_options
 from tests.search.generated import few_or_many, times
 
 BLOCK = 128
@@ -110,9 +110,7 @@ def pairs(draw) -> LogprobPair:
     return LogprobPair(train_BT, rollout_BT, mask_BT)
 
 
-CORRECTIONS = {
-    name: compose([f"correction={name}"])[0].correction for name in option_names("correction")
-}
+CORRECTIONS = read_options("correction")
 NORMALIZED = {
     name: dataclasses.replace(each, normalize=True)
     for name, each in CORRECTIONS.items()
