@@ -733,11 +733,7 @@ def step_errors():
         for row, settled in timed(name)
     }  # fmt: skip
     assert max(off, key=off.__getitem__) == (H100S, KV)
-    return (
-        f"Estimated seconds of a step were up to {max(off.values()):.0%} too few. In the run that "
-        f"was furthest off, GPUs waited {before_training()[1]:.1f} of "
-        f"{real(H100S)[KV]['step']:.0f} s for NeMo RL's driver,"
-    )
+    return f"Estimated seconds of a step were up to {max(off.values()):.0%} too few."
 
 
 @cache
@@ -1104,7 +1100,7 @@ SAID = {
             f"On four H200s `{BOTH}` made a whole step of Llama 3.1 8B **{real_gain('step')}** "
             f"as fast as in BF16, on two {real_gain('step', TWO)}."
         ),
-        lambda: "alone the step was {1} times as fast; its shorter rollout explains {0},".format(
+        lambda: "alone the step was {1} times as fast; its rollout explains {0},".format(
             *kv_on_four().split(" to ")
         ),
         pays_from,
@@ -1121,7 +1117,8 @@ SAID = {
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
             f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
-            f", with answers of 4,000 tokens, where the plan says {planned_gain(ADAPTERS):.2f}x |"
+            ", all answers 4,000 tokens long; for these the plan says "
+            f"{planned_gain(ADAPTERS):.2f}x |"
         ),
         short_on_h100,
         long_on_h100,
@@ -1157,7 +1154,7 @@ SAID = {
     "docs/speed.md": [
         *(lambda number=number: exact_phases()[number] for number in range(3)),
         *(partial(beside, name, phase) for name, phase, _ in REAL_ROWS),
-        lambda: beside_rest("its part before the GPUs began", before_training()),
+        lambda: beside_rest("the driver's part before the GPUs began", before_training()),
         lambda: beside_rest("between phases", between_phases()),
         beside_eight,
         after_four_threads,
