@@ -522,7 +522,7 @@ def pays_from():
 def estimated_on_h100():
     """What README says first of 8 H100."""
     short, long = (planned("h100", tokens)[KV] for tokens in (4096, 8192))
-    return f"to be {short} times as fast at a limit of 4k tokens, {long} at 8k, if"
+    return f"to be {short} times as fast at a limit of 4k, {long} at 8k, if"
 
 
 def experts_at_first():
