@@ -1109,7 +1109,7 @@ SAID = {
         beside_theirs,
         lambda: "theirs spends {:.0f} to {:.0f} s on moving the".format(*sorted(moved())),
         lambda: f"[{real_gain('step', H100S)}](docs/speed.md#four-h100s-and-nemo-rls-own-recipe)",
-        lambda: f"where the plan says {planned_gain(H100S):.2f}. All 128",
+        lambda: f"where the plan says {planned_gain(H100S):.2f}. BF16's",
         lambda: f"{real_gain('step', ADAPTERS)} as fast with `{KV}`",
         step_errors,
         whole_steps,
