@@ -1,4 +1,5 @@
-# Thin: every target creates .venv if it is missing. A torch that python3 already has is used.
+# Thin: every target creates .venv if it is missing, the demo with what it needs alone. A torch that
+# python3 already has is used.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slurm test-container test-long test-browser bench notebooks lint format clean
 
-demo: $(VENV)/installed
+demo: $(VENV)/demo
 	$(BIN)/python -m recipes.grpo -m sweep=demo outputs=$(OUTPUTS)
 	$(BIN)/python -m recipes.compare $(OUTPUTS)/tiny-llama
 
@@ -67,6 +68,10 @@ format: $(VENV)/installed
 clean:
 	rm -rf $(VENV) build *.egg-info
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: $(VENV)/demo
+	$(BIN)/pip install --quiet --no-compile -c $(VENV)/constraints.txt -e '.[local,slurm,report,dev]'
+	touch $@
+
+$(VENV)/demo: pyproject.toml constraints.txt
 	PYTHON=$(PYTHON) VENV=$(VENV) sh .ci/install
 	touch $@
