@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +29,11 @@ OF_ARGPARSE = {
 }
 """What argparse says, and what is said here instead."""
 CALL = re.compile(r"python -m recipes\.(\w+)")
+
+
+def end_with_reader() -> None:
+    """End this process without a traceback once nobody reads what it prints, as behind `| head`."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def version() -> str:

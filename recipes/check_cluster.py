@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         from fp8_nemo.launch.cluster_check import check, findings_table  # needs ray
 
         found = check(plan, path)
-    except (RunDirError, ConnectionError, ModuleNotFoundError) as error:
+    except (RunDirError, OSError, ModuleNotFoundError) as error:  # a full disk, or no Ray
         tell(error, sys.stderr)
         return 2
     console().print(findings_table(found))

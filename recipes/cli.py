@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from .arguments import version
+from .arguments import end_with_reader, version
 
 VERBS = {
     "plan": "does it fit, how fast is it, what is NeMo RL told",
@@ -24,6 +24,8 @@ VERBS = {
     "check_cluster": "look at every node of a Ray cluster before a run",
     "run": "run the directory of a frozen plan, as jobs do",
 }
+PRINTING = ("plan", "queue", "compare", "measure_mismatch")
+"""Verbs that may end when nobody reads on; a run may not."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     verb = words[0].replace("-", "_") if words else ""
     if verb in VERBS:
+        if arguments is None and verb in PRINTING:
+            end_with_reader()
         return import_module(f".{verb}", __package__).main(words[1:])
     if "--version" in words:
         print(version())

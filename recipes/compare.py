@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 
 from fp8_nemo.recipe.mistake import printable, verb_line
@@ -21,7 +20,7 @@ from fp8_nemo.report.runs import find_runs, read_runs
 from fp8_nemo.report.verdict import choices
 from fp8_nemo.runs.terminal import console, short_path, tell
 
-from .arguments import Parser, path
+from .arguments import Parser, end_with_reader, path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,5 +64,5 @@ def _options(words: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
+    end_with_reader()
     raise SystemExit(main())

@@ -10,7 +10,6 @@ RUN_DIR/report/mismatch.json, which `correction.measurement=` can name.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 
 from fp8_nemo.correction.quantiles import token_share
@@ -18,7 +17,7 @@ from fp8_nemo.local.preflight import require
 from fp8_nemo.recipe.options.correction import DIVERGENCES, RATIOS
 from fp8_nemo.runs.terminal import console, tell
 
-from .arguments import Parser, path
+from .arguments import Parser, end_with_reader, path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,5 +70,5 @@ def _options(words: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
+    end_with_reader()
     raise SystemExit(main())

@@ -7,7 +7,6 @@ Needs no torch.
 
 from __future__ import annotations
 
-import signal
 import sys
 
 from fp8_nemo.nemo_config.checkout import host_of
@@ -20,7 +19,8 @@ from fp8_nemo.runs.sbatch import container_notes
 from fp8_nemo.runs.slurm import calls
 from fp8_nemo.runs.terminal import command, console, tell
 
-from .arguments import cells_parser, read_cells  # as recipes here, as fp8_nemo.recipes when frozen
+# As recipes here, as fp8_nemo.recipes when frozen.
+from .arguments import cells_parser, end_with_reader, read_cells
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,5 +54,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
+    end_with_reader()
     raise SystemExit(main())

@@ -9,7 +9,6 @@ them goes on from their checkpoints.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.queue import QueueError, Stand, cancel, has_slurm, log_of, queue_table, stands
 from fp8_nemo.runs.terminal import console, short_path, tell
 
-from .arguments import Parser, path
+from .arguments import Parser, end_with_reader, path
 
 EVERY = 10  # seconds between two looks
 
@@ -83,5 +82,5 @@ def _options(words: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
+    end_with_reader()
     raise SystemExit(main())

@@ -25,7 +25,11 @@ DRIVER = {"local": "fp8_nemo.local.run", "nemo": "fp8_nemo.launch.driver"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return 0 once the last step is done, 2 if the directory cannot run, 1 if a proof failed."""
+    """Return 0 if the run ended well, 1 after an error, 2 if the directory cannot run.
+
+    130 is a local run that was asked to stop. One of NeMo RL that stopped early ended well: a job
+    goes by its steps.
+    """
     path = run_dir_of("run", __doc__, arguments)
     try:
         plan = read_plan(path)

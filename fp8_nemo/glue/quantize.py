@@ -86,7 +86,8 @@ def quantize_blocks(
             as it is.
 
     Raises:
-        ValueError: the weight holds NaN or Inf and no slot was given.
+        ValueError: the weight holds NaN or Inf and no slot was given; on a GPU also, it is not
+            contiguous, or does not start at a multiple of 16 bytes.
     """
     slot = nonfinite
     if slot is None:
@@ -116,6 +117,10 @@ def quantize_list(
         pow2: scales that are powers of two.
         nonfinite_N: boolean slots, one a weight.
         together: of formats with a scale of the whole weight alone, which FP8 is not.
+
+    Raises:
+        ValueError: a weight on a GPU is not contiguous, or does not start at a multiple of 16
+            bytes.
     """
     if weights and weights[0].is_cuda:
         from fp8_nemo.glue import kernels

@@ -7,6 +7,7 @@ those of the Ray cluster in `RAY_ADDRESS`; without it, a cluster is started on t
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from itertools import groupby
@@ -58,30 +59,33 @@ def check(plan: Plan, path: Path) -> list[Finding]:
 
     Raises:
         ConnectionError: no Ray cluster answers.
+        OSError: nothing can be written into the run directory.
     """
     import ray
 
-    connect(NODE_LIMIT)
-    names, wanted = node_names(), plan.recipe.cluster.nodes
-    count = f"{len(names)} node{'s' * (len(names) != 1)}"
-    few = "" if len(names) >= wanted else f"cluster.nodes={wanted}"
-    found = [Finding("Ray", "all", count, few)]
     # Only nodes that see the same outputs folder read back what is written here.
-    canary = path.absolute() / ".canary"
+    canary = path.absolute() / f".canary-{os.getpid()}"
     canary.write_text(f"{time.time()}\n")
-    task = ray.remote(num_cpus=0, max_retries=0)(look)
-    question = (plan.to_json(), interpreters(plan), str(canary), canary.read_text())
-    asked = {_on(task, node).remote(*question): node for node in names}
-    for answer, node in asked.items():
-        name = names[node]
-        try:
-            seen: Any = ray.get(answer, timeout=NODE_LIMIT)
-        except Exception as error:  # the task died, hangs, or cannot import this package
-            found.append(Finding("a task", name, "", f"none can run here: {_last_line(error)}"))
-        else:
-            found += [*findings(plan, name, seen), _clock(node, name)]
-    canary.unlink()
-    return [*found, _all_reduce(names)]
+    try:
+        connect(NODE_LIMIT)
+        names, wanted = node_names(), plan.recipe.cluster.nodes
+        count = f"{len(names)} node{'s' * (len(names) != 1)}"
+        few = "" if len(names) >= wanted else f"cluster.nodes={wanted}"
+        found = [Finding("Ray", "all", count, few)]
+        task = ray.remote(num_cpus=0, max_retries=0)(look)
+        question = (plan.to_json(), interpreters(plan), str(canary), canary.read_text())
+        asked = {_on(task, node).remote(*question): node for node in names}
+        for answer, node in asked.items():
+            name = names[node]
+            try:
+                seen: Any = ray.get(answer, timeout=NODE_LIMIT)
+            except Exception as error:  # the task died, hangs, or cannot import this package
+                found.append(Finding("a task", name, "", f"none can run here: {_last_line(error)}"))
+            else:
+                found += [*findings(plan, name, seen), _clock(node, name)]
+        return [*found, _all_reduce(names)]
+    finally:
+        canary.unlink()
 
 
 def findings_table(found: list[Finding]) -> Table:

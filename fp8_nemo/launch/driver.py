@@ -257,8 +257,8 @@ def save_by(recipe: Recipe, now: float) -> dict[str, str | None]:
     """
     if f"checkpointing.{SAVE_BY}" in leaves(recipe.nemo):
         return {}
-    end = os.environ.get("FP8_NEMO_JOB_END")  # seconds since 1970
-    if end is None:
+    end = os.environ.get("FP8_NEMO_JOB_END")  # seconds since 1970; empty without a limit
+    if not end:
         return {SAVE_BY: None}
     left = max(0, int(float(end) - recipe.cluster.save_before_end - now))
     minutes, hours, days = left // 60, left // 3600, left // 86400

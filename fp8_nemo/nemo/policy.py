@@ -183,7 +183,7 @@ class WatchedPolicy(Policy):
         A refit after `train` belongs to the validation that follows. Workers that add noise are
         told the step first.
         """
-        if self.settings.noise.is_on:
+        if self.settings.noise.is_on and self.settings.glue.has_receiver:
             self.run_all_workers_single_data("fp8_nemo_set_trained", trained=self.trained)
         if "train/grad_norm" not in self.row:
             self.row[OPENED] = True

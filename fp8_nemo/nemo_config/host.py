@@ -62,7 +62,7 @@ class Host:
     """Base YAML, relative to `root`, to `{dotted key: value}` of its leaves; None if not known."""
     defects: frozenset[str] = frozenset()
     vllm: str | None = None
-    """Version of vLLM that its lock file pins."""
+    """Version of vLLM that its `pyproject.toml` pins."""
     declared: Mapping[str, str] = field(default_factory=lambda: ADDED)
     """Key to the type that NeMo RL's classes declare, as `typed_keys.py` writes them."""
 

@@ -227,9 +227,9 @@ def _rollout(settled: Settled) -> dict[str, Any]:
         found[f"{VLLM_KWARGS}.moe_backend"] = "triton"  # others relayout at a refit
     if layout.kv_cache_gib is not None:
         found[f"{VLLM_KWARGS}.kv_cache_memory_bytes"] = int(layout.kv_cache_gib * GIB)
-    if fp8 and layout.rollout_tensor > 1 and not recipe.glue.needs_plugin(precision):
+    if fp8 and layout.rollout_tensor > 1 and not recipe.glue.has_receiver:
         # NeMo RL patches vLLM's workers for FP8 through Ray executor V1 only (seam executor-v1).
-        # Ours are patched under V2 too, vLLM's default, which schedules asynchronously
+        # Our engine's are patched under V2 too, vLLM's default, which schedules asynchronously
         # (generation_worker.tell_workers_of_fp8).
         found[f"{VLLM}.env_vars.VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
     return found

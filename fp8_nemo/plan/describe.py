@@ -114,8 +114,8 @@ def _in_short(plan: Plan, host: Host) -> tuple[str, str, str, str]:
     room = fit(memory)
     needed = f"{memory.needed_gib(memory.worst):.0f} of {memory.gpu_gib:.0f}"
     plain = None if room == "NO" else in_precision(BASELINE, plan, host)
-    is_baseline = plan.recipe.precision.name == BASELINE
-    gain = "1.00x" if is_baseline else f"{times(plan.settled, plain):.2f}x" if plain else "-"
+    is_bf16 = plan.recipe.precision.is_bf16
+    gain = "1.00x" if is_bf16 else f"{times(plan.settled, plain):.2f}x" if plain else "-"
     return room, needed, f"{seconds:.0f}", gain
 
 

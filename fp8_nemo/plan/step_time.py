@@ -334,7 +334,7 @@ def _dispatched(settled: Settled, tokens: float) -> float:
 
 def _optimizer_seconds(settled: Settled) -> float:
     """Estimate the seconds in which Adam's state goes to the host and back, once a step."""
-    moved = moved_bytes(settled)
-    if settled.recipe.glue.has_receiver:
+    moved, recipe = moved_bytes(settled), settled.recipe
+    if recipe.glue.needs_plugin(recipe.precision):
         return 2 * moved / PINNED
     return moved / PAGEABLE.forward + moved / PAGEABLE.backward

@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from fp8_nemo.recipe.plain import sha256_of
 from fp8_nemo.runs.metrics import RunDirError, make_folder, sync
@@ -23,17 +24,21 @@ from fp8_nemo.runs.provenance import COMMIT, commit
 from fp8_nemo.runs.run_dir import new_staging
 
 ROOT = Path(__file__).resolve().parents[2]
+PROJECT = "pyproject.toml"
 IGNORED = ("__pycache__", "*.pyc", ".*")
 
 
 def code_dir(outputs: Path) -> Path:
     """Return where the present state of the code is, or would be, kept for jobs.
 
+    Its commit and `pyproject.toml` are part of the state, as the copy tells them.
+
     Raises:
         RunDirError: this package does not run from a clone.
     """
-    digest = hashlib.sha256()
-    for package, folder in _packages().items():
+    packages = _packages()
+    digest = hashlib.sha256(f"{commit() or ''}\0".encode() + (ROOT / PROJECT).read_bytes())
+    for package, folder in packages.items():
         for file in _files(folder):
             digest.update(f"{package}/{file.relative_to(folder)}\0".encode())
             digest.update(bytes.fromhex(sha256_of(file)))
@@ -87,14 +92,17 @@ def _copy_whole(target: Path) -> None:
 
 def _packages() -> dict[str, Path]:
     """Return the packages that lie in folders of their own, and these folders in the clone."""
-    project = ROOT / "pyproject.toml"
-    if not project.is_file():
+    if not is_clone():
         raise RunDirError(
             f"{ROOT}: no clone of fp8-nemo, whose code a job could keep; submit from a clone with "
             "`pip install -e .`"
         )
-    folders = tomllib.loads(project.read_text())["tool"]["setuptools"]["package-dir"]
+    folders = _project()["tool"]["setuptools"]["package-dir"]
     return {name: ROOT / folder for name, folder in sorted(folders.items())}
+
+
+def _project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / PROJECT).read_text())
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -109,7 +117,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def is_clone() -> bool:
     """Tell whether this package runs from its clone, beside which no metadata lies."""
-    return (ROOT / "pyproject.toml").is_file()
+    return (ROOT / PROJECT).is_file()
 
 
 def write_metadata(target: Path) -> None:
@@ -121,7 +129,7 @@ def write_metadata(target: Path) -> None:
     said = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
     (folder / "METADATA").write_text(said)
     # From the clone itself: an installation is as old as its last `pip install`.
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    groups = _project()["project"]["entry-points"]
     lines = []
     for group, points in groups.items():
         lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items()), ""]

@@ -97,6 +97,7 @@ def call_verb(verb: str, *arguments: str) -> int:
     however the child ended.
     """
     asked: list[int] = []
+    early: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -104,6 +105,8 @@ def call_verb(verb: str, *arguments: str) -> int:
         asked.append(number)
         for child in children:
             child.send_signal(number)
+        if not children:
+            early.append(number)
 
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background
@@ -111,9 +114,9 @@ def call_verb(verb: str, *arguments: str) -> int:
     before = {number: signal.signal(number, pass_on) for number in numbers}
     command = [sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments]
     child = subprocess.Popen(command, preexec_fn=_ends_with_its_parent(), process_group=0)
-    for number in asked:  # they came before there was a child
-        child.send_signal(number)
     children.append(child)
+    for number in early:
+        child.send_signal(number)
     code = child.wait()
     for number, handler in before.items():
         signal.signal(number, handler)

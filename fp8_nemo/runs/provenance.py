@@ -131,7 +131,7 @@ def _processor() -> str:
 
 
 def changed_versions(run_dir: Path) -> list[str]:
-    """List each package that is not the one that the run's checkpoints were made with.
+    """List each package that is not the one that the run's last attempt had.
 
     Raises:
         RunDirError: environment.json is damaged.

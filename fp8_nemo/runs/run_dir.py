@@ -17,6 +17,7 @@ import dataclasses
 import fcntl
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -356,7 +357,8 @@ def new_staging(parent: Path, name: str = ".staging") -> Path:
     """Make a folder to be renamed once it is whole; throw away those that killed processes left."""
     here = f"{name}-{platform.node()}-"
     for left in parent.glob(f"{here}*"):
-        if not _is_alive(int(left.name.removeprefix(here).partition("-")[0])):
+        of_here = re.fullmatch(r"(\d+)-\w+", left.name.removeprefix(here))  # gpu-17 is not gpu's
+        if of_here and not _is_alive(int(of_here[1])):
             shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{here}{os.getpid()}-", dir=parent))
 

@@ -1,6 +1,7 @@
 """Write the `sbatch` call of a run, or of the runs of a sweep, and the files that a job reads.
 
-    RUN_DIR/job/           settings, srun, enter, setup.sh: what slurm/grpo.sbatch reads; id: number
+    RUN_DIR/job/           settings, srun, enter, setup.sh: what slurm/grpo.sbatch reads; the job's
+                           number in id, and in attempt the folder of its last attempt
     outputs/.arrays/NAME/  cells/0, 1, ...: links to the run directories of an array's tasks
 
 Nothing that a user typed is ever parsed by a shell: it travels as one argument, or as an entry of a

@@ -169,10 +169,20 @@ def test_a_real_ray_on_this_machine_is_checked_and_a_wrong_plan_is_refused(tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
     for check in ("a task", "GPUs", "packages, job", "outputs", "model", "free", "all-reduce"):
         assert f"\n{check} " in done.stdout
-    assert socket.gethostname() in done.stdout and not (frozen.path / ".canary").exists()
+    assert socket.gethostname() in done.stdout and not [*frozen.path.glob(".canary*")]
 
     none = subprocess.run([*call, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert none.returncode == 2 and "no run directory" in none.stderr
+
+
+def test_a_run_directory_that_takes_no_file_is_told_in_one_line(tmp_path):
+    [frozen] = freeze([small_plan(tmp_path / "o")])
+    taken = f"mkdir {frozen.path}/.canary-$$; exec {sys.executable} -m recipes.check_cluster"
+    done = subprocess.run(
+        ["sh", "-c", f"{taken} {frozen.path}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert f"Is a directory: '{frozen.path}/.canary-" in done.stderr
 
 
 def test_where_only_the_watching_is_ours_its_plugin_is_asked_for_too():

@@ -117,6 +117,8 @@ def test_nemo_rl_saves_before_the_jobs_end_unless_a_line_says_when(monkeypatch):
 
     monkeypatch.delenv("FP8_NEMO_JOB_END", raising=False)
     assert saves() is None, "in place of what a base file says"
+    monkeypatch.setenv("FP8_NEMO_JOB_END", "")
+    assert saves() is None, "as of a job without a limit"
     for end, left in (("100900", "01:03:36:40"), ("1000", "00:00:00:00")):
         monkeypatch.setenv("FP8_NEMO_JOB_END", end)
         assert saves() == left

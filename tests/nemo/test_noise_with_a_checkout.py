@@ -18,6 +18,7 @@ from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.refit import with_noise
 from fp8_nemo.glue.wire import named_shapes, takes_noise, wire_specs
+from fp8_nemo.nemo.step_metrics import OPENED
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.options.precision import Glue, Precision
@@ -147,6 +148,19 @@ def test_a_resumed_run_has_its_steps_noise_in_its_first_refit(tmp_path, monkeypa
     run.policy.stream_weights_via_ipc_zmq(1)
     for name, weight in drawn(run.norms(), 0.05, 4).items():
         assert torch.equal(run.engine[name], weight)
+
+
+def test_nemo_rls_own_worker_is_told_of_no_noise(monkeypatch):
+    from nemo_rl.models.policy import lm_policy
+
+    from fp8_nemo.nemo.policy import WatchedPolicy
+
+    monkeypatch.setattr(lm_policy.Policy, "__init__", lambda policy, **_: None)
+    monkeypatch.setattr(lm_policy.Policy, "__del__", lambda policy: None, raising=False)
+    policy = WatchedPolicy(settings_of("Llama", quantize="stock", transfer="bf16", verify="off"))
+    policy.worker_group = None  # it has no method of ours
+    policy._note_refit()
+    assert policy.take_row() == {OPENED: True}
 
 
 def test_nemo_rl_saves_a_checkpoint_in_a_folder_of_its_step(tmp_path):

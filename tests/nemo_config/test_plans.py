@@ -186,10 +186,15 @@ def test_an_exact_plan_notes_micro_batches_of_fewer_rows_than_were_compared():
         assert told == noted
 
 
+WATCHES = "glue.recalibrate.source=logprob"
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["precision=fp8-linear", "glue=stock", *TWO], "has vLLM's Ray executor V1"),
+        (["precision=fp8-kv-attn", "glue=stock", WATCHES, *TWO], "has vLLM's Ray executor V1"),
+        (["precision=fp8-linear", "precision.align=cheap", "glue=stock", *TWO], "executor V1"),
         (["precision=fp8-kv-attn", "glue=ours", *TWO], "was refitted once, proven, and sampled"),
         (["precision=fp8-linear"], ""),
         (["precision=bf16", *TWO], ""),

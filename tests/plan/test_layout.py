@@ -236,6 +236,8 @@ def test_seconds_follow_work_and_rates():
     assert seconds.optimizer == 0 < step_seconds(moved).optimizer < 1
     stock = plan("precision=bf16", "cluster.gpu=h200", "glue=stock", "model.memory.optimizer=move")
     assert step_seconds(stock.settled).optimizer > 5  # pageable copies
+    ours = plan("precision=fp16", "cluster.gpu=h200", "glue=stock", "model.memory.optimizer=move")
+    assert 0 < step_seconds(ours.settled).optimizer < 1  # its worker has to be ours
 
 
 def test_an_fp8_step_is_compared_with_the_best_layout_of_bf16():
@@ -292,6 +294,8 @@ def test_a_sweep_opens_with_one_row_a_cell():
     for seconds, gain, text in zip(*columns[3:], said, strict=True):
         assert text.startswith(f"{seconds} s") and (gain == "-" or gain.removesuffix("x") in text)
     assert columns[4][1] == "-" and "times as fast" not in said[1]  # what cannot run gains nothing
+    named = plan("precision=bf16", "precision.rollout_linear=fp8")
+    assert [*overview([(named, MAIN)]).columns[4].cells] != ["1.00x"]
 
 
 def test_a_precision_that_fits_without_headroom_is_told_as_tight():

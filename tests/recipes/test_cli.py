@@ -301,8 +301,9 @@ def test_a_sweep_says_once_what_all_its_runs_share(tmp_path):
     assert "layout 2" in verb("plan", *line).stdout
 
 
-def test_a_plan_whose_reader_has_gone_ends_without_a_traceback(tmp_path):
-    command = [sys.executable, "-m", "recipes.plan", "--keys", "model=qwen3-30b-a3b"]
+@pytest.mark.parametrize("called", [["recipes.plan"], ["recipes.cli", "plan"]])
+def test_a_plan_whose_reader_has_gone_ends_without_a_traceback(called):
+    command = [sys.executable, "-m", *called, "--keys", "model=qwen3-30b-a3b"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as plan:

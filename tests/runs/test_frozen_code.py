@@ -80,6 +80,13 @@ def test_the_folder_follows_the_files_and_is_made_once(tmp_path, monkeypatch):
     second = frozen_code.freeze_code(tmp_path / "o")
     assert second != first and (first / "fp8_nemo" / "slurm" / "a.py").read_text() == "1\n"
     assert {path.name for path in first.parent.iterdir()} == {first.name, second.name}
+    with (clone / "pyproject.toml").open("a") as project:
+        project.write("# entry points\n")
+    third = frozen_code.freeze_code(tmp_path / "o")
+    monkeypatch.setattr(frozen_code, "commit", lambda: "another")
+    fourth = frozen_code.freeze_code(tmp_path / "o")
+    assert len({first, second, third, fourth}) == 4
+    assert (fourth / COMMIT).read_text() == "another\n"
 
 
 def test_without_a_clone_nothing_is_frozen(tmp_path, monkeypatch):

@@ -232,3 +232,15 @@ def test_what_is_only_called_like_a_checkpoint_is_none(plan):
     (first.path / "checkpoints" / "step-x1").mkdir()
     (first.path / "checkpoints" / "step-000099").touch()
     assert [path.name for path in run_dir.checkpoints(first.path)] == ["step-000030"]
+
+
+def test_only_what_a_dead_process_of_this_host_left_is_thrown_away(tmp_path):
+    here = platform.node()
+    dead = 1 << 22  # above every number that Linux gives a process
+    left = [f".staging-{here}-{dead}-abc_1"]
+    kept = [f".staging-{here}-{os.getpid()}-abc", f".staging-{here}-{dead}-4242-abc",
+            f".staging-{here}-login-{dead}-abc", f".staging-other-{dead}-abc"]  # fmt: skip
+    for name in left + kept:
+        (tmp_path / name).mkdir()
+    made = run_dir.new_staging(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {made.name, *kept}

@@ -72,8 +72,7 @@ def _why_not(plan: Plan, gain: float) -> str:
 
 def against_bf16(plan: Plan, host: Host) -> str:
     """Compare a step with BF16's, in the layout that BF16 would get on the same GPUs."""
-    precision = plan.recipe.precision
-    if not (precision.rollout.is_quantized or precision.keeps_masters):
+    if plan.recipe.precision.is_bf16:
         return "the baseline, BF16"
     plain = in_precision(BASELINE, plan, host)
     if not plain:

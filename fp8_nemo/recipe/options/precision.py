@@ -122,6 +122,11 @@ class Precision:
         return self.train.is_quantized or self.plain.scales_loss
 
     @property
+    def is_bf16(self) -> bool:
+        """Return whether all is BF16, the baseline of every gain."""
+        return not (self.rollout.is_quantized or self.keeps_masters)
+
+    @property
     def bf16_layers(self) -> int:
         """Return the layers at either end that stay in BF16."""
         return self.first_layers_bf16 + self.last_layers_bf16
