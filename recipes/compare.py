@@ -18,6 +18,7 @@ from fp8_nemo.report.compare import compare
 from fp8_nemo.report.page import comparison_table, write_pages
 from fp8_nemo.report.runs import find_runs, read_runs
 from fp8_nemo.report.verdict import choices
+from fp8_nemo.runs.metrics import RunDirError
 from fp8_nemo.runs.terminal import console, short_path, tell
 
 from .arguments import Parser, end_with_reader, path
@@ -27,7 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the table and write the page; 2 if there is no run, or nowhere to write."""
     words = sys.argv[1:] if arguments is None else arguments
     options = _options(words)
-    found = {path: [short_path(run) for run in find_runs(path)] for path in options.paths}
+    try:
+        found = {path: [short_path(run) for run in find_runs(path)] for path in options.paths}
+    except RunDirError as error:
+        tell(error, sys.stderr)
+        return 2
     runs, lines = read_runs(dict.fromkeys(run for each in found.values() for run in each))
     lines += [f"{printable(str(path))}: no run directory here" for path in found if not found[path]]
     for line in lines:

@@ -90,7 +90,10 @@ trap 'touch "$attempt/term"' TERM # the run hears it too, and saves: wait for th
 }
 [[ -w $attempt ]] || { stage="$attempt cannot be written on this node, cluster.mounts or outputs"; exit 1; }
 while IFS= read -r -d '' setting; do export "${setting?}"; done <"$run_dir/job/settings" # over an image's
+own=$(declare -p run_dir attempt nodes me rank cpus workers port worker_port lock stage)
 source "$run_dir/job/setup.sh" || exit
+eval "$own" # setup may use the same names, and options that would end this script
+set +eu +o pipefail
 
 # Where Slurm does not count GPUs it names none, and vLLM's workers look their own up by number.
 if [[ -z ${SLURM_STEP_GPUS-}${SLURM_JOB_GPUS-} ]] && gpus=$(nvidia-smi -L 2>/dev/null | grep -c ^GPU); then

@@ -69,8 +69,9 @@ def read_pairs(path: Path) -> dict[str, LogprobPair]:
     files = [path] if path.is_file() else sorted((path / FOLDER).glob("step-*.safetensors"))
     files = files or _nemo_files(path)
     try:
-        found = {str(file): _read(file) for file in files}
-        if any(not pair.mask_BT.any() for pair in found.values()):
+        steps = {str(file): _read(file) for file in files}
+        found = {name: pair for name, pair in steps.items() if pair.mask_BT.any()}
+        if steps and not found:
             raise ValueError("a step without a token")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MeasureError(f"{path}: cannot be read as a mismatch, {error}") from None
@@ -84,7 +85,8 @@ def read_pairs(path: Path) -> dict[str, LogprobPair]:
 
 def _nemo_files(run_dir: Path) -> list[Path]:
     files = sorted(run_dir.glob(NEMO_FILES))  # exp_001 first
-    of_step = {int(file.stem.rpartition("step")[2]): file for file in files}
+    numbers = {file: file.stem.rpartition("step")[2] for file in files}
+    of_step = {int(step): file for file, step in numbers.items() if step.isdecimal()}
     steps = sorted(of_step)
     parts = min(len(steps), NEMO_STEPS) - 1
     places = (part * (len(steps) - 1) // max(1, parts) for part in range(parts + 1))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from fp8_nemo.correction.mismatch import LogprobError
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger, RefitProof
@@ -125,7 +126,11 @@ class Engine:
         max_new_tokens: int,
         generator: torch.Generator,
     ) -> Batch:
-        """Sample a response per prompt at temperature 1, until all ended or reached the limit."""
+        """Sample a response per prompt at temperature 1, until all ended or reached the limit.
+
+        Raises:
+            LogprobError: the weights give no probabilities.
+        """
         tokens_BT, mask_BT = pad_left(prompts, chat.pad, self.model.device)
         decoder = Decoder(self.model, tokens_BT, mask_BT, max_new_tokens, self.routers)
         ended_B1 = torch.zeros_like(mask_BT[:, :1])
@@ -135,6 +140,8 @@ class Engine:
             while True:
                 if self.routers:
                     routes.append(stacked(decoder.chosen_NA, len(tokens_BT)))
+                if logprob_BV.isnan().any():
+                    raise LogprobError("the engine has diverged: a logprob is not a number")
                 new_B1 = torch.multinomial(logprob_BV.exp(), 1, generator=generator)
                 new_B1 = new_B1.masked_fill(ended_B1, chat.pad)
                 logprobs.append(logprob_BV.gather(1, new_B1).masked_fill(ended_B1, 0.0))

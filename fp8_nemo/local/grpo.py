@@ -183,7 +183,7 @@ class GrpoLoop:
             )
             row |= advantage_metrics(multiplier, pair, advantages)
             row |= self._replay_metrics(batch)
-            if self.recipe.grpo.validates(step):
+            if self.recipe.grpo.validates(step) and pair.mask_BT.any():
                 with metrics.replaced(pair_file(self.path, step)) as file:
                     file.write_bytes(packed(pair))
             if self.fp8_kv:
@@ -249,6 +249,7 @@ class GrpoLoop:
         if self.routes is None or batch.routes_BTLA is None:
             return {}
         routed_BT = batch.mask_BT.clone()
+        routed_BT[:, :-1] &= batch.mask_BT[:, 1:]  # an answer's last token was never fed
         routed_BT[:, -1] = False
         return replay_metrics(self.routes.take(), batch.routes_BTLA, routed_BT)
 

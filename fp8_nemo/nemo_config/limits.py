@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.keys import MEGATRON
+from fp8_nemo.nemo_config.keys import MEGATRON, OURS
 from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, keys_of
 from fp8_nemo.nemo_config.own.alignment import alignment_limits
 from fp8_nemo.nemo_config.own.asynchronous import asynchronous_limits
@@ -108,7 +108,8 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from _of_precision(settled.recipe)
     yield from defect_limits(settled, host.defects)
     recipe, base = settled.recipe, settled.recipe.model.base_config or ""
-    written = {**host.leaves(base), **keys_of(settled, host), **settled.own}
+    own = {key: value for key, value in settled.own.items() if key not in OURS}  # else refused
+    written = {**host.leaves(base), **keys_of(settled, host), **own}
     yield from asynchronous_limits(settled, written)
     yield from _of_batches(written)
     yield from _of_cut_sequences(settled, written)

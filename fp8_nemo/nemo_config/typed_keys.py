@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
@@ -18,9 +19,11 @@ from fp8_nemo.nemo_config.keys import ABSENT, OURS, PINNED, may_be_added
 from fp8_nemo.nemo_config.own.loss import given_options
 from fp8_nemo.nemo_config.seams import ENGINE, GRPO
 from fp8_nemo.nemo_config.versions import Source
+from fp8_nemo.recipe.checks import limit_mistakes
 from fp8_nemo.recipe.mistake import Mistake
+from fp8_nemo.recipe.options.model import Memory
 from fp8_nemo.recipe.plain import to_json
-from fp8_nemo.recipe.settled import Settled
+from fp8_nemo.recipe.settled import LOGPROB_BATCH, MICRO_BATCH, SHARE, Settled
 
 ROOTS = {"": (GRPO, "MasterConfig"), "policy.generation.": (f"{ENGINE}/config.py", "VllmConfig")}
 """Where the declaration begins: `MasterConfig` names the base class of every engine alone."""
@@ -29,6 +32,13 @@ KINDS = {
     **{"PositiveInt": "int", "NonNegativeInt": "int", "PositiveFloat": "float"},
 }
 """What a name in an annotation means; another class is read, anything else is `Any`."""
+OPTIONS = {each.name: each for each in fields(Memory)}
+IN_PLACE_OF = {
+    SHARE: OPTIONS["rollout_share"],
+    MICRO_BATCH: OPTIONS["micro_batch"],
+    LOGPROB_BATCH: OPTIONS["logprob_batch"],
+}
+"""Keys that a plan counts with as with an option of ours, whose limits are theirs too."""
 
 
 def declared_keys(source: Source) -> dict[str, str]:
@@ -73,6 +83,8 @@ def own_key_mistakes(settled: Settled, ours: Mapping[str, Any], host: Host) -> I
         elif not kinds and not _is_like(value, there.get(key)):
             kind = type(there[key]).__name__
             yield Mistake(named, value, f"must be of type {kind}, as {there[key]!r} is")
+        elif key in IN_PLACE_OF:
+            yield from limit_mistakes(named, value, IN_PLACE_OF[key].metadata)
 
 
 def fits(value: Any, kinds: str) -> bool:

@@ -60,10 +60,11 @@ def _field_mistakes(group: Any, prefix: str = "") -> Iterator[Mistake]:
         if dataclasses.is_dataclass(value):
             yield from _field_mistakes(value, key + ".")
         elif value is not None:
-            yield from _limit_mistakes(key, value, declared.metadata)
+            yield from limit_mistakes(key, value, declared.metadata)
 
 
-def _limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
+def limit_mistakes(key: str, value: Any, limits: Any) -> Iterator[Mistake]:
+    """Yield how a value of the right type breaks the limits in its field's metadata."""
     if "one_of" in limits and value not in limits["one_of"]:
         yield Mistake(key, value, "must be one of " + ", ".join(limits["one_of"]))
     if "short_name" in limits and not re.fullmatch(r"[\w-][\w.+-]*", value):
@@ -287,6 +288,10 @@ def unusable(path: str) -> str | None:
     return None
 
 
+MOUNTED = ("outputs", "data.path", "data.reward", "model.path", "cluster.nemo_root")
+"""What `runs.sbatch.mounts` shows a container."""
+
+
 def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
     paths = {
         "outputs": recipe.outputs,
@@ -305,6 +310,10 @@ def _path_mistakes(recipe: Recipe) -> Iterator[Mistake]:
             yield Mistake(key, shortened(path), text)
     if not recipe.outputs:
         yield Mistake("outputs", "", "must name a folder")
+    for key in MOUNTED if recipe.cluster.container else ():
+        if (path := paths[key]) and re.search("[,:]", path):
+            text = "has a comma or a colon, which part the folders that a container sees"
+            yield Mistake(key, path, text, "choose another path, or cluster.container=null")
 
 
 def _data_mistakes(data: Data) -> Iterator[Mistake]:

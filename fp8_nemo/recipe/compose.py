@@ -307,7 +307,7 @@ def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]
     try:
         if found := [*secrets_of_line(cell)]:
             return None, found
-        tree = trees.of([_renamed(word, ADDED, f"+{beside}") for word in cell])
+        tree = trees.of([_renamed(word, ADDED, f"+{beside}_{n}") for n, word in enumerate(cell)])
         if found := [*secrets_of(leaves(tree))]:
             return None, found
     except (HydraException, OmegaConfBaseException) as error:
@@ -316,9 +316,9 @@ def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]
         return None, [" ".join(str(error).split())]
     except UNREADABLE as error:
         return None, [f"{' '.join(cell)}: cannot be composed, {first_line(error)}"]
-    if beside in tree:
-        group, _, key = ADDED.partition(".")
-        own, more = tree[group][key], tree.pop(beside)
+    group, _, key = ADDED.partition(".")
+    for name in [name for name in tree if name.startswith(beside)]:
+        own, more = tree[group][key], tree.pop(name)
         tree[group][key] = own + more if isinstance(own, list) and isinstance(more, list) else more
     config = copy.deepcopy(_structured())
     values = leaves(tree | {OPEN: {}}) | {OPEN: tree[OPEN]}

@@ -18,7 +18,7 @@ from rich.table import Table
 from fp8_nemo.correction.health import summary
 from fp8_nemo.report.against_bf16 import EQUAL, KL_FORMAT, AgainstBaseline, against_baselines
 from fp8_nemo.report.compare import COLUMNS, SECTIONS, Cell, Comparison, given, markdown_table
-from fp8_nemo.report.runs import FinishedRun
+from fp8_nemo.report.runs import FinishedRun, unpacked
 from fp8_nemo.report.verdict import choices
 from fp8_nemo.runs.metrics import spans, write_whole
 from fp8_nemo.runs.run_dir import report_dir
@@ -93,7 +93,7 @@ def write_pages(
     """
     from fp8_nemo.report.figures import save_figures
 
-    above = Path(os.path.commonpath([path.resolve() for path in paths]))
+    above = Path(os.path.commonpath([unpacked(path).resolve() for path in paths]))
     folder = report_dir(short_path(above) if above != Path(above.anchor) else Path())
     figures = save_figures(comparison, folder)
     write_whole(folder / "report.md", to_markdown(comparison, figures, command))

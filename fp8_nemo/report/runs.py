@@ -93,8 +93,11 @@ def find_runs(path: Path) -> list[Path]:
     Args:
         path: a run directory, a folder of them, or a folder that was packed into one file
             `FOLDER.jsonl.gz` (`benchmarks/keep_runs.py`); runs in it keep their paths.
+
+    Raises:
+        RunDirError: such a file is damaged.
     """
-    path = Path(str(path).removesuffix(ARCHIVE))
+    path = unpacked(path)
     found = [run for run in _packed(_archive_of(path)) if run == path or path in run.parents]
     for folder, below, files in os.walk(path):
         if {PLAN, METRICS} & set(files):
@@ -103,16 +106,22 @@ def find_runs(path: Path) -> list[Path]:
         for name in files:
             found += _packed(Path(folder) / name) if name.endswith(ARCHIVE) else ()
         below[:] = [name for name in below if not name.startswith(".")]
-    return sorted(found)
+    return sorted({*found})
+
+
+def unpacked(path: Path) -> Path:
+    """Return the folder that was packed into `FOLDER.jsonl.gz`; any other path as it is."""
+    return Path(str(path).removesuffix(ARCHIVE))
 
 
 def read_run(run_dir: Path) -> FinishedRun:
-    """Read one run, finished or not, from its directory or from the archive that it was packed in.
+    """Read one run, finished or not, from its directory, else from the archive that has it.
 
     Raises:
         RunDirError: it is damaged.
     """
-    packed = _packed(_archive_of(run_dir)).get(run_dir)
+    is_there = (run_dir / PLAN).is_file()
+    packed = None if is_there else _packed(_archive_of(run_dir)).get(run_dir)
     try:
         if packed:
             plan = plan_from_json(packed["plan"])
@@ -140,10 +149,22 @@ def _packed(archive: Path | None) -> Mapping[Path, dict[str, Any]]:
 
 @lru_cache
 def _read_archive(archive: Path, written: int) -> dict[Path, dict[str, Any]]:
-    """Read an archive: by path, the plan, environment and rows of each run that it holds."""
-    folder = Path(str(archive).removesuffix(ARCHIVE))
-    with gzip.open(archive, "rt") as lines:
-        return {folder / each["run"]: each for each in map(read_json, lines)}
+    """Read an archive: by path, the plan, environment and rows of each run that it holds.
+
+    Another file that is called so, as of problems, holds none.
+
+    Raises:
+        RunDirError: it is damaged.
+    """
+    folder = unpacked(archive)
+    try:
+        with gzip.open(archive, "rt") as lines:
+            found = [read_json(line) for line in lines]
+    except (OSError, EOFError, ValueError) as error:
+        raise RunDirError(f"{archive}: cannot be read ({error})") from error
+    return {
+        folder / each["run"]: each for each in found if isinstance(each, dict) and "run" in each
+    }
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[FinishedRun], list[str]]:

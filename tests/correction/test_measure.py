@@ -114,6 +114,13 @@ def test_a_step_that_was_done_again_counts_once_as_it_was_done_last(tmp_path):
     assert measure(read_pairs(tmp_path)).tokens == 2 + 4
 
 
+def test_a_step_without_a_token_and_a_file_put_aside_are_left_out(tmp_path):
+    nemo_record(tmp_path, 1, 1, [])
+    second = nemo_record(tmp_path, 1, 2, [0.1])
+    second.with_name("train_data_step1.old.jsonl").write_text("")
+    assert list(read_pairs(tmp_path)) == [str(second)]
+
+
 @pytest.mark.parametrize("steps", [1, 2, 64, 65, 100])
 def test_of_a_long_run_some_steps_are_read_from_the_first_to_the_last(tmp_path, steps):
     for step in range(1, steps + 1):

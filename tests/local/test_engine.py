@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
+from fp8_nemo.correction.mismatch import LogprobError, LogprobPair, mismatch_metrics
 from fp8_nemo.glue import recalibrate
 from fp8_nemo.glue.quantize import FP8, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
@@ -62,6 +62,13 @@ def test_fp8_rollouts_differ_from_bf16_training_and_less_so_from_fp8_training(mo
         pair = LogprobPair(policy.logprobs(batch), batch.rollout_BR, batch.response_mask_BR)
         kl[name] = mismatch_metrics(pair)["mismatch/kl"]
     assert kl["rollout"] > 1e-4 and kl["both"] < kl["rollout"] / 2
+
+
+def test_an_engine_without_probabilities_says_that_it_has_diverged():
+    _, engine, _ = pair_of("tiny-llama", Precision())
+    engine.model.lm_head.weight.data[:, 0] = torch.inf
+    with pytest.raises(LogprobError, match="the engine has diverged"):
+        sample(engine, "tiny-llama")
 
 
 def test_logprobs_are_those_of_the_sampled_tokens_and_stop_at_the_end():

@@ -345,6 +345,14 @@ def test_fused_attention_and_its_gradients_are_the_plain_ones_but_for_rounding(g
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
+def test_attention_over_numbers_that_are_none_is_none_and_a_padded_query_gets_zeros():
+    query, key, value = torch.ones(3, 1, 1, 1, 4, 8, dtype=torch.float16)
+    query[0, 0, 0, 3] = torch.inf
+    mask = causal_mask(torch.tensor([[False, True, True, True]]))[:, :, None]
+    found = attention._attend_plain(None, query, key, value, mask, 1.0)[0, 0, 0]
+    assert found[3].isnan().all() and (found[1:3] == 1).all() and (found[0] == 0).all()
+
+
 @pytest.mark.parametrize("shape", [(5, 768), (2, 7, 4, 64)])
 def test_a_norm_in_one_launch_is_transformers_but_for_one_rounding(shape):
     draw = torch.Generator().manual_seed(0)

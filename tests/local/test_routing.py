@@ -1,6 +1,7 @@
 """Routes are recorded as the engine took them and replayed as they were recorded."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from fp8_nemo.correction.mismatch import LogprobPair, mismatch_metrics
 from fp8_nemo.correction.routing import MISSING, RouteCount
 from fp8_nemo.local.engine import Engine
 from fp8_nemo.local.policy import Policy
+from fp8_nemo.local.rollout import joined
 from fp8_nemo.recipe.model_dir import SHIPPED
 from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.runs import metrics, run_dir
@@ -45,6 +47,14 @@ def test_every_token_but_the_last_has_a_route_in_every_layer(rollout):
     assert batch.routes_BTLA.shape == (B, T, 2, 2)
     assert (batch.routes_BTLA[:, -1] == MISSING).all()
     assert ((batch.routes_BTLA[:, :-1] >= 0) & (batch.routes_BTLA[:, :-1] < 4)).all()
+
+
+def test_joined_with_a_wider_batch_no_answer_misses_the_route_of_its_last_token():
+    _, engine = pair_of(Precision())
+    narrow, wide = (sample(engine, MOE, limit=limit) for limit in (2, 6))
+    joint = joined([narrow, wide], padding=0)
+    loop = SimpleNamespace(routes=RouteCount(CPU))
+    assert GrpoLoop._replay_metrics(loop, joint)["replay/missing_fraction"] == 0
 
 
 def test_bf16_replays_its_own_routes_to_the_same_logprobs_and_none_is_exchanged():

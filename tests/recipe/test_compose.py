@@ -469,6 +469,8 @@ def test_a_lines_options_of_sbatch_come_after_the_sites(site):
         ("++cluster.extra=['--comment=a=b c']", "--comment=a=b c"),
     ):
         assert site(own, word)[0]["extra"] == ["--mem=0", more]
+    twice = site(own, "cluster.extra=[--hold]", "cluster.extra=[--no-kill]")
+    assert twice[0]["extra"] == ["--mem=0", "--hold", "--no-kill"]
 
 
 def test_a_sites_file_may_refer_to_other_keys_of_the_line(site):

@@ -1,6 +1,7 @@
 """Reports: cells grouped as they were run, numbers as by hand, nothing missing shown as zero."""
 
 import dataclasses
+import gzip
 import io
 import json
 import math
@@ -22,12 +23,14 @@ from fp8_nemo.recipe.options.model import Model
 from fp8_nemo.recipe.options.precision import Glue, Precision, Recalibrate
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.options.training import Grpo
+from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.report.compare import EMULATION, SECTIONS, compare
 from fp8_nemo.report.figures import CURVES, draw_figures, finding, save_figures
-from fp8_nemo.report.page import comparison_table, to_markdown
-from fp8_nemo.report.runs import find_runs, read_run, read_runs
+from fp8_nemo.report.page import comparison_table, to_markdown, write_pages
+from fp8_nemo.report.runs import ARCHIVE, find_runs, read_run, read_runs
 from fp8_nemo.runs import provenance, run_dir
-from fp8_nemo.runs.metrics import append_metrics
+from fp8_nemo.runs.metrics import RunDirError, append_metrics
+from fp8_nemo.runs.terminal import short_path
 from tests.conftest import slowed
 
 BF16 = Precision("bf16")
@@ -104,6 +107,22 @@ def test_run_directories_are_found_alone_or_below_a_folder_but_not_in_staging(ma
     assert find_runs(tmp_path / "outputs") == sorted([first, second])
     assert find_runs(first) == [first]
     assert find_runs(tmp_path / "nothing") == []
+
+
+def test_of_files_called_like_an_archive_only_those_of_runs_count(make, tmp_path):
+    [run], folder = [make(finished())], tmp_path / "outputs"
+    stale = {"run": str(run.relative_to(folder)), "plan": {}, "environment": {}, "rows": []}
+    file, problems = tmp_path / f"outputs{ARCHIVE}", folder / f"train{ARCHIVE}"
+    problems.write_bytes(gzip.compress(b'{"question": "1+1"}\n[1]\n'))
+    file.write_bytes(gzip.compress(f"{to_json(stale)}\n".encode()))
+    assert find_runs(folder) == [run]
+    assert read_run(run).rows, "of the directory, not of the archive"
+    comparison = compare([read_run(run)])
+    page, *_ = write_pages(comparison, [file], "line", with_html=False)
+    assert page == short_path(folder) / "report" / "report.md"
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(RunDirError, match=r"outputs\.jsonl\.gz: cannot be read"):
+        find_runs(folder)
 
 
 def test_a_run_without_its_plan_is_still_found_so_that_it_is_named_as_damaged(make):

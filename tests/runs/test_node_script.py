@@ -131,6 +131,17 @@ def test_a_run_that_fails_ends_the_node_with_its_code_though_ray_hears_no_term(n
     assert ends(tmp_path / "ray") and ends(tmp_path / "child")
 
 
+def test_what_setup_sets_stays_its_own(node, tmp_path):
+    names = "port=1 rank=7 me=x nodes=none cpus=none attempt=/nowhere stage=none"
+    (tmp_path / "run" / "job" / "setup.sh").write_text(f"set -euo pipefail\n{names}\n")
+    process = node(0)
+    process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert (tmp_path / "attempt" / "code").read_text() == "3\n"
+    assert "n1: the run failed with code 3" in (tmp_path / "attempt" / "failed-n1").read_text()
+    assert ends(tmp_path / "ray") and ends(tmp_path / "child")
+
+
 def test_a_term_to_all_as_slurm_and_timeout_send_it_ends_the_node(node, tmp_path):
     process = node(600)
     appears(tmp_path / "started")

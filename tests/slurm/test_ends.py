@@ -118,7 +118,7 @@ def test_a_killed_run_says_so_and_that_the_same_line_goes_on(slurm, small, lasti
 
 
 def test_a_job_that_saves_nothing_before_its_limit_is_not_requeued_for_ever(slurm, small):
-    late = ["cluster.time=1", "cluster.save_before_end=5", "cluster.setup='sleep 20'"]
+    late = ["cluster.time=1", "cluster.save_before_end=50", "cluster.setup='sleep 20'"]
     [job] = slurm.submit(*small, *SIZE, *late, "seed=24")
     job.wait(150)
     assert "no step was saved since the start: raise cluster.time" in job.log

@@ -103,7 +103,8 @@ def _attend_plain(
     if query.is_cuda:
         return _attend_fused(query, key, value, mask, scaling)
     scores = (matmul_fp32(query, key.mT) * scaling).masked_fill(~mask, -torch.inf)
-    probability = scores.softmax(-1).nan_to_num()  # padded queries see no key
+    sees_none = ~mask.any(-1, keepdim=True)  # a padded query; what else is NaN has diverged
+    probability = scores.masked_fill(sees_none, 0.0).softmax(-1).masked_fill(sees_none, 0.0)
     return matmul_fp32(probability.to(query.dtype), value)
 
 

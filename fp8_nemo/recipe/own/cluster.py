@@ -10,6 +10,8 @@ from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.options.cluster import SBATCH_KEYS, Cluster
 
 WEEK = 7 * 86400
+LAST_SECONDS = 45
+"""Before a job's limit, in which it saves nothing more: `last_seconds` of slurm/grpo.sbatch."""
 FOUND_BY = "is what a job is found by, in the queue and in its log"
 OURS_OF_SBATCH = {
     ("-J", "--job-name"): (FOUND_BY, "leave it out; a job is named as its cell"),
@@ -78,8 +80,11 @@ def _ends(cluster: Cluster) -> Iterator[Mistake]:
             "is more than a week of minutes",
             'a YAML file reads 12:00:00 as a number: quote it, "12:00:00"; or write days, 8-00',
         )
-    elif cluster.kind == "slurm" and cluster.save_before_end >= limit:
-        text = f"must be less than the {limit} seconds of cluster.time={cluster.time}"
+    elif cluster.kind == "slurm" and not LAST_SECONDS < cluster.save_before_end < limit:
+        text = (
+            f"must be less than the {limit} seconds of cluster.time={cluster.time}, and more than "
+            f"the {LAST_SECONDS} that ending a job takes"
+        )
         yield Mistake("cluster.save_before_end", cluster.save_before_end, text)
 
 
