@@ -317,7 +317,7 @@ def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]
     except UNREADABLE as error:
         return None, [f"{' '.join(cell)}: cannot be composed, {first_line(error)}"]
     group, _, key = ADDED.partition(".")
-    for name in [name for name in tree if name.startswith(beside)]:
+    for name in (f"{beside}_{n}" for n in range(len(cell)) if f"{beside}_{n}" in tree):
         own, more = tree[group][key], tree.pop(name)
         tree[group][key] = own + more if isinstance(own, list) and isinstance(more, list) else more
     config = copy.deepcopy(_structured())

@@ -105,6 +105,7 @@ def conf(tmp_path, monkeypatch) -> Path:
 @few_or_many(40, 400)
 def test_files_of_options_are_taken_or_told(conf, number):
     @times(number)
+    @example("cluster", b"# @package _global_\n0: null\n")
     @given(OF_A_SITE, FILES)
     def each(group, content):
         file = conf / group / "generated.yaml"
