@@ -1118,7 +1118,7 @@ SAID = {
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
             f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
-            ", all answers 4,000 tokens long; for these the plan says "
+            ", with answers of 4,000 tokens; for these the plan says "
             f"{planned_gain(ADAPTERS):.2f}x |"
         ),
         short_on_h100,

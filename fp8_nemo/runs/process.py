@@ -115,7 +115,7 @@ def call_verb(verb: str, *arguments: str) -> int:
     command = [sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *arguments]
     child = subprocess.Popen(command, preexec_fn=_ends_with_its_parent(), process_group=0)
     children.append(child)
-    for number in early:
+    for number in early:  # they came before there was a child to send them to
         child.send_signal(number)
     code = child.wait()
     for number, handler in before.items():
