@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 
@@ -171,20 +172,24 @@ def exact_step_row(precision, align, step):
     return row
 
 
-def exact_all_of_8b():
-    """README's KL of all of 8B, in BF16 too, and how much faster a step was."""
-    ours = [exact_step_row(E2E, "exact", step)["mismatch/kl"] for step in (1, 2)]
-    plain = [exact_step_row("bf16", "none", step)["mismatch/kl"] for step in (1, 2, 3)]
-    assert len({f"{kl:.1e}" for kl in ours}) == len({f"{kl:.1e}" for kl in plain}) == 1
-    kls = (f"{kl:.1e}".replace("e-0", "e-") for kl in (ours[0], plain[0]))
-    return "all of 8B had a KL of {} in two steps, BF16 {}, and a step was **{}** as fast.".format(
-        *kls, real_gain("step", ALIKE)
+def exact_steps_of_2k():
+    """The largest KL of five steps of all of 8B in which no answer differed, and BF16's."""
+    cells = (E2E, "exact"), ("bf16", "none")
+    ours, plain = (
+        [row for (run,) in [exact_runs("nemo-exact-8b-2k-2-h200", *cell)] for row in run["rows"]]
+        for cell in cells
     )
+    assert len(ours) == len(plain) == 5
+    assert {row["mismatch/differing_answers"] for row in ours} == {0}
+    return [
+        f"{max(row['mismatch/kl'] for row in rows):.1e}".replace("e-0", "e-")
+        for rows in (ours, plain)
+    ]
 
 
-def exact_phases():
+def exact_phases(name):
     """speed.md's gains of `exact` on two H200s by phase, and seconds measured and planned."""
-    plain, ours = real(ALIKE).values()
+    plain, ours = real(name).values()
     gains = (f"{ours['times_bf16'][phase]:.2f}" for phase in ("rollout", "logprob", "train"))
     by_phase = "rollout {}, logprobs {}, training {} times".format(*gains)
     planned = [f"{row['plan']['step']:.1f}" for row in (ours, plain)]
@@ -566,9 +571,9 @@ def whole_steps():
 
 
 def whole_exact_steps():
-    """README's measurement of 8B with `exact` on two H200."""
-    gain = real_gain("step", ALIKE).removesuffix(" times")
-    return f"[whole steps](docs/speed.md) of 3,900 tokens on two: {gain}x |"
+    """README's measurements of 8B with `exact` on two H200."""
+    long, short = (real_gain("step", name).removesuffix(" times") for name in (ALIKE, ALIKE_2K))
+    return f"[whole steps](docs/speed.md) on two: {long}x with 3,900 tokens, {short}x with 2,000 |"
 
 
 def planned_lora():
@@ -681,8 +686,8 @@ def bounds(signal):
 
 
 FOUR, TWO, ADAPTERS, H100S = "8b-4-h200", "8b-2-h200", "8b-lora-h100", "8b-4-h100"
-ALIKE = "8b-exact-2-h200"
-PAIRS = (FOUR, TWO, ALIKE, ADAPTERS, H100S)
+ALIKE, ALIKE_2K = "8b-exact-2-h200", "8b-exact-2k-2-h200"
+PAIRS = (FOUR, TWO, ALIKE, ALIKE_2K, ADAPTERS, H100S)
 
 
 @cache
@@ -747,7 +752,7 @@ def gain_errors():
             for row, settled in timed(name)
         ]
         off += [plain[1] / said / (plain[0] / took) - 1 for took, said in others]
-    assert len(off) == 6
+    assert len(off) == 7
     return f"{-min(off):.0%} too small to {max(off):.0%} too large"
 
 
@@ -845,14 +850,28 @@ def predicted_tiles():
 
 COUNTED = {5: "five", 6: "six"}
 FP8S = (LINEAR, KV, E2E, BOTH)
-H100_POINTS = draw_decode.rows_of("bf16")
 
 
-def h100_decode(cell="kv"):
+def decode_rows(name, cell):
+    """A decode figure's rows of a precision by sequences and tokens."""
+    return draw_decode.rows_of(draw_decode.DRAWINGS[name], cell)
+
+
+def h100_decode(cell=KV, name="decode-8b"):
     """How many times as fast as BF16 vLLM decodes 8B on an H100, from point to point."""
-    rows = draw_decode.rows_of(cell)
-    gains = [H100_POINTS[point]["wall_ms"] / row["wall_ms"] for point, row in rows.items()]
+    plain = decode_rows(name, "bf16")
+    gains = [plain[at]["wall_ms"] / row["wall_ms"] for at, row in decode_rows(name, cell).items()]
     return f"{min(gains):.2f} to {max(gains):.2f}"
+
+
+def experts_table(batch, prompt):
+    """A row of speed.md's profiled steps of 30B-A3B: milliseconds of experts and attention."""
+    cells = []
+    for cell in draw_decode.CELLS:
+        row = decode_rows("decode-30b", cell)[batch, prompt]
+        parts = draw_decode.parts_of(row)
+        cells.append("{:.1f}, {experts:.1f}, {attention:.1f}".format(row["wall_ms"], **parts))
+    return f"| {batch} x {prompt // 1024}k | {' | '.join(cells)} |"
 
 
 def two_h200s():
@@ -895,7 +914,7 @@ def saved():
     rows = [row for name in (FOUR, TWO, ADAPTERS) for row in real(name).values()]
     steps = [row["times_bf16"]["step"] for row in rows if row["precision"] != "bf16"]
     texts = (
-        f"{decode('rollout-8b-h200', f'{LINEAR}-deepgemm')} to {h100_decode('linear')}",
+        f"{decode('rollout-8b-h200', f'{LINEAR}-deepgemm')} to {h100_decode(LINEAR)}",
         f"{decode('rollout-8b-h200', KV)} to {h100_decode()}",
     )
     linear, caches = (less([float(each) for each in text.split(" to ")]) for text in texts)
@@ -1065,7 +1084,7 @@ def by_context():
     row, settled = single("8b8-context")
     said = step_seconds(settled, Lengths(17, row["answer"])).total
     return (
-        f"The step after the first took {row['step']:.1f} s, where the plan says {said:.1f}.\n"
+        f"The step after the first took {row['step']:.1f} s, where the plan says {said:.1f}. "
         f"Training reached {row['mfu_train']:.0%} of the GPUs' peak"
     )
 
@@ -1114,7 +1133,10 @@ SAID = {
         step_errors,
         whole_steps,
         whole_exact_steps,
-        exact_all_of_8b,
+        lambda: "KL of at most {} in five steps, BF16 {}.".format(*exact_steps_of_2k()),
+        lambda: "was **{}** as fast, with 3,900 tokens {}.".format(
+            real_gain("step", ALIKE_2K), real_gain("step", ALIKE)
+        ),
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
             f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
@@ -1153,7 +1175,13 @@ SAID = {
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],
     "docs/speed.md": [
-        *(lambda number=number: exact_phases()[number] for number in range(3)),
+        *(
+            partial(lambda n, name: exact_phases(name)[n], *each)
+            for each in product(range(3), (ALIKE, ALIKE_2K))
+        ),
+        lambda: f"{h100_decode(LINEAR, 'decode-30b')} times as fast",
+        lambda: f"with `fp8-kv-attn` {h100_decode(KV, 'decode-30b')}.",
+        *(partial(experts_table, *each) for each in decode_rows("decode-30b", "bf16")),
         *(partial(beside, name, phase) for name, phase, _ in REAL_ROWS),
         lambda: beside_rest("the driver's part before the GPUs began", before_training()),
         lambda: beside_rest("between phases", between_phases()),
@@ -1168,7 +1196,7 @@ SAID = {
             f"{real_gain('rollout', H100S).removesuffix(' times')}. The plan says "
         ),
         lambda: f"The plan says {planned_gain(H100S):.2f}. BF16 sampled",
-        lambda: f"{real_gain('step')} as fast as in\nBF16",
+        lambda: f"{real_gain('step')} as fast as in BF16",
         lambda: f"(`fp8-kv-attn`) it was {real_gain('step', FOUR, 1)} as fast",
         lambda: f"So `fp8-kv-attn` gained {kv_on_four()} times.",
         lambda: f"with LoRA on one {real_gain('step', ADAPTERS).removesuffix(' times')}.",
@@ -1231,6 +1259,7 @@ SAID = {
         partial(exact_row, "nemo-exact-8b8-h100", "bf16", "none"),
         exact_attention,
         *(partial(exact_step, E2E, "exact", step) for step in (1, 2, 3)),
+        lambda: "largest KL {}; BF16's {}".format(*exact_steps_of_2k()),
         partial(exact_step, "bf16", "none", 1),
         partial(short_answers, "unfilled", "4,096 tokens, not filled"),
         partial(short_answers, "filled", "4,096 tokens, filled to 2,944"),
@@ -1307,7 +1336,10 @@ SAID = {
             "8k {2} times. The last is {3} times BF16's"
         ),
         lambda: "reward rose from {2} to {0}, BF16's from {3} to {1}.".format(*exact_learns()),
-        lambda: f"of 3,900 tokens were {real_gain('step', ALIKE)} as fast.",
+        lambda: "were {} as fast, of 2,000 tokens {}.".format(
+            *(real_gain("step", name) for name in (ALIKE, ALIKE_2K))
+        ),
+        lambda: "KL was at most {}, BF16's {}.".format(*exact_steps_of_2k()),
         partial(sixty_steps_row, "tiny Llama", "d"),
         partial(sixty_steps_row, "tiny Qwen3-MoE", "m"),
         experts_means,
@@ -1347,10 +1379,11 @@ def test_the_figure_shows_the_files_numbers(name):
         assert {draw_steps.label(row) for row in draw_steps.drawn(file).values()} <= {*texts}
 
 
-def test_the_decode_figure_shows_the_files_numbers():
-    texts = re.findall(r">([^<>]+)</text>", draw_decode.TARGET.read_text())
+@pytest.mark.parametrize("name", draw_decode.DRAWINGS)
+def test_the_decode_figure_shows_the_files_numbers(name):
+    texts = re.findall(r">([^<>]+)</text>", (draw_decode.FOLDER / f"{name}.svg").read_text())
     for point in draw_decode.POINTS:
-        rows = {cell: draw_decode.rows_of(name)[point] for cell, name in draw_decode.CELLS.items()}
+        rows = {cell: decode_rows(name, cell)[point] for cell in draw_decode.CELLS}
         assert {draw_decode.label(row, rows["bf16"]) for row in rows.values()} <= {*texts}
 
 

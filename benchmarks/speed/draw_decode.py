@@ -2,47 +2,71 @@
 
 python -m benchmarks.speed.draw_decode
 
-Writes docs/figures/decode-8b.svg, which docs/speed.md shows. Every number in the figure is a text
-that `tests/test_docs.py` compares with the files.
+Writes docs/figures/decode-8b.svg and decode-30b.svg, which docs/speed.md shows. Every number in a
+figure is a text that `tests/test_docs.py` compares with the files.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
-TARGET = ROOT / "docs" / "figures" / "decode-8b.svg"
+FOLDER = ROOT / "docs" / "figures"
 CELLS = {"bf16": "bf16", "fp8-linear": "linear", "fp8-kv-attn": "kv"}
 """Precisions, and what names their file: `decode-kv-h100.json`."""
 POINTS = {(64, 1024): "64 sequences of 1k tokens", (32, 8192): "32 sequences of 8k tokens"}
+EXPERTS = "fused_moe_kernel"
 PARTS = {
     "attention": ("attention",),
     "products": ("linear products",),
     "quantization": ("norm or activation, quantized", "quantization"),
     "sampling": ("sampling",),
 }
-COLORS = {"attention": "#0072B2", "products": "#009E73", "quantization": "#E69F00",
-          "sampling": "#CC79A7", "rest": "#BBBBBB"}  # fmt: skip
+COLORS = {"attention": "#0072B2", "experts": "#56B4E9", "products": "#009E73",
+          "quantization": "#E69F00", "sampling": "#CC79A7", "rest": "#BBBBBB"}  # fmt: skip
 """Okabe and Ito's, which the colour-blind tell apart."""
 
 
-def rows_of(name: str) -> dict[tuple[int, int], dict[str, Any]]:
-    """Return a file's rows by sequences and tokens of context."""
-    file = ROOT / "benchmarks" / "results" / f"decode-{name}-h100.json"
+class Drawing(NamedTuple):
+    """Say what a figure shows."""
+
+    file: str
+    """Of a results file, with `{}` for what `CELLS` says."""
+    title: str
+    longest: float
+    """Milliseconds up to which its axis goes."""
+
+
+DRAWINGS = {
+    "decode-8b": Drawing("decode-{}-h100", "A decode step of Llama 3.1 8B on one H100", 24),
+    "decode-30b": Drawing("decode-30b-{}-h200", "A decode step of Qwen3-30B-A3B on one H200", 27),
+}
+
+
+def rows_of(drawing: Drawing, cell: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the rows of a precision's file by sequences and tokens of context."""
+    file = ROOT / "benchmarks" / "results" / f"{drawing.file.format(CELLS[cell])}.json"
     return {(row["batch"], row["prompt"]): row for row in json.loads(file.read_text())["rows"]}
 
 
 def parts_of(row: dict[str, Any]) -> dict[str, float]:
-    """Return milliseconds of a step by part; the rest holds what the device waited for, too."""
+    """Return milliseconds of a step by part; the rest holds what the device waited for, too.
+
+    The experts' products stand apart from the other linear layers'; parts of nothing are left out.
+    """
     classes = row["profile"]["classes_ms"]
     parts = {name: sum(classes[each] for each in kinds) for name, kinds in PARTS.items()}
-    return parts | {"rest": row["wall_ms"] - sum(parts.values())}
+    rest = row["wall_ms"] - sum(parts.values())
+    experts = sum(each["ms"] for each in row["profile"]["top"] if each["kernel"] == EXPERTS)
+    parts["products"] -= experts
+    parts |= {"experts": experts, "rest": rest}
+    return {name: parts[name] for name in COLORS if parts[name]}
 
 
 def label(row: dict[str, Any], base: dict[str, Any]) -> str:
@@ -51,9 +75,9 @@ def label(row: dict[str, Any], base: dict[str, Any]) -> str:
     return f"{row['wall_ms']:.1f} ms{gain}"
 
 
-def draw_panel(axes: Axes, point: tuple[int, int]) -> None:
+def draw_panel(axes: Axes, drawing: Drawing, point: tuple[int, int]) -> None:
     """Draw one batch: a bar of parts for each precision, the first on top."""
-    rows = {cell: rows_of(name)[point] for cell, name in CELLS.items()}
+    rows = {cell: rows_of(drawing, cell)[point] for cell in CELLS}
     for place, cell in enumerate(reversed(CELLS)):
         left = 0.0
         for part, width in parts_of(rows[cell]).items():
@@ -62,23 +86,29 @@ def draw_panel(axes: Axes, point: tuple[int, int]) -> None:
             left += width
         axes.text(left + 0.3, place, label(rows[cell], rows["bf16"]), va="center")
     axes.set_yticks(range(len(CELLS)), reversed(CELLS))
-    axes.set_xlim(0, 24)
+    axes.set_xlim(0, drawing.longest)
     axes.set_title(POINTS[point], loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("milliseconds")
 
 
-def main() -> None:
+def draw(name: str, drawing: Drawing) -> None:
     """Draw both batches side by side."""
-    matplotlib.rcParams |= {"svg.hashsalt": "decode-8b", "svg.fonttype": "none", "font.size": 10}
+    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}
     figure = Figure(figsize=(11, 2.9), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, point in zip(panels, POINTS, strict=True):
-        draw_panel(axes, point)
-    figure.suptitle("A decode step of Llama 3.1 8B on one H100", weight="bold")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    TARGET.parent.mkdir(exist_ok=True)
-    figure.savefig(TARGET, metadata={"Date": None}, facecolor="white")
+        draw_panel(axes, drawing, point)
+    figure.suptitle(drawing.title, weight="bold")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    FOLDER.mkdir(exist_ok=True)
+    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+
+
+def main() -> None:
+    """Draw each figure."""
+    for name, drawing in DRAWINGS.items():
+        draw(name, drawing)
 
 
 if __name__ == "__main__":

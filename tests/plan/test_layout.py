@@ -328,7 +328,8 @@ FOUR_H100 = (*FOUR_H200[:-1], "cluster.gpu=h100")
 TIMED = {"8b-lora-h100": ONE_H100, "8b-2-h200": TWO_H200, "8b-4-h200": FOUR_H200,
          "8b-4-h100": FOUR_H100}  # fmt: skip
 """Timed inside NeMo RL: device-NAME.json has the line, real-steps-NAME.json the seconds."""
-ALIGNED = {"8b-exact-2-h200": TWO_H200}
+ALIGNED = {"8b-exact-2-h200": TWO_H200,
+           "8b-exact-2k-2-h200": (*TWO_H200, "grpo.max_new_tokens=1984")}  # fmt: skip
 """Likewise, what is not BF16 with `precision.align=exact`; no log of the GPUs' memory."""
 CELLS = TIMED | ALIGNED | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
@@ -349,7 +350,12 @@ def timed(name):
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("8b-lora-h100", 0.06), ("8b-2-h200", 0.06), ("8b-4-h200", 0.08), ("8b-exact-2-h200", 0.06)],
+    [
+        ("8b-lora-h100", 0.06),
+        ("8b-2-h200", 0.06),
+        ("8b-4-h200", 0.08),
+        *((it, 0.06) for it in ALIGNED),
+    ],
 )
 def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name, near):
     steps = []

@@ -40,6 +40,7 @@ from fp8_nemo.plan.speed import (
     is_fitted,
     refit_seconds,
 )
+from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Precision
 
@@ -235,6 +236,19 @@ def test_what_unsplit_keys_cost_a_decode_step_comes_out_within_6_percent():
         assert planned(exact, *held) / planned(FP8, *held) == pytest.approx(ratio, rel=0.06)
     one, two = (planned(exact, 1, 8192, n) - planned(FP8, 1, 8192, n) for n in (1, 2))
     assert two > 0.9 * one  # a head's keys stay on one GPU
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8-linear", "fp8-kv-attn"])
+def test_profiled_decode_steps_of_30b_come_out_within_3_percent(precision):
+    name = precision.removeprefix("fp8-").removesuffix("-attn")
+    rows = json.loads((RESULTS / f"decode-30b-{name}-h200.json").read_text())["rows"]
+    [recipe] = compose((f"precision={precision}", "model=qwen3-30b-a3b"))
+    costs = FITTED["qwen3-30b-a3b", 48]
+    assert len(rows) == 4
+    for row in rows:
+        held = row["batch"], row["context"], "h200", costs
+        took = 1e3 * decode_seconds(recipe.model.shape, recipe.precision, *held)
+        assert took == pytest.approx(row["wall_ms"], rel=0.03)
 
 
 def test_a_faster_gpu_takes_less_and_fp8_never_more():
