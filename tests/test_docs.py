@@ -1381,7 +1381,7 @@ def test_the_figure_shows_the_files_numbers(name):
 
 @pytest.mark.parametrize("name", draw_decode.DRAWINGS)
 def test_the_decode_figure_shows_the_files_numbers(name):
-    texts = re.findall(r">([^<>]+)</text>", (draw_decode.FOLDER / f"{name}.svg").read_text())
+    texts = re.findall(r">([^<>]+)</text>", (draw_steps.FOLDER / f"{name}.svg").read_text())
     for point in draw_decode.POINTS:
         rows = {cell: decode_rows(name, cell)[point] for cell in draw_decode.CELLS}
         assert {draw_decode.label(row, rows["bf16"]) for row in rows.values()} <= {*texts}

@@ -12,12 +12,11 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+
+from benchmarks.speed.draw_steps import begun, write
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "figures"
 CELLS = {"bf16": "bf16", "fp8-linear": "linear", "fp8-kv-attn": "kv"}
 """Precisions, and what names their file: `decode-kv-h100.json`."""
 POINTS = {(64, 1024): "64 sequences of 1k tokens", (32, 8192): "32 sequences of 8k tokens"}
@@ -94,15 +93,11 @@ def draw_panel(axes: Axes, drawing: Drawing, point: tuple[int, int]) -> None:
 
 def draw(name: str, drawing: Drawing) -> None:
     """Draw both batches side by side."""
-    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}
-    figure = Figure(figsize=(11, 2.9), layout="constrained")
+    figure = begun(name, 11, 2.9)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, point in zip(panels, POINTS, strict=True):
         draw_panel(axes, drawing, point)
-    figure.suptitle(drawing.title, weight="bold")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    FOLDER.mkdir(exist_ok=True)
-    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+    write(figure, name, drawing.title)
 
 
 def main() -> None:

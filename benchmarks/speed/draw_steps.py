@@ -108,19 +108,30 @@ def draw_panel(axes: Axes, title: str, rows: dict[str, dict[str, Any]]) -> None:
     axes.set_xlabel("seconds")
 
 
+def begun(name: str, width: float, height: float) -> Figure:
+    """Return an empty figure of so many inches, which will be the same file whenever drawn."""
+    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write(figure: Figure, name: str, title: str) -> None:
+    """Write a figure under its title, with the legend of its first panel."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.suptitle(title, weight="bold")
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    FOLDER.mkdir(exist_ok=True)
+    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+
+
 def draw(name: str, drawing: Drawing) -> None:
     """Draw a figure's workloads side by side, and write it."""
-    matplotlib.rcParams |= {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}
-    figure = Figure(figsize=(drawing.width, drawing.height), layout="constrained")
+    figure = begun(name, drawing.width, drawing.height)
     workloads = {title: drawn(file) for title, file in drawing.panels.items()}
     alike = len({tuple(rows) for rows in workloads.values()}) == 1
     panels = figure.subplots(1, len(workloads), sharey=alike, squeeze=False)[0]
     for axes, (title, rows) in zip(panels, workloads.items(), strict=True):
         draw_panel(axes, title, rows)
-    figure.suptitle(drawing.title, weight="bold")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    FOLDER.mkdir(exist_ok=True)
-    figure.savefig(FOLDER / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+    write(figure, name, drawing.title)
 
 
 def main() -> None:
