@@ -864,6 +864,31 @@ def h100_decode(cell=KV, name="decode-8b"):
     return f"{min(gains):.2f} to {max(gains):.2f}"
 
 
+def experts_rates():
+    """speed.md's TB/s of experts and caches, and how long attention over an FP8 cache takes."""
+    rows = {cell: decode_rows("decode-30b", cell) for cell in draw_decode.CELLS}
+    parts = {cell: {at: draw_decode.parts_of(rows[cell][at]) for at in rows[cell]} for cell in rows}
+    weights, token = 48 * 128 * 3 * 2048 * 768, 48 * 2 * 4 * 128  # elements: experts, cache
+
+    def expert_rate(cell, size, batch):
+        used = weights * (1 - (1 - 8 / 128) ** batch)
+        return size * used / parts[cell][batch, 1024]["experts"] / 1e9
+
+    def cache_rate(cell, size):
+        held = 64 * rows[cell][64, 4096]["context"] * token
+        return size * held / parts[cell][64, 4096]["attention"] / 1e9
+
+    takes = [each["attention"] / parts["bf16"][at]["attention"] for at, each in parts[KV].items()]
+    wide = [parts[cell][256, 1024]["experts"] for cell in (LINEAR, "bf16")]
+    return (
+        f"{expert_rate('bf16', 2, 64):.1f} TB/s in BF16 and {expert_rate(LINEAR, 1, 64):.1f} in",
+        f"reads at {expert_rate(LINEAR, 1, 256):.1f} TB/s, and takes {wide[0] / wide[1]:.2f} of",
+        f"cache at {cache_rate('bf16', 2):.1f} TB/s, an FP8 one at {cache_rate(KV, 1):.1f}. "
+        "In this kernel, FlashAttention 3, half the bytes take "
+        f"{min(takes):.2f} to {max(takes):.2f} of the time.",
+    )
+
+
 def experts_table(batch, prompt):
     """A row of speed.md's profiled steps of 30B-A3B: milliseconds of experts and attention."""
     cells = []
@@ -1133,10 +1158,9 @@ SAID = {
         step_errors,
         whole_steps,
         whole_exact_steps,
-        lambda: "KL of at most {} in five steps, BF16 {}.".format(*exact_steps_of_2k()),
-        lambda: "was **{}** as fast, with 3,900 tokens {}.".format(
-            real_gain("step", ALIKE_2K), real_gain("step", ALIKE)
-        ),
+        lambda: "at most {} in five steps of 2,000 tokens, BF16 {}.".format(*exact_steps_of_2k()),
+        lambda: f"A step was **{real_gain('step', ALIKE_2K)}** as fast as BF16's.",
+        lambda: f"steps of 3,900 tokens were {real_gain('step', ALIKE)} as fast",
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
             f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
@@ -1182,6 +1206,7 @@ SAID = {
         lambda: f"{h100_decode(LINEAR, 'decode-30b')} times as fast",
         lambda: f"with `fp8-kv-attn` {h100_decode(KV, 'decode-30b')}.",
         *(partial(experts_table, *each) for each in decode_rows("decode-30b", "bf16")),
+        *(partial(lambda n: experts_rates()[n], n) for n in range(3)),
         *(partial(beside, name, phase) for name, phase, _ in REAL_ROWS),
         lambda: beside_rest("the driver's part before the GPUs began", before_training()),
         lambda: beside_rest("between phases", between_phases()),

@@ -103,7 +103,7 @@ def ask_the_hub(hf_id, tmp_path, *line, **environment):
     settings = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "no_proxy": "*"} | environment
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        env=os.environ | settings | {"NEMO_RL_ROOT": ""}, timeout=60,
+        env=os.environ | settings | {"NEMO_RL_ROOT": ""}, timeout=180,
     )  # fmt: skip
     return done.stdout.strip()
 
@@ -176,7 +176,7 @@ def test_a_plan_says_what_its_run_would_of_positions_that_the_hubs_cache_names(t
     for verb in ("plan", "grpo"):
         done = subprocess.run(
             [sys.executable, "-m", f"fp8_nemo.recipes.{verb}", *words],
-            capture_output=True, text=True, timeout=60, cwd=tmp_path,
+            capture_output=True, text=True, timeout=180, cwd=tmp_path,
             env=os.environ | {"HF_HOME": str(tmp_path), "NEMO_RL_ROOT": ""},
         )  # fmt: skip
         assert (done.returncode, done.stdout, done.stderr) == (
