@@ -857,8 +857,8 @@ def decode_rows(name, cell):
     return draw_decode.rows_of(draw_decode.DRAWINGS[name], cell)
 
 
-def h100_decode(cell=KV, name="decode-8b"):
-    """How many times as fast as BF16 vLLM decodes 8B on an H100, from point to point."""
+def profiled_gains(cell=KV, name="decode-8b"):
+    """How many times as fast as BF16 vLLM decodes in a figure's profiles, from point to point."""
     plain = decode_rows(name, "bf16")
     gains = [plain[at]["wall_ms"] / row["wall_ms"] for at, row in decode_rows(name, cell).items()]
     return f"{min(gains):.2f} to {max(gains):.2f}"
@@ -939,8 +939,8 @@ def saved():
     rows = [row for name in (FOUR, TWO, ADAPTERS) for row in real(name).values()]
     steps = [row["times_bf16"]["step"] for row in rows if row["precision"] != "bf16"]
     texts = (
-        f"{decode('rollout-8b-h200', f'{LINEAR}-deepgemm')} to {h100_decode(LINEAR)}",
-        f"{decode('rollout-8b-h200', KV)} to {h100_decode()}",
+        f"{decode('rollout-8b-h200', f'{LINEAR}-deepgemm')} to {profiled_gains(LINEAR)}",
+        f"{decode('rollout-8b-h200', KV)} to {profiled_gains()}",
     )
     linear, caches = (less([float(each) for each in text.split(" to ")]) for text in texts)
     return f"{less(steps)} less time a step of 8B; decode {linear} less (linear), {caches} (KV too)"
@@ -1181,7 +1181,7 @@ SAID = {
             f"{on_h200(BOTH)} |"
         ),
         long_on_h200,
-        lambda: f"[decode alone {h100_decode().replace(' to', 'x to')}x]",
+        lambda: f"[decode alone {profiled_gains().replace(' to', 'x to')}x]",
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",
         partial(experts_cell, KV),
@@ -1203,8 +1203,8 @@ SAID = {
             partial(lambda n, name: exact_phases(name)[n], *each)
             for each in product(range(3), (ALIKE, ALIKE_2K))
         ),
-        lambda: f"{h100_decode(LINEAR, 'decode-30b')} times as fast",
-        lambda: f"with `fp8-kv-attn` {h100_decode(KV, 'decode-30b')}.",
+        lambda: f"{profiled_gains(LINEAR, 'decode-30b')} times as fast",
+        lambda: f"with `fp8-kv-attn` {profiled_gains(KV, 'decode-30b')}.",
         *(partial(experts_table, *each) for each in decode_rows("decode-30b", "bf16")),
         *(partial(lambda n: experts_rates()[n], n) for n in range(3)),
         *(partial(beside, name, phase) for name, phase, _ in REAL_ROWS),
@@ -1231,7 +1231,7 @@ SAID = {
         *(partial(real_row, *each, run) for run in (FOUR, TWO, ADAPTERS) for each in REAL_ROWS),
         lambda: missing_rows(trust_rows(), "docs/speed.md"),
         gain_errors,
-        lambda: f"cache and attention {h100_decode()} times",
+        lambda: f"cache and attention {profiled_gains()} times",
         lambda: f"it is {decode('rollout-8b-h200', KV)} times",
         experts_decode,
         *(partial(experts_row, *point) for point in EXPERTS_POINTS),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.speed import fit_estimate
+from benchmarks.speed import draw_decode, fit_estimate
 from benchmarks.speed.capacity import decode_floor, engine_kv_bytes, kv_capacity
 from benchmarks.speed.fit_estimate import (
     Measured,
@@ -240,8 +240,7 @@ def test_what_unsplit_keys_cost_a_decode_step_comes_out_within_6_percent():
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8-linear", "fp8-kv-attn"])
 def test_profiled_decode_steps_of_30b_come_out_within_3_percent(precision):
-    name = precision.removeprefix("fp8-").removesuffix("-attn")
-    rows = json.loads((RESULTS / f"decode-30b-{name}-h200.json").read_text())["rows"]
+    rows = draw_decode.rows_of(draw_decode.DRAWINGS["decode-30b"], precision).values()
     [recipe] = compose((f"precision={precision}", "model=qwen3-30b-a3b"))
     costs = FITTED["qwen3-30b-a3b", 48]
     assert len(rows) == 4
