@@ -11,8 +11,9 @@ the sums lose. `doubled` is that error after the scales are doubled behind a cap
 result then should double: near 0.5 where the graph kept the old ones.
 
 FlashAttention 3 is called as vLLM's engine calls it, its schedule made before and at most `splits`
-parts a sequence. XQA is FlashInfer's, which nvcc compiles at first use. Needs a Hopper GPU and
-vLLM.
+parts a sequence. XQA is FlashInfer's, which nvcc compiles at first use, as vLLM's FlashInfer
+backend calls it; `ours` is as `glue.decode=xqa` calls it, over the cache as FlashAttention lays it
+out, with `splits` for `SPREAD`. Needs a Hopper GPU and vLLM.
 """
 
 # pyright: reportMissingImports=false
@@ -29,6 +30,7 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.speed.quantize import per_run
 from benchmarks.speed.rollout_engine import Point
+from fp8_nemo.nemo import decode_attention
 
 HEADS, HEAD_DIM = 32, 128
 KV_HEADS = {"llama31-8b": 8, "qwen3-30b-a3b": 4}
@@ -44,13 +46,13 @@ class Way(NamedTuple):
     """A kernel and how it is called: `Way("FA3", "fp8", 16, 32)`."""
 
     kernel: str
-    """FA3, XQA or Triton."""
+    """FA3, XQA, Triton, ours, or ours_by_head, where each head's tokens of a page lie together."""
     cache: str
     """bf16 or fp8."""
     page: int
     """Tokens."""
     splits: int = 0
-    """Of a sequence, at most; FA3's alone."""
+    """Of a sequence, at most; of FA3, and ours as said above."""
     live: bool = True
     """Scales are tensors, which a refit changes; of XQA alone, FA3's and Triton's are always."""
 
@@ -63,10 +65,12 @@ class Way(NamedTuple):
 
 
 WAYS = [
-    Way("FA3", "bf16", 16, 32), Way("FA3", "bf16", 16, 1),
+    Way("FA3", "bf16", 16, 32), Way("FA3", "bf16", 16, 1), Way("FA3", "bf16", 64, 32),
     Way("FA3", "fp8", 16, 32), Way("FA3", "fp8", 16, 4), Way("FA3", "fp8", 16, 1),
     Way("FA3", "fp8", 64, 32), Way("FA3", "fp8", 128, 32), Way("FA3", "fp8", 256, 32),
     Way("Triton", "fp8", 16), Way("Triton", "fp8", 64),
+    *(Way("ours", "fp8", 16, splits) for splits in (1, 2, 3, 4, 6, 8)),
+    *(Way("ours_by_head", "fp8", 16, splits) for splits in (1, 4)), Way("ours", "fp8", 64, 4),
     Way("XQA", "fp8", 16, live=False), Way("XQA", "fp8", 16), Way("XQA", "fp8", 64),
     Way("XQA", "fp8", 128), Way("XQA", "bf16", 64),
 ]  # fmt: skip
@@ -89,13 +93,13 @@ class Inputs(NamedTuple):
 
 
 def inputs(point: Point, kv_heads: int, way: Way, device: str = "cuda") -> Inputs:
-    """Draw a point's queries and caches; of XQA each head's tokens of a page lie side by side."""
+    """Draw a point's queries and caches, laid out as the way's kernel has them."""
     torch.manual_seed(0)
     each = -(-point.prompt // way.page)
     pages = point.batch * each
     width = 1 if way.cache == "fp8" else 2
     copies = max(2, -(-COLD // (pages * way.page * kv_heads * HEAD_DIM * 2 * width)))
-    across = way.kernel == "XQA"
+    across = way.kernel in ("XQA", "ours_by_head")
     shape = (kv_heads, way.page) if across else (way.page, kv_heads)
     caches = []
     for _ in range(min(copies, CALLS)):
@@ -192,7 +196,21 @@ def triton(given: Inputs, way: Way) -> Callable[[Tensor, Tensor], Any]:
     return call
 
 
-KERNELS = {"FA3": fa3, "XQA": xqa, "Triton": triton}
+def ours(given: Inputs, way: Way) -> Callable[[Tensor, Tensor], Any]:
+    """Return decode as `glue.decode=xqa` has it, of one cache into an output."""
+    query, one = quantized(given.query), torch.full((1,), SCALE, device=given.query.device)
+
+    def call(cache: Tensor, out: Tensor) -> None:
+        decode_attention.SPREAD = way.splits
+        decode_attention.decode(
+            query, *cache.unbind(1), out, given.lengths, given.table, one, given.scale,
+            given.scale, HEAD_DIM**-0.5,
+        )  # fmt: skip
+
+    return call
+
+
+KERNELS = {"FA3": fa3, "XQA": xqa, "Triton": triton, "ours": ours, "ours_by_head": ours}
 
 
 def quantized(query: Tensor) -> Tensor:

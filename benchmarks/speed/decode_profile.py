@@ -19,10 +19,9 @@ first point again at the end to see what it costs. The defaults are NeMo RL's wo
 this process, statistics on, vLLM's own choice of scheduling. `--sampling nemo` asks for logprobs as
 its worker does; `--text` gives it a tokenizer, whose text it makes and searches for a stop string.
 `--align` is the engine of `precision.align`, with the keys that its plans write.
-`--xqa live` or `frozen` is FlashInfer's XQA for an FP8 cache (decode_xqa.py). With an FP8 cache
-`scales` tells whether scales that change after the capture reach decode: doubled, they halve every
-code and double what is read, so that nothing changes but rounding, unless a graph keeps the old.
-Needs a GPU and vLLM.
+`--decode` is `glue.decode`, for an FP8 cache. With one, `scales` tells whether scales that change
+after the capture reach decode: doubled, they halve every code and double what is read, so that
+nothing changes but rounding, unless a graph keeps the old. Needs a GPU and vLLM.
 """
 
 # pyright: reportMissingImports=false
@@ -41,12 +40,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.speed import decode_watch, decode_xqa, rollout
+from benchmarks.speed import decode_watch, rollout
 from benchmarks.speed.capacity import decode_floor
 from benchmarks.speed.decode_watch import SETTLE, STEPS, Clock
 from benchmarks.speed.rollout import VARIANTS
 from benchmarks.speed.rollout_engine import SAMPLING, Engine, Point, prompts_of
-from fp8_nemo.nemo import aligned
+from fp8_nemo.nemo import aligned, decode_attention
 from fp8_nemo.nemo_config.keys import VLLM_KWARGS
 from fp8_nemo.nemo_config.overrides import GRAPHS, path_variables
 from fp8_nemo.nemo_config.own.alignment import alignment_keys
@@ -64,7 +63,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
              "include_stop_str_in_output": True},
 }  # fmt: skip
 STOP = "</never made>"
-TOLD = r"Using|[Bb]ackend|[Ss]cheduling|[Ff]us|[Gg]raph|[Kk]ernel|DeepGEMM|WARN|[Dd]efault|took"
+TOLD = r"Using|[Bb]ackend|[Ss]cheduling|[Ff]us|[Gg]raph|[Kk]ernel|DeepGEMM|XQA|WARN|[Dd]efault|took"
 """Lines of the engine's log that say what it chose."""
 
 
@@ -102,7 +101,6 @@ def arguments_of(options: argparse.Namespace, shape: Shape, precision: Any, fold
     }
     found |= SCHEDULING[options.scheduling] | {"disable_log_stats": options.stats == "off"}
     found |= {"skip_tokenizer_init": not options.text}
-    found |= decode_xqa.ARGUMENTS if options.xqa else {}
     if options.align:
         found = merged(found, aligned_arguments(replace(precision, align=options.align)))
     return merged(found, options.set)
@@ -263,9 +261,8 @@ def run(options: argparse.Namespace) -> None:
 
         if options.align:  # before the model
             aligned.register(replace(precision, align=options.align))
-        if options.xqa:
-            decode_xqa.enable(options.xqa == "live")
-
+        if precision.cache.is_quantized and options.decode == "xqa":
+            decode_attention.register()
         engine = Engine(LLM(**arguments), shape.vocab, sampling=sampling_of(options))
         described = engine.described()
         [resolved] = engine.llm.collective_rpc(decode_watch.settings)
@@ -273,7 +270,7 @@ def run(options: argparse.Namespace) -> None:
     content: dict[str, Any] = {
         "asked": {name: getattr(options, name) for name in
                   ("model", "precision", "layers", "gpu", "engine", "scheduling", "stats",
-                   "sampling", "text", "align", "xqa", "set", "env")},
+                   "sampling", "text", "align", "decode", "set", "env")},
         "engine": described | {
             "start_seconds": time.perf_counter() - start,
             "asynchronous_scheduling":
@@ -342,13 +339,17 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--sampling", default="bare", choices=SAMPLINGS)
     parser.add_argument("--text", action="store_true", help="detokenize, and search a stop string")
     parser.add_argument("--align", choices=("cheap", "exact"), help="only with --engine inside")
-    parser.add_argument("--xqa", choices=("frozen", "live"), help="only with --engine inside")
+    parser.add_argument(
+        "--decode", default="xqa", choices=("xqa", "fa3"), help="glue.decode; fa3 if apart"
+    )
     parser.add_argument("--set", type=json.loads, default={}, help="arguments of vllm.LLM, JSON")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
     options = parser.parse_args(words)
     options.points = [Point.read(word) for word in options.points.split(",")]
-    if (options.xqa or options.align) and options.engine == "apart":
-        parser.error("--xqa and --align change vLLM in this process; not with --engine apart")
+    if options.engine == "apart":
+        if options.align:
+            parser.error("--align changes vLLM in this process; not with --engine apart")
+        options.decode = "fa3"
     options.precision = USUAL.get(options.precision, options.precision)
     return options
 

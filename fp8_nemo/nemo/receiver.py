@@ -32,7 +32,7 @@ from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import RefitError
-from fp8_nemo.nemo import aligned
+from fp8_nemo.nemo import aligned, decode_attention
 from fp8_nemo.nemo.engine_memory import EngineMemory, attentions
 from fp8_nemo.nemo.marlin.staging import Staging, keep_repacked
 from fp8_nemo.nemo.worker_settings import ENGINE_FP8, WorkerSettings
@@ -44,14 +44,16 @@ EXTENSIONS = ("VllmInternalWorkerExtension", "VllmInternalWorkerExtensionWithChe
 def register() -> None:
     """Put our receiver in the place of NeMo RL's worker extension, in this process.
 
-    An aligned engine gets the trainer's operations here too, before its model is built. FP8 workers
-    that NeMo RL cannot patch are patched here. vLLM may call this more than once, and in processes
-    that hold no weights.
+    An aligned engine gets the trainer's operations here too, before its model is built, and decode
+    over an FP8 cache its kernel. FP8 workers that NeMo RL cannot patch are patched here. vLLM may
+    call this more than once, and in processes that hold no weights.
     """
     settings = WorkerSettings.from_environment()
     if settings is None:
         return
     aligned.register(settings.precision)
+    if settings.glue.decodes_by_xqa(settings.precision):
+        decode_attention.register()
     if text := os.environ.get(ENGINE_FP8):
         _patch_for_fp8(json.loads(text))
     from nemo_rl.models.generation.vllm import vllm_backend

@@ -50,7 +50,11 @@ LATER_GROUPS = {
     "noise": asdict(Noise()),
 }
 """Groups that earlier versions lacked, at the values that such a run had."""
-LATER_KEYS = {("precision", "kv_scales"): "layer", ("precision", "align"): "none"}
+LATER_KEYS = {
+    ("precision", "kv_scales"): "layer",
+    ("precision", "align"): "none",
+    ("glue", "decode"): "fa3",
+}
 """Keys that earlier versions lacked, at the values that such a run had."""
 HASHED_AS = {("glue", "verify"): {"bytes": "ledger"}}
 """Values that enter the hash by an older name, so that a run keeps its own."""
@@ -110,9 +114,9 @@ class Plan:
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
         null, `algorithm=grpo`, `replay=none`, `lora=none`, `noise=none`,
-        `precision.kv_scales=layer`, `precision.align=none`, cluster, logging, outputs,
-        `grpo.steps`, `grpo.stop_when_unstable`, `correction.measurement` and
-        `correction.max_reject`.
+        `precision.kv_scales=layer`, `precision.align=none`, `glue.decode` where XQA does not
+        decode, cluster, logging, outputs, `grpo.steps`, `grpo.stop_when_unstable`,
+        `correction.measurement` and `correction.max_reject`.
         """
         content = self.to_json()["recipe"]
         for group in NOT_IN_HASH:
@@ -120,6 +124,8 @@ class Plan:
         for group, before in LATER_GROUPS.items():
             if content[group] == before:
                 del content[group]
+        if not self.recipe.glue.decodes_by_xqa(self.recipe.precision):
+            content["glue"]["decode"] = LATER_KEYS["glue", "decode"]
         for (group, key), before in LATER_KEYS.items():
             if content[group][key] == before:
                 del content[group][key]

@@ -292,10 +292,8 @@ def test_an_aligned_engine_gets_the_keys_of_its_plan_in_this_process_alone(tmp_p
         decode_profile.parse([*OUT, "fp8-linear", "--align", "exact", "--engine", "apart"])
 
 
-def test_xqa_is_asked_for_by_arguments_and_only_of_an_engine_in_this_process(tmp_path):
-    options = decode_profile.parse([*OUT, "fp8-kv-attn", "--xqa", "live"])
-    recipe = rollout.plan_of(SimpleNamespace(**vars(options), nemo=False), tmp_path).recipe
-    found = decode_profile.arguments_of(options, recipe.model.shape, recipe.precision, tmp_path)
-    assert found["attention_config"] == {"backend": "FLASHINFER", "use_trtllm_attention": True}
-    with pytest.raises(SystemExit):
-        decode_profile.parse([*OUT, "fp8-kv-attn", "--xqa", "live", "--engine", "apart"])
+def test_an_engine_apart_decodes_as_vllm_does():
+    """Our patch is of this process."""
+    inside, apart = ([*OUT, "fp8-kv-attn", "--engine", each] for each in ("inside", "apart"))
+    assert decode_profile.parse(inside).decode == "xqa"
+    assert decode_profile.parse(apart).decode == "fa3"

@@ -158,7 +158,17 @@ class Glue:
     """What travels to the engine."""
     verify: str = one_of("bytes", "names", "off")
     """`bytes` proves every byte of each refit; `names` that each tensor came and was loaded."""
+    decode: str = one_of("xqa", "fa3")
+    """Kernel of decode steps over an FP8 cache: FlashInfer's XQA by our patch, or vLLM's choice."""
     recalibrate: Recalibrate = field(default_factory=Recalibrate)
+
+    def decodes_by_xqa(self, precision: Precision) -> bool:
+        """Return whether decode steps attend by XQA, which has one scale a layer."""
+        return (
+            precision.cache.is_quantized
+            and precision.kv_scales == "layer"
+            and (self.decode == "xqa")
+        )
 
     @property
     def sends_fp8(self) -> bool:
@@ -175,6 +185,9 @@ class Glue:
         return precision.cache.is_quantized and self.recalibrate.source == "logprob"
 
     def needs_plugin(self, precision: Precision) -> bool:
-        """Return whether workers must be ours to receive, observe, align or skip FP16 overflows."""
-        ours = precision.is_aligned or precision.plain.scales_loss
+        """Return whether workers must be ours: to receive, observe, align, decode, or skip steps.
+
+        Steps whose gradients overflow in FP16.
+        """
+        ours = precision.is_aligned or precision.plain.scales_loss or self.decodes_by_xqa(precision)
         return self.has_receiver or self.observes(precision) or ours
