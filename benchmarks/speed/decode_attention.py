@@ -202,8 +202,9 @@ def ours(given: Inputs, way: Way) -> Callable[[Tensor, Tensor], Any]:
 
     def call(cache: Tensor, out: Tensor) -> None:
         decode_attention.SPREAD = way.splits
+        keys, values = cache.unbind(1)
         decode_attention.decode(
-            query, *cache.unbind(1), out, given.lengths, given.table, one, given.scale,
+            query, keys, values, out, given.lengths, given.table, one, given.scale,
             given.scale, HEAD_DIM**-0.5,
         )  # fmt: skip
 

@@ -23,7 +23,11 @@ from torch import Tensor
 HOPPER = (9, 0)
 PAGES = (16, 32, 64, 128)
 """Tokens of a page that XQA is written for (flashinfer/xqa.py)."""
-SPREAD = 4
+HEADS = (64, 128)
+GROUP = 8
+"""Head dimensions and most queries of a KV head with which it was tried
+(tests/gpu/test_decode_on_a_gpu.py)."""
+SPREAD = 3
 """Multiprocessors that XQA is told of for each there is: by itself it leaves some idle where few
 long sequences are decoded (decode-attention-h200.json)."""
 WITHOUT = {"softcap": 0, "alibi_slopes": None, "s_aux": None, "mask_mod": None, "q_v": None,
@@ -49,9 +53,8 @@ def by_xqa(flash: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(flash)
     def attend(*given: Any, **options: Any) -> Any:
-        if given or not is_decode(**options) or _capability(options["q"].device) != HOPPER:
+        if given or not is_decode(**options) or not _is_there(options["q"], options["k"]):
             return flash(*given, **options)
-        _say()
         decode(*(options[name] for name in ("q", "k", "v", "out", "seqused_k", "block_table")),
                *(options[f"{name}_descale"][0, :1] for name in "qkv"),
                factor=options["softmax_scale"])  # fmt: skip
@@ -79,6 +82,8 @@ def is_decode(
         and block_table is not None
         and len(block_table) == len(q)
         and k.shape[1] in PAGES
+        and k.shape[3] in HEADS
+        and q.shape[1] <= GROUP * k.shape[2]
         and tuple(window_size or (-1, -1)) == (-1, -1)
         and all(scale is not None and _is_one(scale) for scale in scales)
         and all(options.get(name, unused) == unused for name, unused in WITHOUT.items())
@@ -149,11 +154,23 @@ def _is_one(scale_TK: Tensor) -> bool:
     return all(size == 1 or step == 0 for size, step in pairs)
 
 
+def _is_there(q_TAD: Tensor, keys: Tensor) -> bool:
+    page, K, D = keys.shape[1:]
+    return q_TAD.is_cuda and _compiled(q_TAD.device, page, D, q_TAD.shape[1] // K)
+
+
 @cache
-def _say() -> None:
+def _compiled(device: torch.device, page: int, D: int, group: int) -> bool:
+    """Compile XQA once, while the engine warms up; say whether there is one, and why not."""
+    if torch.cuda.get_device_capability(device) != HOPPER:
+        return False
+    kind = (torch.bfloat16, torch.float8_e4m3fn, page, D, group, False, torch.bfloat16, 1)
+    try:
+        from flashinfer.xqa import get_xqa_module
+
+        get_xqa_module(*kind)
+    except Exception as error:  # of a compiler, or of its absence; the run goes on without
+        print(f"fp8_nemo: no XQA, decode steps attend by FlashAttention 3: {error}", flush=True)
+        return False
     print("fp8_nemo: decode steps over the FP8 cache attend by XQA", flush=True)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return True

@@ -18,9 +18,19 @@ pytestmark = [
         for name in ("vllm", "flashinfer")
     ),
 ]
-SHAPES = [(32, 8, 128), (32, 4, 128), (28, 4, 128), (24, 8, 128), (12, 2, 128), (32, 8, 64)]
-"""Query heads, KV heads and head dimension of 8B, 30B-A3B, Qwen2.5 7B, Llama 3.2 3B, Qwen2.5 1.5B
-and Llama 3.2 1B."""
+SHAPES = [
+    (32, 8, 128),
+    (32, 4, 128),
+    (28, 4, 128),
+    (24, 8, 128),
+    (12, 2, 128),
+    (32, 8, 64),
+    (40, 8, 128),
+    (16, 8, 128),
+    (8, 8, 128),
+]
+"""Query heads, KV heads and head dimension of 8B, 30B-A3B, Qwen2.5 7B, Llama 3.2 3B, Qwen2.5 1.5B,
+Llama 3.2 1B, Qwen3 14B, Qwen3 1.7B, and of no group."""
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 700, 4097, 0, 1, 129]
 
 
@@ -51,9 +61,8 @@ def given(A, K, D, lengths=LENGTHS, q_scale=0.02, k_scale=0.01, v_scale=0.03, pa
     T, most = len(lengths), -(-max(lengths) // page)
     table = torch.randperm(T * most, device="cuda").view(T, most).int()
     drawn = torch.randn(T * most, 2, page, K, D, device="cuda")
-    cache = (drawn / torch.tensor([k_scale, v_scale], device="cuda").view(1, 2, 1, 1, 1)).to(
-        torch.float8_e4m3fn
-    )
+    held = drawn / torch.tensor([k_scale, v_scale], device="cuda").view(1, 2, 1, 1, 1)
+    cache = held.clamp(-448, 448).to(torch.float8_e4m3fn)
     q = (torch.randn(T, A, D, device="cuda") / q_scale).to(torch.float8_e4m3fn)
     scales = [torch.tensor(each, device="cuda") for each in (q_scale, k_scale, v_scale)]
     options = {

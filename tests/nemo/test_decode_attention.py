@@ -44,6 +44,8 @@ def test_a_decode_step_over_an_fp8_cache_is_xqas():
         {"q": torch.zeros(3, 8, 128)},
         {"k": torch.zeros(9, 16, 2, 128)},
         {"k": torch.zeros(9, 24, 2, 128, dtype=FP8)},
+        {"k": torch.zeros(9, 16, 2, 96, dtype=FP8)},
+        {"q": torch.zeros(3, 18, 128, dtype=FP8)},
         {"block_table": None},
         {"out": None},
         {"window_size": [128, 0]},
