@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.speed import draw_decode, draw_steps
 from fp8_nemo.correction.health import GROWTH, SIGNALS
+from fp8_nemo.nemo.decode.attention import SPREAD
 from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.layout import choose
@@ -566,8 +567,13 @@ def kv_on_four():
 
 def whole_steps():
     """README's measurement of 8B on two and four H200."""
-    two, four = (real_gain("step", name).removesuffix(" times") for name in (TWO, FOUR))
-    return f"[whole steps](docs/speed.md) of 3,900 tokens: {four}x on four, {two}x on two |"
+    two, four, short = (
+        real_gain("step", name).removesuffix(" times") for name in (TWO, FOUR, XQA_2K)
+    )
+    return (
+        f"[whole steps](docs/speed.md) of 3,900 tokens: {four}x on four, {two}x on two; "
+        f"of 2,000: {short}x on two |"
+    )
 
 
 def whole_exact_steps():
@@ -686,8 +692,8 @@ def bounds(signal):
 
 
 FOUR, TWO, ADAPTERS, H100S = "8b-4-h200", "8b-2-h200", "8b-lora-h100", "8b-4-h100"
-ALIKE, ALIKE_2K = "8b-exact-2-h200", "8b-exact-2k-2-h200"
-PAIRS = (FOUR, TWO, ALIKE, ALIKE_2K, ADAPTERS, H100S)
+ALIKE, ALIKE_2K, XQA_2K = "8b-exact-2-h200", "8b-exact-2k-2-h200", "8b-xqa-2k-2-h200"
+PAIRS = (FOUR, TWO, ALIKE, ALIKE_2K, XQA_2K, ADAPTERS, H100S)
 
 
 @cache
@@ -742,6 +748,12 @@ def step_errors():
     return f"Estimated seconds of a step were up to {max(off.values()):.0%} too few."
 
 
+def spread_of(numbers):
+    """The least and the largest: `1.05 to 1.26`."""
+    held = list(numbers)
+    return f"{min(held):.2f} to {max(held):.2f}"
+
+
 @cache
 def gain_errors():
     """How far the plan's gains of whole models over BF16 are off, of all pairs of runs."""
@@ -752,7 +764,7 @@ def gain_errors():
             for row, settled in timed(name)
         ]
         off += [plain[1] / said / (plain[0] / took) - 1 for took, said in others]
-    assert len(off) == 7
+    assert len(off) == 8
     return f"{-min(off):.0%} too small to {max(off):.0%} too large"
 
 
@@ -862,6 +874,82 @@ def profiled_gains(cell=KV, name="decode-8b"):
     plain = decode_rows(name, "bf16")
     gains = [plain[at]["wall_ms"] / row["wall_ms"] for at, row in decode_rows(name, cell).items()]
     return f"{min(gains):.2f} to {max(gains):.2f}"
+
+
+def decode_ways(way, kv_heads=8):
+    """One layer's attention of a decode step by a kernel: rows by sequences and tokens."""
+    return {
+        (row["batch"], row["tokens"]): row
+        for row in of("decode-attention-h200", lambda it: it["rows"])
+        if (row["way"], row["kv_heads"]) == (way, kv_heads)
+    }
+
+
+FA3, XQA = "FA3-fp8-16-32", f"ours-fp8-16-{SPREAD}"
+
+
+def xqa_times(at, kv_heads=8):
+    """How many times as fast as by FlashAttention 3 XQA attends alone."""
+    by_flash, ours = (decode_ways(way, kv_heads)[at]["us"]["median"] for way in (FA3, XQA))
+    return by_flash / ours
+
+
+@cache
+def xqa_steps():
+    """Milliseconds of a decode step of 8B on an H200 by either kernel, by point."""
+    found = {}
+    for decode in ("xqa", "fa3"):
+        for row in of(f"decode-8b-{decode}-h200", lambda it: it["rows"]):
+            found.setdefault((row["batch"], row["prompt"]), []).append(row["wall_ms"])
+    return found
+
+
+def xqa_rows():
+    """The rows of both on docs/speed.md, with attention alone where that was measured."""
+    alone = decode_ways(XQA)
+    for at, (ours, by_flash) in xqa_steps().items():
+        text = f"{xqa_times(at):.2f}x " if at in alone else ""
+        yield (
+            f"| {at[0]} x {at[1] // 1024}k | {ours:.2f} | {by_flash:.2f} | {by_flash / ours:.2f}x "
+            f"| {text}|"
+        )
+
+
+def xqa_of_steps():
+    """How many times as fast a step is by XQA."""
+    return spread_of(by_flash / ours for ours, by_flash in xqa_steps().values())
+
+
+def xqa_alone():
+    """What docs/speed.md says of attention alone, of 30B-A3B's heads and of 64k tokens."""
+    of_four = spread_of(xqa_times(at, 4) for at in decode_ways(XQA, 4))
+    long = spread_of(xqa_times((4, 65536), heads) for heads in (4, 8))
+    return f"four KV heads it is {of_four} times as fast, and with 64k tokens {long}."
+
+
+def xqa_of_bf16():
+    """Times as fast as BF16: FlashAttention 3's of an earlier run times XQA's over that."""
+    rows = {
+        (row["precision"], row["batch"], row["prompt"]): row["seconds_per_step"]["median"]
+        for row in of("rollout-8b-h200", lambda it: it["rows"])
+        if row["regime"] == "resident" and row["engine"] == "vLLM"
+    }
+    gains = [
+        rows["bf16", *at] / rows[KV, *at] * by_flash / ours
+        for at, (ours, by_flash) in xqa_steps().items()
+        if (KV, *at) in rows
+    ]
+    return f"{min(gains):.2f} to {max(gains):.2f}"
+
+
+def xqa_errors():
+    """How far off attention in FP32 either kernel is, all points of both models."""
+    rows = [
+        row for way in (FA3, XQA) for heads in (8, 4) for row in decode_ways(way, heads).values()
+    ]
+    errors = [row["error"] for row in rows]
+    assert len(rows) == 28
+    return f"{100 * min(errors):.1f} to {max(errors):.1%}"
 
 
 def experts_rates():
@@ -1157,6 +1245,7 @@ SAID = {
         lambda: f"{real_gain('step', ADAPTERS)} as fast with `{KV}`",
         step_errors,
         whole_steps,
+        lambda: f"With 2,000 tokens two H200s were {real_gain('step', XQA_2K)} as fast too",
         whole_exact_steps,
         lambda: "at most {} in five steps of 2,000 tokens, BF16 {}.".format(*exact_steps_of_2k()),
         lambda: f"A step was **{real_gain('step', ALIKE_2K)}** as fast as BF16's.",
@@ -1224,6 +1313,31 @@ SAID = {
         lambda: f"{real_gain('step')} as fast as in BF16",
         lambda: f"(`fp8-kv-attn`) it was {real_gain('step', FOUR, 1)} as fast",
         lambda: f"So `fp8-kv-attn` gained {kv_on_four()} times.",
+        lambda: missing_rows(xqa_rows(), "docs/speed.md"),
+        lambda: f"A step of 8B is {xqa_of_steps()} times as fast as with vLLM's",
+        lambda: f"**Against BF16 that makes {xqa_of_bf16()} times,**",
+        lambda: f"with FlashAttention 3, and {xqa_of_bf16()} with",
+        xqa_alone,
+        lambda: "at up to {:.1f} TB/s of the GPU's 4.8, FlashAttention 3 at {:.1f} ([".format(
+            *(
+                max(row["tb_s"] for heads in (8, 4) for row in decode_ways(way, heads).values())
+                for way in (XQA, FA3)
+            )
+        ),
+        lambda: f"either kernel is off by {xqa_errors()} from attention in FP32",
+        lambda: "took {1:.1f} s a step, BF16 {0:.1f}. The gains were".format(
+            *(row["step"] for row in real(XQA_2K).values())
+        ),
+        lambda: "gains were rollout {}, logprobs {}, training {} times, over four steps and".format(
+            *(
+                real_gain(phase, XQA_2K).removesuffix(" times")
+                for phase in ("rollout", "logprob", "train")
+            )
+        ),
+        lambda: "The plan says {1:.1f} and {0:.1f}. This rollout".format(
+            *(row["plan"]["step"] for row in real(XQA_2K).values())
+        ),
+        lambda: f"2,000 tokens an answer: {real_gain('step', XQA_2K)}.**",
         lambda: f"with LoRA on one {real_gain('step', ADAPTERS).removesuffix(' times')}.",
         lambda: "planned as {1:.2f} times BF16, where two machines gave {0:.2f}.".format(
             *eight_layers()

@@ -19,7 +19,9 @@ import math
 import os
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 from benchmarks import record
@@ -45,9 +47,9 @@ def sample(folder: Path, way: str, model: Path) -> None:
     from vllm import SamplingParams
 
     if way == "xqa":
-        from fp8_nemo.nemo import decode_attention
+        from fp8_nemo.nemo import decode
 
-        decode_attention.register()
+        decode.register()
     llm = engine(model, "auto" if way == "bf16" else "fp8")
     draw = random.Random(0)
     vocab = llm.llm_engine.vllm_config.model_config.get_vocab_size()
@@ -86,14 +88,20 @@ def judge(folder: Path, model: Path) -> list[dict[str, Any]]:
             scores = [at[token].logprob for at, token in zip(scored, row["answer"], strict=True)]
             # the first token is a prefill's
             apart += [a - b for a, b in zip(scores[1:], row["logprobs"][1:], strict=True)]
-        k3 = [math.exp(each) - 1 - each for each in apart]
-        mean = sum(k3) / len(k3)
-        spread = math.sqrt(sum((each - mean) ** 2 for each in k3)) / len(k3)
-        found.append(
-            {"way": way, "tokens": len(apart), "kl": mean, "standard_error": spread,
-             "mean_absolute": sum(map(abs, apart)) / len(apart), "largest": max(map(abs, apart))}
-        )  # fmt: skip
+        found.append({"way": way} | distances(apart))
     return found
+
+
+def distances(apart: Sequence[float]) -> dict[str, float]:
+    """Return how far tokens' probabilities are apart, by their log ratios: judge over sampler."""
+    k3 = [math.exp(each) - 1 - each for each in apart]
+    return {
+        "tokens": len(k3),
+        "kl": fmean(k3),
+        "standard_error": pstdev(k3) / math.sqrt(len(k3)),
+        "mean_absolute": fmean(map(abs, apart)),
+        "largest": max(map(abs, apart)),
+    }
 
 
 def main() -> None:

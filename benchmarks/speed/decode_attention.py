@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks import record
 from benchmarks.speed.quantize import per_run
 from benchmarks.speed.rollout_engine import Point
-from fp8_nemo.nemo import decode_attention
+from fp8_nemo.nemo.decode import attention
 
 HEADS, HEAD_DIM = 32, 128
 KV_HEADS = {"llama31-8b": 8, "qwen3-30b-a3b": 4}
@@ -201,9 +201,9 @@ def ours(given: Inputs, way: Way) -> Callable[[Tensor, Tensor], Any]:
     query, one = quantized(given.query), torch.full((1,), SCALE, device=given.query.device)
 
     def call(cache: Tensor, out: Tensor) -> None:
-        decode_attention.SPREAD = way.splits
+        attention.SPREAD = way.splits
         keys, values = cache.unbind(1)
-        decode_attention.decode(
+        attention.decode(
             query, keys, values, out, given.lengths, given.table, one, given.scale,
             given.scale, HEAD_DIM**-0.5,
         )  # fmt: skip

@@ -45,7 +45,7 @@ from benchmarks.speed.capacity import decode_floor
 from benchmarks.speed.decode_watch import SETTLE, STEPS, Clock
 from benchmarks.speed.rollout import VARIANTS
 from benchmarks.speed.rollout_engine import SAMPLING, Engine, Point, prompts_of
-from fp8_nemo.nemo import aligned, decode_attention
+from fp8_nemo.nemo import aligned, decode
 from fp8_nemo.nemo_config.keys import VLLM_KWARGS
 from fp8_nemo.nemo_config.overrides import GRAPHS, path_variables
 from fp8_nemo.nemo_config.own.alignment import alignment_keys
@@ -262,7 +262,7 @@ def run(options: argparse.Namespace) -> None:
         if options.align:  # before the model
             aligned.register(replace(precision, align=options.align))
         if precision.cache.is_quantized and options.decode == "xqa":
-            decode_attention.register()
+            decode.register()
         engine = Engine(LLM(**arguments), shape.vocab, sampling=sampling_of(options))
         described = engine.described()
         [resolved] = engine.llm.collective_rpc(decode_watch.settings)

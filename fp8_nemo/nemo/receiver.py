@@ -32,7 +32,7 @@ from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import RefitError
-from fp8_nemo.nemo import aligned, decode_attention
+from fp8_nemo.nemo import aligned, decode
 from fp8_nemo.nemo.engine_memory import EngineMemory, attentions
 from fp8_nemo.nemo.marlin.staging import Staging, keep_repacked
 from fp8_nemo.nemo.worker_settings import ENGINE_FP8, WorkerSettings
@@ -53,7 +53,7 @@ def register() -> None:
         return
     aligned.register(settings.precision)
     if settings.glue.decodes_by_xqa(settings.precision):
-        decode_attention.register()
+        decode.register()
     if text := os.environ.get(ENGINE_FP8):
         _patch_for_fp8(json.loads(text))
     from nemo_rl.models.generation.vllm import vllm_backend

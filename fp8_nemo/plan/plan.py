@@ -124,7 +124,8 @@ class Plan:
         for group, before in LATER_GROUPS.items():
             if content[group] == before:
                 del content[group]
-        if not self.recipe.glue.decodes_by_xqa(self.recipe.precision):
+        glue, precision = self.recipe.glue, self.recipe.precision
+        if self.backend == "local" or not glue.decodes_by_xqa(precision):
             content["glue"]["decode"] = LATER_KEYS["glue", "decode"]
         for (group, key), before in LATER_KEYS.items():
             if content[group][key] == before:

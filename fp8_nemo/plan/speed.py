@@ -7,7 +7,7 @@ and on an H100: `FITTED`. The host has a pace of its own, which few layers canno
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,6 +61,10 @@ CACHE_REACHED, FP8_CACHE_REACHED, FP8_CACHE_MOST = 0.94, 0.82, 3.0e12
 """vLLM's FlashAttention 3, by what 64 sequences of 4k tokens take more than of 1k: BF16 reads 3.15
 of 3.35 TB/s on an H100 and 4.51 of 4.8 on an H200; FP8 2.74 and 3.0, where the kernel and no longer
 the memory is the limit (decode-*-h100.json, rollout-8b-h200.json)."""
+XQA_CACHE = {"h200": 4.2e12}
+"""Bytes a second at which XQA reads an FP8 cache (`glue.decode`): six decode steps of 8B come out
+within 8%, at 4 to 256 sequences of 1k to 32k tokens (decode-8b-xqa-h200.json). On an H100 it was
+not timed; FlashAttention 3's rate stands in, as its attention took longer at every point."""
 PRODUCTS_REACHED = 0.8
 """Assumed. Products of training reached 0.76 in BF16 and 0.54 in FP8, at 8,192 tokens on an H200
 (benchmarks/results/bench-train-8b-h200.json); those of a rollout were not measured."""
@@ -217,6 +221,7 @@ def decode_seconds(
     gpu: str,
     fitted: Fitted,
     gpus: int = 1,
+    xqa: bool = False,
 ) -> float:
     """Estimate the device's seconds of one decode step, at rates that kernels reach.
 
@@ -229,11 +234,15 @@ def decode_seconds(
         fitted: what neither bytes nor operations explain, of the model or one like it.
         gpus: of the engine. They share everything evenly but the keys of a head that are not
             split, and exchange activations in every layer.
+        xqa: whether XQA attends, else FlashAttention 3.
     """
     is_untuned = gpus > 1 and gpu == "h100" and batch >= 128
     work = decode_work(shape, precision, batch, context, UNTUNED if is_untuned else 1.0)
     unsplit = gpus * shape.layers * context * UNSPLIT if precision.is_exact else 0.0
-    read = work.seconds(GPU_SPEED[gpu].reached(), precision.cache.is_quantized, unsplit)
+    speed = GPU_SPEED[gpu].reached()
+    if xqa:
+        speed = replace(speed, fp8_cache=XQA_CACHE.get(gpu, speed.fp8_cache))
+    read = work.seconds(speed, precision.cache.is_quantized, unsplit)
     exchange = 2 * shape.layers * EXCHANGE if gpus > 1 else 0.0
     return (read + fitted.of_step(precision, batch)) / gpus + exchange
 
@@ -268,7 +277,8 @@ def engine_step_seconds(settled: Settled, running: float, context: float) -> flo
     """
     recipe, gpus = settled.recipe, settled.layout.rollout_tensor
     shape, gpu, fitted = recipe.model.shape, recipe.cluster.gpu, fitted_for(recipe.model)
-    device = decode_seconds(shape, recipe.precision, running, context, gpu, fitted, gpus)
+    xqa = recipe.decodes_by_xqa
+    device = decode_seconds(shape, recipe.precision, running, context, gpu, fitted, gpus, xqa)
     return max(device, HOST.step + HOST.sequence * running)
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fp8_nemo.nemo import decode_attention
-from fp8_nemo.nemo.decode_attention import by_xqa, is_decode
+from fp8_nemo.nemo.decode import attention
+from fp8_nemo.nemo.decode.attention import by_xqa, is_decode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,10 +74,10 @@ def given(A, K, D, lengths=LENGTHS, q_scale=0.02, k_scale=0.01, v_scale=0.03, pa
         **{f"{name}_descale": scale.expand(T, K)
            for name, scale in zip("qkv", scales, strict=True)},
     }  # fmt: skip
-    return Given(options, attention(options))
+    return Given(options, in_fp32(options))
 
 
-def attention(options):
+def in_fp32(options):
     found = []
     q = options["q"].float() * options["q_descale"][0, 0]
     for row, (length, pages) in enumerate(
@@ -116,7 +116,7 @@ def test_xqa_is_as_near_to_attention_as_flash_attention_3(shape):
 
 @pytest.mark.parametrize("spread", [1, 4, 8])
 def test_few_long_sequences_that_are_cut_in_parts(monkeypatch, spread):
-    monkeypatch.setattr(decode_attention, "SPREAD", spread)
+    monkeypatch.setattr(attention, "SPREAD", spread)
     options, wanted = given(32, 8, 128, [20_000, 3, 9_001])
     for _ in range(3):
         by_xqa(None)(**options)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_a_captured_graph_takes_scales_and_lengths_as_they_are_when_it_is_replay
         options[f"{name}_descale"][0, 0].mul_(factor)
     options["seqused_k"].copy_(options["seqused_k"].flip(0))
     rows = [row for row, length in enumerate(options["seqused_k"].tolist()) if length]
-    after = attention(options)
+    after = in_fp32(options)
     assert distance(before, after, rows) > 0.5
     for _ in range(2):
         options["out"].fill_(torch.nan)
@@ -146,8 +146,8 @@ def test_a_captured_graph_takes_scales_and_lengths_as_they_are_when_it_is_replay
 def test_triton_prepares_what_torch_does():
     options, _ = given(32, 4, 128, v_scale=0.3)
     scales = [options[f"{name}_descale"][0, :1] for name in "qkv"]
-    made = decode_attention.prepare(options["q"], *scales, options["seqused_k"], 4, 1.25)
+    made = attention.prepare(options["q"], *scales, options["seqused_k"], 4, 1.25)
     on_cpu = [each.cpu() for each in (options["q"], *scales, options["seqused_k"])]
-    wanted = decode_attention.prepare(*on_cpu, 4, 1.25)
+    wanted = attention.prepare(*on_cpu, 4, 1.25)
     for found, each in zip(made, wanted, strict=True):
         torch.testing.assert_close(found.cpu(), each, rtol=3e-7, atol=0)

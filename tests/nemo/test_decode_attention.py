@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fp8_nemo.nemo.decode_attention import by_xqa, is_decode, prepare  # noqa: E402
+from fp8_nemo.nemo.decode.attention import by_xqa, is_decode, prepare  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
 
@@ -73,9 +73,10 @@ def test_without_a_hopper_gpu_and_in_cascades_flash_attention_is_called_as_befor
 def test_codes_come_back_as_they_were_and_vs_scale_is_taken_out_of_qks():
     codes = torch.arange(256, dtype=torch.uint8)[:240].view(FP8).view(3, 10, 8)
     codes = torch.where(codes.float().isfinite(), codes.float(), 0.0).to(FP8)
-    scales = [torch.tensor([each]) for each in (0.5, 3.0, 0.25)]
+    q_scale, k_scale, v_scale = (torch.tensor([each]) for each in (0.5, 3.0, 0.25))
     lengths = torch.tensor([7, 0, 1], dtype=torch.int32)
-    query, scale, at_least, counters = prepare(codes, *scales, lengths, 2, 10.0)
+    given = codes, q_scale, k_scale, v_scale, lengths
+    query, scale, at_least, counters = prepare(*given, 2, 10.0)
     assert torch.equal(query.to(FP8).view(torch.uint8), codes.view(torch.uint8))
     assert scale.tolist() == [60.0] and at_least.tolist() == [7, 1, 1]
     assert counters.tolist() == [0] * 6 and counters.dtype == torch.int32

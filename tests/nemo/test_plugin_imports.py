@@ -16,6 +16,7 @@ LOADED = [
     "fp8_nemo.glue.wire",
     "fp8_nemo.nemo",
     "fp8_nemo.nemo.aligned",
+    "fp8_nemo.nemo.decode",
     "fp8_nemo.nemo.engine_memory",
     "fp8_nemo.nemo.marlin",
     "fp8_nemo.nemo.marlin.layout",

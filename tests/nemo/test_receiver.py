@@ -614,7 +614,7 @@ def test_settings_travel_by_one_variable_and_stock_sets_none(monkeypatch):
         WorkerSettings.from_environment()
     monkeypatch.delenv(VARIABLE)
     assert WorkerSettings.from_environment() is None
-    stock = Glue("stock", "stock", "bf16", "off", Recalibrate(source="forward"))
+    stock = Glue("stock", "stock", "bf16", "off", Recalibrate(source="forward"), "fa3")
     assert told(stock).to_environment() == told(stock, BF16).to_environment() == {}
     watching = dataclasses.replace(stock, recalibrate=Recalibrate())
     assert told(watching).to_environment() and told(watching).observes

@@ -331,7 +331,9 @@ TIMED = {"8b-lora-h100": ONE_H100, "8b-2-h200": TWO_H200, "8b-4-h200": FOUR_H200
 ALIGNED = {"8b-exact-2-h200": TWO_H200,
            "8b-exact-2k-2-h200": (*TWO_H200, "grpo.max_new_tokens=1984")}  # fmt: skip
 """Likewise, what is not BF16 with `precision.align=exact`; no log of the GPUs' memory."""
-CELLS = TIMED | ALIGNED | {"8b16-h200": ONE_H200}
+BY_XQA = {"8b-xqa-2k-2-h200": (*TWO_H200, "grpo.max_new_tokens=1984")}
+"""Likewise, with an FP8 cache that XQA reads; before, FlashAttention 3 did."""
+CELLS = TIMED | ALIGNED | BY_XQA | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
 
 
@@ -342,8 +344,9 @@ def timed(name):
     for row in json.loads((RESULTS / f"real-steps-{name}.json").read_text())["rows"]:
         words = ("data=arithmetic", "grpo=demo", "grpo.generations_per_prompt=8", *CELLS[name])
         align = ["precision.align=exact"] * (name in ALIGNED and row["precision"] != "bf16")
+        decode = [] if name in BY_XQA else ["glue.decode=fa3"]
         ran = plan(f"precision={row['precision']}", "+nemo.data.max_input_seq_length=64", *words,
-                   *align)  # fmt: skip
+                   *align, *decode)  # fmt: skip
         found.append((row, dataclasses.replace(ran.settled, layout=Layout(**row["layout"]))))
     return found
 
@@ -354,7 +357,7 @@ def timed(name):
         ("8b-lora-h100", 0.06),
         ("8b-2-h200", 0.06),
         ("8b-4-h200", 0.08),
-        *((it, 0.06) for it in ALIGNED),
+        *((it, 0.06) for it in (*ALIGNED, *BY_XQA)),
     ],
 )
 def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name, near):

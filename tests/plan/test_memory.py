@@ -250,6 +250,18 @@ def test_profiled_decode_steps_of_30b_come_out_within_3_percent(precision):
         assert took == pytest.approx(row["wall_ms"], rel=0.03)
 
 
+@pytest.mark.parametrize(("decode", "near"), [("xqa", 0.075), ("fa3", 0.09)])
+def test_profiled_decode_steps_of_8b_with_either_kernel_come_out(decode, near):
+    content = json.loads((RESULTS / f"decode-8b-{decode}-h200.json").read_text())
+    assert content["asked"]["decode"] == decode and len(content["rows"]) == 6
+    [recipe] = compose(("precision=fp8-kv-attn", "model=llama31-8b", f"glue.decode={decode}"))
+    costs = FITTED["llama31-8b", 32]
+    for row in content["rows"]:
+        held = row["batch"], row["context"], "h200", costs, 1, recipe.decodes_by_xqa
+        took = 1e3 * decode_seconds(recipe.model.shape, recipe.precision, *held)
+        assert took == pytest.approx(row["wall_ms"], rel=near)
+
+
 def test_a_faster_gpu_takes_less_and_fp8_never_more():
     shape = shape_of("qwen3-30b-a3b")
     for batch, context in ((1, 128), (64, 8192), (512, 4096)):

@@ -132,6 +132,11 @@ class Precision:
         return self.first_layers_bf16 + self.last_layers_bf16
 
 
+XQA_HEADS, XQA_GROUP = (64, 128), 8
+"""Head dimensions, and most queries of a KV head, with which XQA was tried
+(tests/gpu/test_decode_on_a_gpu.py)."""
+
+
 @dataclass
 class Recalibrate:
     """Say where Q/K/V ranges come from and how much room they get."""
@@ -158,12 +163,12 @@ class Glue:
     """What travels to the engine."""
     verify: str = one_of("bytes", "names", "off")
     """`bytes` proves every byte of each refit; `names` that each tensor came and was loaded."""
+    recalibrate: Recalibrate = field(default_factory=Recalibrate)
     decode: str = one_of("xqa", "fa3")
     """Kernel of decode steps over an FP8 cache: FlashInfer's XQA by our patch, or vLLM's choice."""
-    recalibrate: Recalibrate = field(default_factory=Recalibrate)
 
     def decodes_by_xqa(self, precision: Precision) -> bool:
-        """Return whether decode steps attend by XQA, which has one scale a layer."""
+        """Return whether a Hopper GPU's decode steps attend by XQA, which has one scale a layer."""
         return (
             precision.cache.is_quantized
             and precision.kv_scales == "layer"

@@ -9,7 +9,7 @@ from fp8_nemo.recipe.options.cluster import Cluster, Logging
 from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.options.fields import number, one_of
 from fp8_nemo.recipe.options.model import Model
-from fp8_nemo.recipe.options.precision import Glue, Precision
+from fp8_nemo.recipe.options.precision import XQA_GROUP, XQA_HEADS, Glue, Precision
 from fp8_nemo.recipe.options.training import Algorithm, Data, Grpo, Lora, Noise, Replay
 
 
@@ -42,3 +42,10 @@ class Recipe:
     def chosen_backend(self) -> str:
         """Return `local` or `nemo`: the model's, unless the recipe names one."""
         return self.model.backend if self.backend == "auto" else self.backend
+
+    @property
+    def decodes_by_xqa(self) -> bool:
+        """Return whether decode steps inside NeMo RL attend by XQA, which only Hopper GPUs have."""
+        shape, is_hopper = self.model.shape, self.cluster.gpu in ("h100", "h200")
+        is_tried = shape.head_dim in XQA_HEADS and shape.heads <= XQA_GROUP * shape.kv_heads
+        return is_hopper and is_tried and self.glue.decodes_by_xqa(self.precision)

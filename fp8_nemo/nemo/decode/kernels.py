@@ -1,4 +1,4 @@
-"""`decode_attention.prepare` as one Triton kernel, which a CUDA graph holds with all it reads."""
+"""`attention.prepare` as one Triton kernel, which a CUDA graph holds with all it reads."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false
@@ -17,7 +17,7 @@ def prepare(
     codes_TAD: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, lengths_T: Tensor,
     K: int, factor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Take and give what `decode_attention.prepare` does."""
+    """Take and give what `attention.prepare` does."""
     assert codes_TAD.is_contiguous()
     device, T = codes_TAD.device, len(lengths_T)
     query_TAD = torch.empty(codes_TAD.shape, dtype=torch.bfloat16, device=device)

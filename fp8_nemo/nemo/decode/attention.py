@@ -1,7 +1,7 @@
 """Attention of decode steps over an FP8 cache by FlashInfer's XQA, on Hopper GPUs.
 
 vLLM attends over an FP8 cache by FlashAttention 3, whose tile of a decode step has 64 rows where a
-KV head has 4 or 8 queries. XQA turns the product round, and reads the same cache up to 1.7 times as
+KV head has 4 or 8 queries. XQA turns the product round, and reads the same cache up to 1.6 times as
 fast on an H200 (decode-attention-h200.json). vLLM has XQA too, with scales that are numbers of the
 host, which a CUDA graph keeps; here the kernel reads them where a refit writes them.
 
@@ -20,28 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_nemo.recipe.options.precision import XQA_GROUP, XQA_HEADS
+
 HOPPER = (9, 0)
 PAGES = (16, 32, 64, 128)
 """Tokens of a page that XQA is written for (flashinfer/xqa.py)."""
-HEADS = (64, 128)
-GROUP = 8
-"""Head dimensions and most queries of a KV head with which it was tried
-(tests/gpu/test_decode_on_a_gpu.py)."""
 SPREAD = 3
 """Multiprocessors that XQA is told of for each there is: by itself it leaves some idle where few
 long sequences are decoded (decode-attention-h200.json)."""
 WITHOUT = {"softcap": 0, "alibi_slopes": None, "s_aux": None, "mask_mod": None, "q_v": None,
            "return_softmax_lse": False}  # fmt: skip
 """Arguments of FlashAttention's that XQA has no counterpart for, and their value where not used."""
-
-
-def register() -> None:
-    """Let FlashAttention 3 hand decode steps to XQA, in this process of vLLM's; once a process."""
-    from vllm.v1.attention.backends import flash_attn
-
-    call = flash_attn.flash_attn_varlen_func
-    if not hasattr(call, "by_xqa"):
-        flash_attn.flash_attn_varlen_func = by_xqa(call)
 
 
 def by_xqa(flash: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +42,7 @@ def by_xqa(flash: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(flash)
     def attend(*given: Any, **options: Any) -> Any:
+        """Attend as FlashAttention's function does."""
         if given or not is_decode(**options) or not _is_there(options["q"], options["k"]):
             return flash(*given, **options)
         decode(*(options[name] for name in ("q", "k", "v", "out", "seqused_k", "block_table")),
@@ -82,8 +72,8 @@ def is_decode(
         and block_table is not None
         and len(block_table) == len(q)
         and k.shape[1] in PAGES
-        and k.shape[3] in HEADS
-        and q.shape[1] <= GROUP * k.shape[2]
+        and k.shape[3] in XQA_HEADS
+        and q.shape[1] <= XQA_GROUP * k.shape[2]
         and tuple(window_size or (-1, -1)) == (-1, -1)
         and all(scale is not None and _is_one(scale) for scale in scales)
         and all(options.get(name, unused) == unused for name, unused in WITHOUT.items())
@@ -138,9 +128,9 @@ def prepare(
     scale too, which is taken out here. The counters, `[T * K]`, are 0.
     """
     if codes_TAD.is_cuda:
-        from fp8_nemo.nemo import decode_kernels
+        from fp8_nemo.nemo.decode import kernels
 
-        return decode_kernels.prepare(codes_TAD, q_scale, k_scale, v_scale, lengths_T, K, factor)
+        return kernels.prepare(codes_TAD, q_scale, k_scale, v_scale, lengths_T, K, factor)
     return (
         codes_TAD.bfloat16(),
         q_scale * k_scale / v_scale * factor,
