@@ -65,7 +65,7 @@ from fp8_nemo.runs import run_dir
 
 FORWARD = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 GLUES = {
-    "stock": Glue("stock", "stock", "bf16", "off", FORWARD),
+    "stock": Glue("stock", "stock", "bf16", "off", FORWARD, "fa3"),
     "fused": Glue("fused", "fused", "bf16", "off"),
     "fp8": Glue("fp8", "fused", "fp8", "off"),
     "names": Glue("names", "fused", "fp8", "names"),
