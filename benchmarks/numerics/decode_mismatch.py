@@ -25,6 +25,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from benchmarks import record
+from fp8_nemo.recipe.plain import to_json
 
 SEQUENCES, PROMPT, ANSWER = 64, 1000, 200
 WAYS = ("xqa", "fa3", "bf16")
@@ -66,7 +67,7 @@ def sample(folder: Path, way: str, model: Path) -> None:
         for prompt, each in zip(prompts, outputs, strict=True)
     ]  # fmt: skip
     new = folder / f"{way}.new"
-    new.write_text(json.dumps(rows))
+    new.write_text(to_json(rows))
     new.replace(folder / f"{way}.json")
 
 
