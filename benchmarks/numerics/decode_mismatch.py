@@ -25,7 +25,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from benchmarks import record
-from fp8_nemo.recipe.plain import to_json
+from fp8_nemo.export.whole_files import write_json
 
 SEQUENCES, PROMPT, ANSWER = 64, 1000, 200
 WAYS = ("xqa", "fa3", "bf16")
@@ -66,9 +66,7 @@ def sample(folder: Path, way: str, model: Path) -> None:
                       for at, token in zip(each.logprobs, each.token_ids, strict=True)]}
         for prompt, each in zip(prompts, outputs, strict=True)
     ]  # fmt: skip
-    new = folder / f"{way}.new"
-    new.write_text(to_json(rows))
-    new.replace(folder / f"{way}.json")
+    write_json(folder / f"{way}.json", rows)
 
 
 def judge(folder: Path, model: Path) -> list[dict[str, Any]]:

@@ -161,7 +161,7 @@ def describe(plan: Plan, host: Host, *, alone: bool = True) -> list[tuple[str, s
     rows = {
         "backend": f"{plan.backend}, cluster {recipe.cluster.name}",
         "rollout": f"linear {precision.rollout_linear}, attention and KV {precision.rollout_kv}"
-        + (", decode by XQA" if plan.nemo and recipe.decodes_by_xqa else "")
+        + (", decode by XQA" if recipe.decodes_by_xqa else "")
         + (_alignment(precision) if plan.nemo else ""),
         "train": f"linear {precision.train_linear}",
         "weights": f"{counts.parameters:,} parameters in {_tensors(counts, precision)} tensors",

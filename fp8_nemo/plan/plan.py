@@ -114,7 +114,7 @@ class Plan:
 
         Values enter it by the names that they had first (`HASHED_AS`). Left out are keys that are
         null, `algorithm=grpo`, `replay=none`, `lora=none`, `noise=none`,
-        `precision.kv_scales=layer`, `precision.align=none`, `glue.decode` where XQA does not
+        `precision.kv_scales=layer`, `precision.align=none`, `glue.decode` where XQA cannot
         decode, cluster, logging, outputs, `grpo.steps`, `grpo.stop_when_unstable`,
         `correction.measurement` and `correction.max_reject`.
         """
@@ -124,8 +124,7 @@ class Plan:
         for group, before in LATER_GROUPS.items():
             if content[group] == before:
                 del content[group]
-        glue, precision = self.recipe.glue, self.recipe.precision
-        if self.backend == "local" or not glue.decodes_by_xqa(precision):
+        if not self.recipe.decode_is_chosen:
             content["glue"]["decode"] = LATER_KEYS["glue", "decode"]
         for (group, key), before in LATER_KEYS.items():
             if content[group][key] == before:
@@ -161,6 +160,14 @@ def _with_values(
     return changed
 
 
+def _with_later_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's plain data with the keys that its version lacked, as its run had them."""
+    whole = dict(recipe)
+    for (group, key), before in LATER_KEYS.items():
+        whole[group] = {key: before, **whole.get(group, {})}
+    return whole
+
+
 def _given(content: dict[str, Any]) -> dict[str, Any]:
     """Return the keys that are not null: a key that a later version adds changes no run's hash."""
     return {
@@ -185,7 +192,7 @@ def plan_from_json(content: dict[str, Any]) -> Plan:
     return Plan(
         content["cell"],
         content["backend"],
-        from_plain(Recipe, _with_values(recipe, RENAMED)),
+        from_plain(Recipe, _with_later_keys(_with_values(recipe, RENAMED))),
         tuple(content["notes"]),
         NemoPlan(**content["nemo"]) if content["nemo"] else None,
     )

@@ -30,7 +30,7 @@ from fp8_nemo.runs.run_dir import PLAN, State, read_plan, state_of
 ARCHIVE = ".jsonl.gz"
 """A folder of runs as one file: a line a run, with its path, plan, environment and rows."""
 BESIDE_THE_CELL = ("seed", "outputs", "logging", "cluster")
-OF_THE_CELL = ("precision.", "correction.")
+OF_THE_CELL = ("precision.", "correction.", "glue.decode")
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ class FinishedRun:
         """Return what makes its cell, as `{dotted key: text}`, with the backend that was chosen."""
         recipe = dataclasses.asdict(self.recipe) | {"backend": self.plan.backend}
         kept = _as_typed({key: recipe[key] for key in recipe if key not in BESIDE_THE_CELL})
-        held_against = {f"correction.{key}" for key in ONLY_CHECKED}
-        return {key: text for key, text in kept.items() if key not in held_against}
+        no_part = {f"correction.{key}" for key in ONLY_CHECKED}
+        no_part |= set() if self.recipe.decode_is_chosen else {"glue.decode"}
+        return {key: text for key, text in kept.items() if key not in no_part}
 
     @property
     def matched(self) -> dict[str, str]:

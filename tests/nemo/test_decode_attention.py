@@ -18,7 +18,7 @@ def call(**changes):
     T, A, K, D, page = 3, 8, 2, 128, 16
     options = {
         "q": torch.zeros(T, A, D, dtype=FP8), "k": torch.zeros(9, page, K, D, dtype=FP8),
-        "v": torch.zeros(9, page, K, D, dtype=FP8), "out": torch.zeros(T, A, D),
+        "v": torch.zeros(9, page, K, D, dtype=FP8), "out": torch.zeros(T, A, D).bfloat16(),
         "cu_seqlens_q": torch.arange(T + 1), "max_seqlen_q": 1, "seqused_k": torch.ones(T),
         "max_seqlen_k": 48, "softmax_scale": 0.1, "causal": True, "alibi_slopes": None,
         "window_size": [-1, -1], "block_table": torch.zeros(T, 3), "softcap": 0.0,
@@ -48,6 +48,7 @@ def test_a_decode_step_over_an_fp8_cache_is_xqas():
         {"q": torch.zeros(3, 18, 128, dtype=FP8)},
         {"block_table": None},
         {"out": None},
+        {"out": torch.zeros(3, 8, 128).half()},
         {"window_size": [128, 0]},
         {"softcap": 30.0},
         {"s_aux": torch.ones(8)},

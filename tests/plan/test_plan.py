@@ -300,6 +300,35 @@ def test_a_plan_says_that_an_engine_could_be_aligned_where_runs_had_one():
         assert not noted(*elsewhere), elsewhere
 
 
+def test_a_run_of_before_goes_on_with_the_kernel_that_it_had():
+    line = ("model=llama31-8b", "precision=fp8-kv-attn")
+    now, before = plan(*line), plan(*line, "glue.decode=fa3")
+    content = json.loads(json.dumps(before.to_json()))
+    del content["recipe"]["glue"]["decode"]
+    assert plan_from_json(content) == before and plan_from_json(content).run_name == before.run_name
+    assert before.hash6 == "46025b" != now.hash6  # as its directory is called, and another run
+    assert not before.recipe.decodes_by_xqa and now.recipe.decodes_by_xqa
+    stock = plan(*line, "glue=stock", "glue.recalibrate.source=forward")
+    content = json.loads(json.dumps(stock.to_json()))
+    del content["recipe"]["glue"]["decode"]
+    glue = plan_from_json(content).recipe.glue
+    assert glue == stock.recipe.glue and not glue.needs_plugin(stock.recipe.precision)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("precision=bf16",),
+        ("precision=fp8-kv-attn", "model.shape.head_dim=96"),
+        ("precision=fp8-kv-attn", "model.shape.kv_heads=2"),
+    ],
+)
+def test_the_kernel_of_decode_names_no_run_that_cannot_have_it(words):
+    line = ("model=llama31-8b", *words)
+    xqa, fa3 = plan(*line, "glue.decode=xqa"), plan(*line, "glue.decode=fa3")
+    assert xqa.hash6 == fa3.hash6 and not xqa.recipe.decodes_by_xqa
+
+
 def test_scales_of_heads_are_counted_hashed_and_refused_inside_nemo_rl():
     layer = plan("precision=fp8-kv-attn", "precision.kv_scales=layer")
     head = plan("precision=fp8-kv-attn", "precision.kv_scales=head")

@@ -52,6 +52,22 @@ def nemo(*arguments, **changes) -> FinishedRun:
     return run(*arguments, **(settings | changes))
 
 
+@pytest.mark.parametrize("before", ["fa3", "xqa"])
+def test_the_kernel_over_an_fp8_cache_neither_unmatches_a_baseline_nor_splits_its_seeds(before):
+    kv = dataclasses.replace(FP8, name="fp8-kv-attn", rollout_kv="fp8")
+    baseline = [
+        nemo(BF16, seed=1, glue=Glue(decode=before)), nemo(BF16, seed=2, glue=Glue(decode="xqa"))
+    ]  # fmt: skip
+    mine = [nemo(kv, TIS, seed=n, glue=Glue(decode="xqa")) for n in (1, 2)]
+    found = compare([*baseline, *mine])
+    assert [len(cell.runs) for cell in found.cells] == [2, 2]
+    assert [run.settings.get("glue.decode") for run in (baseline[0], mine[0])] == [None, "xqa"]
+    assert mine[0].matched == baseline[0].matched
+    other = nemo(kv, TIS, glue=Glue(decode="fa3"))
+    labels = [cell.label for cell in compare([*mine, other]).cells]
+    assert sorted(label.split()[-1] for label in labels) == ["glue.decode=fa3", "glue.decode=xqa"]
+
+
 def only(*runs):
     [found] = against_baselines(compare(runs))
     return found

@@ -68,6 +68,7 @@ def is_decode(
     return (
         max_seqlen_q == 1
         and out is not None
+        and out.dtype == torch.bfloat16
         and k.dtype == q.dtype == torch.float8_e4m3fn
         and block_table is not None
         and len(block_table) == len(q)

@@ -99,6 +99,11 @@ class Precision:
         """Return the format of the KV cache, and of attention over it."""
         return FORMATS[self.rollout_kv]
 
+    @property
+    def has_one_kv_scale(self) -> bool:
+        """Return whether the cache is in FP8 with a layer's scales, which XQA takes alone."""
+        return self.cache.is_quantized and self.kv_scales == "layer"
+
     def kv_groups(self, kv_heads: int) -> int:
         """Return the scales that a layer's Q, K or V has in a model of so many K/V heads."""
         return kv_heads if self.kv_scales == "head" else 1
@@ -168,12 +173,8 @@ class Glue:
     """Kernel of decode steps over an FP8 cache: FlashInfer's XQA by our patch, or vLLM's choice."""
 
     def decodes_by_xqa(self, precision: Precision) -> bool:
-        """Return whether a Hopper GPU's decode steps attend by XQA, which has one scale a layer."""
-        return (
-            precision.cache.is_quantized
-            and precision.kv_scales == "layer"
-            and (self.decode == "xqa")
-        )
+        """Return whether vLLM's workers are to attend by XQA where their GPU has it."""
+        return self.decode == "xqa" and precision.has_one_kv_scale
 
     @property
     def sends_fp8(self) -> bool:

@@ -44,8 +44,14 @@ class Recipe:
         return self.model.backend if self.backend == "auto" else self.backend
 
     @property
-    def decodes_by_xqa(self) -> bool:
-        """Return whether decode steps inside NeMo RL attend by XQA, which only Hopper GPUs have."""
-        shape, is_hopper = self.model.shape, self.cluster.gpu in ("h100", "h200")
+    def decode_is_chosen(self) -> bool:
+        """Return whether `glue.decode` has a meaning: inside NeMo RL, by format and heads."""
+        shape, cache = self.model.shape, self.precision.has_one_kv_scale
         is_tried = shape.head_dim in XQA_HEADS and shape.heads <= XQA_GROUP * shape.kv_heads
-        return is_hopper and is_tried and self.glue.decodes_by_xqa(self.precision)
+        return self.chosen_backend == "nemo" and cache and is_tried
+
+    @property
+    def decodes_by_xqa(self) -> bool:
+        """Return whether decode steps attend by XQA, which only Hopper GPUs have."""
+        is_hopper = self.cluster.gpu in ("h100", "h200")
+        return is_hopper and self.decode_is_chosen and self.glue.decode == "xqa"
