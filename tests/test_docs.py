@@ -533,7 +533,7 @@ def estimated_on_h100():
 
 def experts_at_first():
     """What README says first of 30B-A3B: the smallest and the largest gain of decode."""
-    both = (MOE_DECODE[KV, gpu]() for gpu in ("h100", "h200"))
+    both = (MOE_DECODE[KV, "h100"](), experts_by_xqa())
     gains = [float(each) for found in both for each in found.split(" to ")]
     return f"decode alone was {min(gains):.2f} to {max(gains):.2f} times as fast on one GPU"
 
@@ -886,6 +886,7 @@ def decode_ways(way, kv_heads=8):
 
 
 FA3, XQA = "FA3-fp8-16-32", f"ours-fp8-16-{SPREAD}"
+XQA_MODELS = {"8b": "8B", "30b": "30B-A3B"}
 
 
 def xqa_times(at, kv_heads=8):
@@ -895,29 +896,30 @@ def xqa_times(at, kv_heads=8):
 
 
 @cache
-def xqa_steps():
-    """Milliseconds of a decode step of 8B on an H200 by either kernel, by point."""
+def xqa_steps(model="8b"):
+    """Milliseconds of a decode step on an H200 by either kernel, by point."""
     found = {}
     for decode in ("xqa", "fa3"):
-        for row in of(f"decode-8b-{decode}-h200", lambda it: it["rows"]):
+        for row in of(f"decode-{model}-{decode}-h200", lambda it: it["rows"]):
             found.setdefault((row["batch"], row["prompt"]), []).append(row["wall_ms"])
     return found
 
 
 def xqa_rows():
     """The rows of both on docs/speed.md, with attention alone where that was measured."""
-    alone = decode_ways(XQA)
-    for at, (ours, by_flash) in xqa_steps().items():
-        text = f"{xqa_times(at):.2f}x " if at in alone else ""
-        yield (
-            f"| {at[0]} x {at[1] // 1024}k | {ours:.2f} | {by_flash:.2f} | {by_flash / ours:.2f}x "
-            f"| {text}|"
-        )
+    for name, heads in (("8b", 8), ("30b", 4)):
+        alone = decode_ways(XQA, heads)
+        for at, (ours, by_flash) in xqa_steps(name).items():
+            text = f"{xqa_times(at, heads):.2f}x " if at in alone else ""
+            yield (
+                f"| {XQA_MODELS[name]} | {at[0]} x {at[1] // 1024}k | {ours:.2f} "
+                f"| {by_flash:.2f} | {by_flash / ours:.2f}x | {text}|"
+            )
 
 
-def xqa_of_steps():
+def xqa_of_steps(model="8b"):
     """How many times as fast a step is by XQA."""
-    return spread_of(by_flash / ours for ours, by_flash in xqa_steps().values())
+    return spread_of(by_flash / ours for ours, by_flash in xqa_steps(model).values())
 
 
 def xqa_alone():
@@ -940,6 +942,31 @@ def xqa_of_bf16():
         if (KV, *at) in rows
     ]
     return f"{min(gains):.2f} to {max(gains):.2f}"
+
+
+def experts_by_xqa():
+    """The same of 30B-A3B."""
+    plain, by_flash = (decode_rows("decode-30b", cell) for cell in ("bf16", KV))
+    return spread_of(
+        plain[at]["wall_ms"] / by_flash[at]["wall_ms"] * beside / ours
+        for at, (ours, beside) in xqa_steps("30b").items()
+    )
+
+
+def decode_kls():
+    """speed.md's KL of answers that either kernel decoded, and of a BF16 cache's."""
+    rows = {row["way"]: row for row in of("decode-mismatch-h200", lambda it: it["rows"])}
+    assert len({row["tokens"] for row in rows.values()}) == 1
+    held = (f"{rows[way][key]:.4f}" for way in ("xqa", "fa3") for key in ("kl", "standard_error"))
+    return "was {} nats a token with XQA (standard error {}) and {} ({}) with".format(*held)
+
+
+def six_layers():
+    """speed.md's seconds of a step of six of 30B-A3B's layers, and the share of the GPU's peak."""
+    rows = real("30b6-h200")
+    steps = (f"`{each}` {rows[each]['step']:.1f} s" for each in ("bf16", KV, E2E))
+    most = max(row["mfu_train"] for row in rows.values())
+    return f"{', '.join(steps)}. Training reached {most:.0%} of the GPU's peak at most"
 
 
 def xqa_errors():
@@ -1138,9 +1165,8 @@ def four_bits_learn(number):
 
 def experts_cell(precision):
     """README's decode of 30B-A3B, on both GPUs."""
-    h100, h200 = (
-        MOE_DECODE[precision, gpu]().replace(" to", "x to") + "x" for gpu in ("h100", "h200")
-    )
+    both = (MOE_DECODE[precision, "h100"](), experts_by_xqa())
+    h100, h200 = (each.replace(" to", "x to") + "x" for each in both)
     return f"(docs/speed.md#a-mixture-of-experts): H100 {h100}, H200 {h200} |"
 
 
@@ -1315,6 +1341,10 @@ SAID = {
         lambda: f"So `fp8-kv-attn` gained {kv_on_four()} times.",
         lambda: missing_rows(xqa_rows(), "docs/speed.md"),
         lambda: f"A step of 8B is {xqa_of_steps()} times as fast as with vLLM's",
+        lambda: f"of 30B-A3B {xqa_of_steps('30b')} times",
+        lambda: f"with `fp8-kv-attn` it is {experts_by_xqa()} times",
+        decode_kls,
+        six_layers,
         lambda: f"**Against BF16 that makes {xqa_of_bf16()} times,**",
         lambda: f"with FlashAttention 3, and {xqa_of_bf16()} with",
         xqa_alone,

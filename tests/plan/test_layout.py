@@ -45,7 +45,8 @@ NOT_COMPARED = ("nvfp4-w4a16",)
 
 
 def plan(*words, host=MAIN):
-    [found] = compose_plans([*LLAMA, *words], lambda recipe: host)
+    names_one = any(word.startswith("model=") for word in words)
+    [found] = compose_plans([*LLAMA[names_one:], *words], lambda recipe: host)
     return found
 
 
@@ -333,7 +334,11 @@ ALIGNED = {"8b-exact-2-h200": TWO_H200,
 """Likewise, what is not BF16 with `precision.align=exact`; no log of the GPUs' memory."""
 BY_XQA = {"8b-xqa-2k-2-h200": (*TWO_H200, "grpo.max_new_tokens=1984")}
 """Likewise, with an FP8 cache that XQA reads; before, FlashAttention 3 did."""
-CELLS = TIMED | ALIGNED | BY_XQA | {"8b16-h200": ONE_H200}
+EXPERTS_6 = {"30b6-h200": (
+    "model=qwen3-30b-a3b", "model.shape.layers=6", "grpo.prompts_per_step=8",
+    "grpo.max_new_tokens=1984", "cluster.gpus_per_node=1", "cluster.gpu=h200")}  # fmt: skip
+"""Likewise, six of 48 layers, at the host's pace."""
+CELLS = TIMED | ALIGNED | BY_XQA | {"8b16-h200": ONE_H200} | EXPERTS_6
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
 
 
@@ -344,7 +349,7 @@ def timed(name):
     for row in json.loads((RESULTS / f"real-steps-{name}.json").read_text())["rows"]:
         words = ("data=arithmetic", "grpo=demo", "grpo.generations_per_prompt=8", *CELLS[name])
         align = ["precision.align=exact"] * (name in ALIGNED and row["precision"] != "bf16")
-        decode = [] if name in BY_XQA else ["glue.decode=fa3"]
+        decode = [] if name in BY_XQA | EXPERTS_6 else ["glue.decode=fa3"]
         ran = plan(f"precision={row['precision']}", "+nemo.data.max_input_seq_length=64", *words,
                    *align, *decode)  # fmt: skip
         found.append((row, dataclasses.replace(ran.settled, layout=Layout(**row["layout"]))))
@@ -393,6 +398,17 @@ def test_a_step_of_8b_on_four_h100_took_what_a_plan_says_but_for_the_driver():
         gains.append((said.total, row["step"]))
     (said_of_bf16, bf16), (said_of_fp8, fp8) = gains
     assert said_of_bf16 / said_of_fp8 == pytest.approx(bf16 / fp8, rel=0.06)
+
+
+def test_steps_of_six_layers_of_experts_take_longer_than_a_plan_says_but_gain_alike():
+    (plain, planned), *of_fp8 = (
+        (row["step"], step_seconds(settled, Lengths(17, row["answer"])).total)
+        for row, settled in timed("30b6-h200")
+    )
+    assert len(of_fp8) == 2
+    for took, said in ((plain, planned), *of_fp8):
+        assert 0.6 < said / took < 0.7
+        assert planned / said == pytest.approx(plain / took, rel=0.11)
 
 
 def test_a_rollout_lasts_until_its_longest_answer_ends():

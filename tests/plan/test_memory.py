@@ -250,12 +250,18 @@ def test_profiled_decode_steps_of_30b_come_out_within_3_percent(precision):
         assert took == pytest.approx(row["wall_ms"], rel=0.03)
 
 
-@pytest.mark.parametrize(("decode", "near"), [("xqa", 0.075), ("fa3", 0.09)])
-def test_profiled_decode_steps_of_8b_with_either_kernel_come_out(decode, near):
-    content = json.loads((RESULTS / f"decode-8b-{decode}-h200.json").read_text())
-    assert content["asked"]["decode"] == decode and len(content["rows"]) == 6
-    [recipe] = compose(("precision=fp8-kv-attn", "model=llama31-8b", f"glue.decode={decode}"))
-    costs = FITTED["llama31-8b", 32]
+@pytest.mark.parametrize(
+    ("name", "decode", "near", "points"),
+    [("8b", "xqa", 0.075, 6), ("8b", "fa3", 0.09, 6),
+     ("30b", "xqa", 0.04, 4), ("30b", "fa3", 0.04, 4)],
+)  # fmt: skip
+def test_profiled_decode_steps_with_either_kernel_come_out(name, decode, near, points):
+    content = json.loads((RESULTS / f"decode-{name}-{decode}-h200.json").read_text())
+    assert content["asked"]["decode"] == decode and len(content["rows"]) == points
+    model, layers = {"8b": ("llama31-8b", 32), "30b": ("qwen3-30b-a3b", 48)}[name]
+    words = f"model={model}", f"glue.decode={decode}", "cluster.gpu=h200"
+    [recipe] = compose(("precision=fp8-kv-attn", *words))
+    costs = FITTED[model, layers]
     for row in content["rows"]:
         held = row["batch"], row["context"], "h200", costs, 1, recipe.decodes_by_xqa
         took = 1e3 * decode_seconds(recipe.model.shape, recipe.precision, *held)
