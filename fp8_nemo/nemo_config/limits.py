@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.keys import MEGATRON, OURS
+from fp8_nemo.nemo_config.keys import MEGATRON, OURS, VLLM_KWARGS
 from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, keys_of
 from fp8_nemo.nemo_config.own.alignment import alignment_limits
 from fp8_nemo.nemo_config.own.asynchronous import asynchronous_limits
@@ -115,6 +115,7 @@ def host_limits(settled: Settled, host: Host) -> Iterator[Limit]:
     yield from _of_cut_sequences(settled, written)
     yield from _of_sampled_batches(written)
     yield from _of_logprobs(written)
+    yield from _of_decode(recipe, written)
     yield from _of_training(recipe, written)
     yield from _of_fp8_training(recipe, written)
     yield from fp16_limits(recipe, written)
@@ -266,6 +267,20 @@ def _of_logprobs(written: Mapping[str, Any]) -> Iterator[Limit]:
         "excludes packed sequences, which a plan turns on",
         SEAMS["fused-logprobs"].path,
         f"leave it out, or add +nemo.{PACKED}=false",
+    )
+
+
+def _of_decode(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
+    """Yield the limit of XQA, which a graph that serves steps with prompts too must not hold."""
+    key = f"{VLLM_KWARGS}.compilation_config.cudagraph_mode"
+    mode = written.get(key)
+    yield Limit(
+        f"nemo.{key}",
+        mode,
+        recipe.decodes_by_xqa and str(mode).upper() == "FULL",
+        "replays a decode step's graph for prompts, which glue.decode=xqa cannot attend to",
+        "vllm/v1/worker/gpu/cudagraph_utils.py, mixed_mode",
+        "leave it out, or set glue.decode=fa3",
     )
 
 

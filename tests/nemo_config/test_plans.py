@@ -683,6 +683,16 @@ REJECTED_LATER = [
         f"{AT}.fp8_cfg.fp8_recipe=mxfp8: must be blockwise",
     ),
     (
+        [
+            "precision=fp8-kv-attn",
+            "glue.decode=xqa",
+            f"+{KWARGS}.compilation_config.cudagraph_mode=FULL",
+        ],
+        f"{KWARGS}.compilation_config.cudagraph_mode=FULL: replays a decode step's graph for "
+        "prompts, which glue.decode=xqa cannot attend to "
+        "(vllm/v1/worker/gpu/cudagraph_utils.py, mixed_mode); leave it out, or set glue.decode=fa3",
+    ),
+    (
         ["precision=fp8-e2e", UNPACKED],
         "nemo.policy.sequence_packing.enabled=false: must be true with precision.train_linear=fp8",
     ),
@@ -1019,6 +1029,21 @@ def test_it_is_told_where_vllm_forgets_the_scales_of_a_cache(model, more, told):
     assert any("to 1.0 when its cache wakes up" in note for note in notes) == told
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("precision=fp8-kv-attn", "glue.decode=fa3", "FULL"),
+        ("precision=fp8-linear", "glue.decode=xqa", "FULL"),
+        ("precision=fp8-kv-attn", "glue.decode=xqa", "FULL_AND_PIECEWISE"),
+    ],
+)
+def test_a_graph_mode_is_the_users_where_no_graph_of_xqa_would_serve_prompts(words):
+    *others, mode = words
+    key = f"{KWARGS}.compilation_config.cudagraph_mode"
+    found = plan("model=llama31-8b", *others, f"+{key}={mode}").nemo
+    assert found and found.overrides[key.removeprefix("nemo.")] == mode
+
+
 def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it():
     there = Host("v0.7.0", defects=V0_7_0_DEFECTS, vllm="0.25.1")
     cases = [case for case, _ in FORBIDDEN] + [["model=llama31-8b", *case] for case, _ in DEFECTIVE]
@@ -1029,7 +1054,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 102
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 103
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]
