@@ -79,8 +79,6 @@ class GrpoLoop:
         source = model_path(self.recipe.model)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.problems = load_problems(self.recipe.data, self.recipe.seed)
-        if self.recipe.data.is_made:
-            write_problems(run_dir.data_dir(path), self.problems)
         self.reward = rewarder(self.recipe.data)
         self.chat = Chat.load(source)
         replays, most = self.recipe.replay.is_on, self.recipe.grpo.max_grad_norm
@@ -142,6 +140,8 @@ class GrpoLoop:
         return self.progress.step
 
     def _resume_or_start(self, report: Report) -> None:
+        if self.recipe.data.is_made:
+            write_problems(run_dir.data_dir(self.path), self.problems)
         saved = run_dir.rewind(self.path, "local")
         if saved:
             checkpoint.load(saved, self.policy, self.progress)

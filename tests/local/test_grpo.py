@@ -213,6 +213,16 @@ def test_a_model_that_cannot_be_loaded_is_one_line(make_plan, tmp_path, capsys, 
     assert f"{tmp_path}/model: this model cannot be loaded (" in line
 
 
+def test_problems_that_cannot_be_written_are_not_the_models_fault(make_plan, capsys):
+    plan = make_plan()
+    [frozen] = run_dir.freeze([plan])
+    blocked = run_dir.data_dir(frozen.path) / "train.jsonl"
+    blocked.mkdir()
+    assert run(plan, frozen.path) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert str(blocked) in line and "model" not in line.removeprefix(str(frozen.path))
+
+
 def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_checkpoint_before_it(make_plan):
     [frozen] = run_dir.freeze([plan := make_plan("grpo.steps=4", "grpo.checkpoint_every=2")])
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
