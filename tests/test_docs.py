@@ -533,9 +533,10 @@ def estimated_on_h100():
 
 def experts_at_first():
     """What README says first of 30B-A3B: the smallest and the largest gain of decode."""
-    both = (MOE_DECODE[KV, "h100"](), experts_by_xqa())
-    gains = [float(each) for found in both for each in found.split(" to ")]
-    return f"decode alone was {min(gains):.2f} to {max(gains):.2f} times as fast on one GPU"
+    return (
+        f"decode alone was {MOE_DECODE[KV, 'h100']()} times as fast on one H100. "
+        f"On an H200 it is {experts_by_xqa()}, two runs multiplied."
+    )
 
 
 def long_on_h200():
@@ -969,6 +970,28 @@ def six_layers():
     return f"{', '.join(steps)}. Training reached {most:.0%} of the GPU's peak at most"
 
 
+def six_layers_planned():
+    """What the plan says they gain over BF16, and what they gained."""
+    rows = real("30b6-h200")
+
+    def gains(of_row):
+        plain = of_row(rows["bf16"])
+        return [plain / of_row(rows[each]) for each in (KV, E2E)]
+
+    said, took = gains(lambda row: row["plan"]["step"]), gains(lambda row: row["step"])
+    return (
+        "the plan says {:.2f} times BF16 with `fp8-kv-attn` and {:.2f} with `fp8-e2e`; "
+        "they took {:.2f} and {:.2f}.".format(*said, *took)
+    )
+
+
+def six_layers_token():
+    """Milliseconds that a token of their rollouts took."""
+    rows = real("30b6-h200").values()
+    each = [1e3 * seconds / row["answer"] for row in rows for seconds in row["raw"]["rollout"]]
+    return f"A rollout took {min(each):.1f} to {max(each):.1f} ms a token for six layers"
+
+
 def xqa_errors():
     """How far off attention in FP32 either kernel is, all points of both models."""
     rows = [
@@ -1167,7 +1190,10 @@ def experts_cell(precision):
     """README's decode of 30B-A3B, on both GPUs."""
     both = (MOE_DECODE[precision, "h100"](), experts_by_xqa())
     h100, h200 = (each.replace(" to", "x to") + "x" for each in both)
-    return f"(docs/speed.md#a-mixture-of-experts): H100 {h100}, H200 {h200} |"
+    return (
+        f"decode alone: [H100 {h100}](docs/speed.md#a-mixture-of-experts), "
+        f"[H200 {h200}](docs/speed.md#an-fp8-cache-on-an-h200), by two runs |"
+    )
 
 
 def experts_step():
@@ -1345,6 +1371,8 @@ SAID = {
         lambda: f"with `fp8-kv-attn` it is {experts_by_xqa()} times",
         decode_kls,
         six_layers,
+        six_layers_planned,
+        six_layers_token,
         lambda: f"**Against BF16 that makes {xqa_of_bf16()} times,**",
         lambda: f"with FlashAttention 3, and {xqa_of_bf16()} with",
         xqa_alone,
@@ -1525,7 +1553,8 @@ SAID = {
         lambda: f"for {ranges():.2%} of that pass",
         lambda: f"{MOE_DECODE[LINEAR, 'h100']()} times as fast on one H100 with `fp8-linear`",
         lambda: f"and {MOE_DECODE[KV, 'h100']()} times with `fp8-kv-attn`. On an H200",
-        lambda: f"{MOE_DECODE[LINEAR, 'h200']()}\n  and {MOE_DECODE[KV, 'h200']()} times, and 1.98",
+        lambda: f"{MOE_DECODE[LINEAR, 'h200']()}\n  and {MOE_DECODE[KV, 'h200']()} times with",
+        lambda: f"the default, it is {experts_by_xqa()} by two runs.",
         *(
             partial(told_row, study, cells)
             for study, cells in ((TINY, KV_CELLS), (WORKING, KV_CELLS), ("moe", LINEAR_CELLS))

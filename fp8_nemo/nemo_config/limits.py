@@ -32,6 +32,11 @@ PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.en
 MULTIPLE = "policy.make_sequence_length_divisible_by"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
 PARALLEL = "model.parallel."
+COMPILATION = f"{VLLM_KWARGS}.compilation_config"
+PASSES = [f"pass_config.{name}" for name in ("fuse_attn_quant", "enable_sp", "fuse_gemm_comms")]
+FULL_GRAPHS = {"cudagraph_mode": ("FULL", "2"), "splitting_ops": ("[]",)}
+FULL_GRAPHS |= dict.fromkeys(PASSES, ("TRUE",))
+"""Values of vLLM's keys that put decode steps and steps with prompts into the same graphs."""
 
 
 def host_mistakes(settled: Settled, host: Host) -> Iterator[Mistake]:
@@ -271,17 +276,21 @@ def _of_logprobs(written: Mapping[str, Any]) -> Iterator[Limit]:
 
 
 def _of_decode(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:
-    """Yield the limit of XQA, which a graph that serves steps with prompts too must not hold."""
-    key = f"{VLLM_KWARGS}.compilation_config.cudagraph_mode"
-    mode = written.get(key)
-    yield Limit(
-        f"nemo.{key}",
-        mode,
-        recipe.decodes_by_xqa and str(mode).upper() == "FULL",
-        "replays a decode step's graph for prompts, which glue.decode=xqa cannot attend to",
-        "vllm/v1/worker/gpu/cudagraph_utils.py, mixed_mode",
-        "leave it out, or set glue.decode=fa3",
-    )
+    """Yield the limits of XQA: no graph that holds it may serve steps with prompts too.
+
+    With each of these values vLLM's mode becomes FULL (`vllm/config/compilation.py`), whose graphs
+    its second model runner captures with one token a sequence.
+    """
+    for key, full in FULL_GRAPHS.items():
+        value = written.get(f"{COMPILATION}.{key}")
+        yield Limit(
+            f"nemo.{COMPILATION}.{key}",
+            value,
+            recipe.decodes_by_xqa and str(value).upper() in full,
+            "replays a decode step's graph for prompts, which glue.decode=xqa cannot attend to",
+            f"vllm/v1/worker/gpu/cudagraph_utils.py, mixed_mode, by {key}",
+            "leave it out, or set glue.decode=fa3",
+        )
 
 
 def _of_training(recipe: Recipe, written: Mapping[str, Any]) -> Iterator[Limit]:

@@ -598,6 +598,7 @@ FORBIDDEN = [
     ),
 ]
 AT, KWARGS = "nemo.policy.megatron_cfg", "nemo.policy.generation.vllm_kwargs"
+COMPILATION = f"{KWARGS}.compilation_config"
 UNPACKED = "+nemo.policy.sequence_packing.enabled=false"
 ASYNCHRONOUS = ("grpo.max_sample_age=1", "cluster.rollout_gpus=4", "correction=tis")
 REJECTED_LATER = [
@@ -682,15 +683,24 @@ REJECTED_LATER = [
         ["precision=fp8-e2e", f"+{AT}.fp8_cfg.fp8_recipe=mxfp8"],
         f"{AT}.fp8_cfg.fp8_recipe=mxfp8: must be blockwise",
     ),
-    (
-        [
-            "precision=fp8-kv-attn",
-            "glue.decode=xqa",
-            f"+{KWARGS}.compilation_config.cudagraph_mode=FULL",
-        ],
-        f"{KWARGS}.compilation_config.cudagraph_mode=FULL: replays a decode step's graph for "
-        "prompts, which glue.decode=xqa cannot attend to "
-        "(vllm/v1/worker/gpu/cudagraph_utils.py, mixed_mode); leave it out, or set glue.decode=fa3",
+    *(
+        (
+            ["precision=fp8-kv-attn", "glue.decode=xqa", f"+{COMPILATION}.{key}={value}"],
+            f"{COMPILATION}.{key}={shown}: replays a decode step's graph for prompts, which "
+            "glue.decode=xqa cannot attend to "
+            f"(vllm/v1/worker/gpu/cudagraph_utils.py, mixed_mode, by {key}); leave it out, or set "
+            "glue.decode=fa3",
+        )
+        for key, value, shown in (
+            ("cudagraph_mode", "FULL", "FULL"),
+            ("cudagraph_mode", "full", "full"),
+            ("cudagraph_mode", "2", "2"),
+            ("splitting_ops", "[]", "[]"),
+            *(
+                (f"pass_config.{name}", "true", "true")
+                for name in ("fuse_attn_quant", "enable_sp", "fuse_gemm_comms")
+            ),
+        )
     ),
     (
         ["precision=fp8-e2e", UNPACKED],
@@ -1039,7 +1049,7 @@ def test_it_is_told_where_vllm_forgets_the_scales_of_a_cache(model, more, told):
 )
 def test_a_graph_mode_is_the_users_where_no_graph_of_xqa_would_serve_prompts(words):
     *others, mode = words
-    key = f"{KWARGS}.compilation_config.cudagraph_mode"
+    key = f"{COMPILATION}.cudagraph_mode"
     found = plan("model=llama31-8b", *others, f"+{key}={mode}").nemo
     assert found and found.overrides[key.removeprefix("nemo.")] == mode
 
@@ -1054,7 +1064,7 @@ def test_every_limit_names_the_line_that_it_mirrors_and_a_case_above_breaks_it()
             compose_plans(once(*NEMO, *arguments), lambda recipe: there)
         lines += caught.value.lines
     limits = list(host_limits(plan("model=llama31-8b").settled, there))
-    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 103
+    assert len({(limit.key, limit.mirrors) for limit in limits}) == len(limits) == 107
     for limit in limits:
         assert limit.mirrors
         broken = [line for line in lines if line.startswith((f"{limit.key}=", f"{KWARGS}."))]

@@ -400,7 +400,7 @@ def test_a_step_of_8b_on_four_h100_took_what_a_plan_says_but_for_the_driver():
     assert said_of_bf16 / said_of_fp8 == pytest.approx(bf16 / fp8, rel=0.06)
 
 
-def test_steps_of_six_layers_of_experts_take_longer_than_a_plan_says_but_gain_alike():
+def test_steps_of_six_layers_of_experts_take_longer_and_gain_more_than_a_plan_says():
     (plain, planned), *of_fp8 = (
         (row["step"], step_seconds(settled, Lengths(17, row["answer"])).total)
         for row, settled in timed("30b6-h200")
@@ -408,7 +408,7 @@ def test_steps_of_six_layers_of_experts_take_longer_than_a_plan_says_but_gain_al
     assert len(of_fp8) == 2
     for took, said in ((plain, planned), *of_fp8):
         assert 0.6 < said / took < 0.7
-        assert planned / said == pytest.approx(plain / took, rel=0.11)
+        assert 0.89 < (planned / said) / (plain / took) <= 1
 
 
 def test_a_rollout_lasts_until_its_longest_answer_ends():
