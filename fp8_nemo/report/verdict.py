@@ -278,6 +278,9 @@ def _line(recipe: Recipe, seeds: Sequence[int]) -> str | None:
             if group in ALWAYS_TYPED or name != getattr(usual, group).name
         ]
         [base] = compose(options)
+        if not recipe.decode_is_chosen:  # whatever it was, it changes nothing
+            glue = dataclasses.replace(recipe.glue, decode=base.glue.decode)
+            recipe = dataclasses.replace(recipe, glue=glue)
         words = [*options, *_settings(recipe, base)]
         [again] = compose([*words, f"seed={recipe.seed}"])
     except ComposeError:  # a site's own option that is not here
