@@ -124,7 +124,10 @@ class GrpoLoop:
             DynamicSamplingError: a step found too few prompts to learn from.
             CheckpointError: the last checkpoint is damaged.
             RunDirError: rows that the run had are nowhere.
+            OSError: the problems that it samples cannot be written.
         """
+        if self.recipe.data.is_made:
+            write_problems(run_dir.data_dir(self.path), self.problems)
         with torch.random.fork_rng():
             self._resume_or_start(report)
             for step in range(self.progress.step + 1, self.recipe.grpo.steps + 1):
@@ -140,8 +143,6 @@ class GrpoLoop:
         return self.progress.step
 
     def _resume_or_start(self, report: Report) -> None:
-        if self.recipe.data.is_made:
-            write_problems(run_dir.data_dir(self.path), self.problems)
         saved = run_dir.rewind(self.path, "local")
         if saved:
             checkpoint.load(saved, self.policy, self.progress)

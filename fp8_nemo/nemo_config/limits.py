@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.keys import MEGATRON, OURS, VLLM_KWARGS
+from fp8_nemo.nemo_config.keys import COMPILATION, MEGATRON, OURS
 from fp8_nemo.nemo_config.overrides import VLLM_PRECISION, keys_of
 from fp8_nemo.nemo_config.own.alignment import alignment_limits
 from fp8_nemo.nemo_config.own.asynchronous import asynchronous_limits
@@ -32,10 +32,13 @@ PACKED, DYNAMIC = "policy.sequence_packing.enabled", "policy.dynamic_batching.en
 MULTIPLE = "policy.make_sequence_length_divisible_by"
 TENSOR = f"{MEGATRON}.tensor_model_parallel_size"
 PARALLEL = "model.parallel."
-COMPILATION = f"{VLLM_KWARGS}.compilation_config"
-PASSES = [f"pass_config.{name}" for name in ("fuse_attn_quant", "enable_sp", "fuse_gemm_comms")]
-FULL_GRAPHS = {"cudagraph_mode": ("FULL", "2"), "splitting_ops": ("[]",)}
-FULL_GRAPHS |= dict.fromkeys(PASSES, ("TRUE",))
+FULL_GRAPHS = {
+    "cudagraph_mode": ("FULL", "2"),
+    "splitting_ops": ("[]",),
+    "pass_config.fuse_attn_quant": ("TRUE",),
+    "pass_config.enable_sp": ("TRUE",),
+    "pass_config.fuse_gemm_comms": ("TRUE",),
+}
 """Values of vLLM's keys that put decode steps and steps with prompts into the same graphs."""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.nemo_config.keys import (
     ABSENT,
+    COMPILATION,
     GENERATION,
     MEGATRON,
     ONLY_IF_KNOWN,
@@ -215,7 +216,7 @@ def _rollout(settled: Settled) -> dict[str, Any]:
         f"{VLLM}.num_last_layers_in_bf16": precision.last_layers_bf16 if fp8 else 0,
         SHARE: recipe.model.memory.rollout_share,
         f"{VLLM}.enforce_eager": False,
-        f"{VLLM_KWARGS}.compilation_config.cudagraph_capture_sizes": graph_sizes(settled),
+        f"{COMPILATION}.cudagraph_capture_sizes": graph_sizes(settled),
     }
     if fp8 and precision.scales == "pow2":
         found[f"{VLLM}.pow2_weight_scaling_factors"] = True

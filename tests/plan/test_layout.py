@@ -337,8 +337,8 @@ BY_XQA = {"8b-xqa-2k-2-h200": (*TWO_H200, "grpo.max_new_tokens=1984")}
 EXPERTS_6 = {"30b6-h200": (
     "model=qwen3-30b-a3b", "model.shape.layers=6", "grpo.prompts_per_step=8",
     "grpo.max_new_tokens=1984", "cluster.gpus_per_node=1", "cluster.gpu=h200")}  # fmt: skip
-"""Likewise, six of 48 layers, at the host's pace."""
-CELLS = TIMED | ALIGNED | BY_XQA | {"8b16-h200": ONE_H200} | EXPERTS_6
+"""Likewise, six of 48 layers, probably at the host's pace."""
+CELLS = TIMED | ALIGNED | BY_XQA | EXPERTS_6 | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
 
 
