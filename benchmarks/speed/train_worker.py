@@ -1,0 +1,255 @@
+"""Train a step in NeMo RL's own policy worker, alone on one GPU, and say where its time goes.
+
+python -m benchmarks.speed.train_worker models/30b6 --model qwen3-30b-a3b --layers 6 \
+    --out benchmarks/results/train-worker-30b6-h200.json [--tokens 8192,16384] [-- KEY=VALUE ...]
+
+The worker is `Fp8PolicyWorkerImpl` of a plan with that model, in this process: no Ray, no engine.
+A step is `--sequences` sequences of random tokens, packed by NeMo RL into micro-batches of
+`--tokens`, by the recipe's loss. Rows, per size of a micro-batch and choice of routes (`replayed`:
+given ones, as with replay=r3; `own`: the router's): seconds of `train` and of `get_logprobs`; of
+those of `train`, `optimizer`'s. `device` is one more `train` under the profiler: its seconds, those
+in which the GPU ran any kernel or copy, the kernels' milliseconds by kind, and what the host spent
+longest in. Routes are uniform, so that no expert waits for another.
+Needs NEMO_RL_ROOT, NeMo RL's packages, and a model of `benchmarks.speed.random_model`.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.speed.train import by_kind, free_port
+from fp8_nemo.launch.driver import prepare
+from fp8_nemo.nemo_config.checkout import config_of, host_of
+from fp8_nemo.nemo_config.host import root_of
+from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.plan.cells import compose_plans
+from fp8_nemo.plan.plan import Plan
+
+AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
+WARM_UP = 1
+HOST_ROWS = 12
+SHOWN = ("routes", "tokens", "micro_batches", "train", "optimizer", "logprobs", "busy")
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """Plan the model on one GPU, nothing recomputed; the command line's arguments win."""
+    cell = [
+        *("backend=nemo", "data=arithmetic", "cluster.interpreter=system", "cluster.nodes=1"),
+        *("cluster.gpus_per_node=1", f"model={options.model}", f"model.path={options.path}"),
+        f"model.shape.layers={options.layers}",
+        f"grpo.max_new_tokens={options.length - 64}",
+        "+nemo.data.max_input_seq_length=64",
+        "grpo.generations_per_prompt=8",
+        f"grpo.prompts_per_step={options.sequences // 8}",
+    ]
+    [plan] = compose_plans([*cell, *options.arguments], host_of)
+    return plan
+
+
+def worker_of(plan: Plan, folder: Path) -> tuple[Any, Any]:
+    """Start NeMo RL's worker of a plan in this process: (worker, configuration)."""
+    root = root_of(plan.recipe)
+    assert root and plan.nemo
+    written = plan.nemo.overrides | path_overrides(plan.recipe, folder, root)
+    plain = config_of(root, plan.nemo.base_config, written)
+    os.environ.update(plain["policy"]["megatron_cfg"].get("env_vars") or {})  # read by imports
+    import numpy
+    import ray
+    from nemo_rl.algorithms.grpo import MasterConfig
+    from nemo_rl.algorithms.utils import get_tokenizer
+    from nemo_rl.distributed.named_sharding import NamedSharding
+    from nemo_rl.models.generation import configure_generation_config
+
+    from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
+
+    config = MasterConfig(**plain)
+    tokenizer = get_tokenizer(config.policy["tokenizer"])
+    config.policy["generation"] = configure_generation_config(
+        config.policy["generation"], tokenizer, has_refit_draft_weights=False, trains_mtp=False
+    )
+    config.policy["megatron_cfg"]["train_iters"] = 1000
+    ray.get_gpu_ids = lambda: [0]  # the worker asks its actor's
+    sharding = NamedSharding(numpy.zeros((1, 1, 1, 1), int), AXES)
+    worker = Fp8PolicyWorkerImpl(
+        config.policy, tokenizer, init_reference_model=False, worker_sharding_annotations=sharding
+    )
+    return worker, config
+
+
+def batch_of(plan: Plan, sequences: int, length: int) -> Any:
+    """Make what GRPO's loss and the worker take of a step: [B, T] and routes [B, T, L, A]."""
+    import torch
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    shape, size = plan.recipe.model.shape, (sequences, length)
+    token_mask_BT = torch.ones(size)
+    token_mask_BT[:, :16] = 0  # the prompt
+    logprobs_BT = torch.full(size, -12.0)
+    found = {
+        "input_ids": torch.randint(shape.vocab, size),
+        "input_lengths": torch.full((sequences,), length),
+        "token_mask": token_mask_BT,
+        "sample_mask": torch.ones(sequences),
+        "advantages": torch.randn(sequences, 1).expand(size).contiguous(),
+        "prev_logprobs": logprobs_BT,
+        "generation_logprobs": logprobs_BT.clone(),
+        "reference_policy_logprobs": logprobs_BT.clone(),
+    }
+    if shape.experts:
+        scores = torch.rand(*size, shape.layers, shape.experts)
+        found["routed_experts"] = scores.topk(shape.experts_per_token).indices.short()
+    return BatchedDataDict(found)
+
+
+def packed(config: Any, batch: Any, tokens: int) -> Any:
+    """Shard a batch as NeMo RL's `Policy` does for one rank, micro-batches of `tokens` at most."""
+    policy = config.policy
+    packing = {
+        "algorithm": policy["sequence_packing"]["algorithm"],
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "sequence_length_pad_multiple": policy["make_sequence_length_divisible_by"],
+        "max_tokens_per_microbatch": tokens,
+    }
+    [shard], _ = batch.shard_by_batch_size(1, batch.size, sequence_packing_args=packing)
+    return shard
+
+
+def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that spans cover together; overlaps count once. Spans are microseconds."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered / 1e6
+
+
+def watched(train: Any) -> dict[str, Any]:
+    """Run `train` under the profiler: seconds, the GPU's, kernels, and the host's longest calls."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        began = time.perf_counter()
+        train()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    on_device = [e for e in seen.events() if e.device_type == DeviceType.CUDA]
+    kernels = [e for e in on_device if not e.name.startswith(("##", "Profiler", "nccl:"))]
+    kinds, others = by_kind((e.name, e.time_range.elapsed_us() / 1e3) for e in kernels)
+    calls = sorted(seen.key_averages(), key=lambda each: -each.self_cpu_time_total)[:HOST_ROWS]
+    return {
+        "seconds": seconds,
+        "busy": busy_seconds((e.time_range.start, e.time_range.end) for e in kernels),
+        "launches": len(kernels), "kernels_ms": kinds, "other_kernels_ms": others,
+        "host": [{"name": each.key[:80], "calls": each.count,
+                  "seconds": each.self_cpu_time_total / 1e6} for each in calls],
+    }  # fmt: skip
+
+
+def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -> Iterator[dict]:
+    """Measure each size of a micro-batch, with each choice of routes."""
+    import torch
+    from nemo_rl.algorithms.loss import ClippedPGLossFn
+
+    loss = ClippedPGLossFn(config.loss_fn)
+    whole = batch_of(plan, options.sequences, options.length)
+    spent: list[float] = []
+    stepped = worker.optimizer.step
+
+    def timed_step() -> Any:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        found = stepped()
+        torch.cuda.synchronize()
+        spent.append(time.perf_counter() - began)
+        return found
+
+    worker.optimizer.step = timed_step
+    choices = {"replayed": True, "own": False} if "routed_experts" in whole else {"none": False}
+    for tokens in map(int, options.tokens.split(",")):
+        for routes, replays in choices.items():
+            shard = packed(config, whole, tokens)
+            if not replays:
+                shard.pop("routed_experts", None)
+            worker._router_replay_enabled = replays
+
+            def train(shard: Any = shard) -> None:
+                worker.prepare_for_training()
+                worker.train(shard, loss, gbs=options.sequences)
+
+            def logprobs(shard: Any = shard) -> None:
+                worker.prepare_for_lp_inference()
+                worker.get_logprobs(data=shard)
+
+            torch.cuda.reset_peak_memory_stats()
+            scored = [seconds_of(logprobs) for _ in range(WARM_UP + options.repetitions)]
+            trained = [seconds_of(train) for _ in range(WARM_UP + options.repetitions)]
+            yield {
+                "routes": routes, "tokens": tokens,
+                "micro_batches": len(shard.micro_batch_indices[0]),
+                "train": record.repeated(trained[WARM_UP:]),
+                "optimizer": record.repeated(spent[-options.repetitions:]),
+                "logprobs": record.repeated(scored[WARM_UP:]),
+                "max_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "device": watched(train),
+            }  # fmt: skip
+
+
+def seconds_of(work: Any) -> float:
+    """Return the seconds that some work takes, its kernels included."""
+    import torch
+
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Start the worker, measure, print a table, write the file after each row."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    record.add_options(parser)
+    parser.add_argument("path", type=Path, help="the model's weights")
+    parser.add_argument("--model", default="qwen3-30b-a3b", help="an option of conf/model")
+    parser.add_argument("--layers", type=int, required=True, help="of the model in PATH")
+    parser.add_argument("--tokens", default="8192,16384", help="of a micro-batch, several of them")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--length", type=int, default=2048, help="tokens of each")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo; they win")
+    options = parser.parse_args()
+    record.need("nemo_rl", "megatron", "transformer_engine")
+    usual = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
+    for name, value in (usual | {"MASTER_PORT": free_port()}).items():
+        os.environ.setdefault(name, str(value))
+    plan = plan_of(options)
+    root = root_of(plan.recipe)
+    if root is None or plan.nemo is None:
+        parser.error("set NEMO_RL_ROOT to a clone of NVIDIA-NeMo/RL")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        prepare(plan, root)
+        os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = scratch
+        worker, config = worker_of(plan, Path(scratch))
+        for row in rows_of(worker, config, plan, options):
+            rows.append(row | {"busy": row["device"]["busy"] / row["device"]["seconds"]})
+            record.keep(
+                options.out, options.commit, precision=plan.recipe.precision.name, rows=rows
+            )
+            print({key: rows[-1][key] for key in SHOWN}, flush=True)
+    record.show(f"{options.model}, a step in NeMo RL's worker", rows)
+
+
+if __name__ == "__main__":
+    main()
