@@ -1,6 +1,6 @@
 """Train a step in NeMo RL's own policy worker, alone on one GPU, and say where its time goes.
 
-python -m benchmarks.speed.train_worker models/30b6 --model qwen3-30b-a3b --layers 6 \
+python -m benchmarks.speed.train_worker --path models/30b6 --model qwen3-30b-a3b --layers 6 \
     --out benchmarks/results/train-worker-30b6-h200.json [--tokens 8192,16384] [-- KEY=VALUE ...]
 
 The worker is `Fp8PolicyWorkerImpl` of a plan with that model, in this process: no Ray, no engine.
@@ -143,7 +143,7 @@ def watched(train: Any) -> dict[str, Any]:
         train()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-    on_device = [e for e in seen.events() if e.device_type == DeviceType.CUDA]
+    on_device = [e for e in seen.events() or () if e.device_type == DeviceType.CUDA]
     kernels = [e for e in on_device if not e.name.startswith(("##", "Profiler", "nccl:"))]
     kinds, others = by_kind((e.name, e.time_range.elapsed_us() / 1e3) for e in kernels)
     calls = sorted(seen.key_averages(), key=lambda each: -each.self_cpu_time_total)[:HOST_ROWS]
@@ -220,9 +220,9 @@ def main() -> None:
     """Start the worker, measure, print a table, write the file after each row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     record.add_options(parser)
-    parser.add_argument("path", type=Path, help="the model's weights")
+    parser.add_argument("--path", type=Path, required=True, help="the model's weights")
     parser.add_argument("--model", default="qwen3-30b-a3b", help="an option of conf/model")
-    parser.add_argument("--layers", type=int, required=True, help="of the model in PATH")
+    parser.add_argument("--layers", type=int, required=True, help="of the model in --path")
     parser.add_argument("--tokens", default="8192,16384", help="of a micro-batch, several of them")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--length", type=int, default=2048, help="tokens of each")
