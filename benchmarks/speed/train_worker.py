@@ -5,11 +5,12 @@ python -m benchmarks.speed.train_worker --path models/30b6 --model qwen3-30b-a3b
 
 The worker is `Fp8PolicyWorkerImpl` of a plan with that model, in this process: no Ray, no engine.
 A step is `--sequences` sequences of random tokens, packed by NeMo RL into micro-batches of
-`--tokens`, by the recipe's loss. Rows, per size of a micro-batch and choice of routes (`replayed`:
-given ones, as with replay=r3; `own`: the router's): seconds of `train` and of `get_logprobs`; of
-those of `train`, `optimizer`'s. `device` is one more `train` under the profiler: its seconds, those
-in which the GPU ran any kernel or copy, the kernels' milliseconds by kind, and what the host spent
-longest in. Routes are uniform, so that no expert waits for another.
+`--tokens`, by the recipe's loss. Rows, per size of a micro-batch, choice of routes (`replayed`:
+given ones, as with replay=r3; `own`: the router's) and library of the experts' products (`cutlass`
+launches a layer's at once, in BF16): seconds of `train` and of `get_logprobs`; of those of `train`,
+`optimizer`'s. `device` is one more `train`, of two micro-batches, under the profiler: its seconds,
+those in which the GPU ran any kernel or copy, the kernels' milliseconds by kind, and what the host
+spent longest in. Given routes are uniform, so that no expert gets many more tokens than another.
 Needs NEMO_RL_ROOT, NeMo RL's packages, and a model of `benchmarks.speed.random_model`.
 """
 
@@ -21,8 +22,9 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import record
 from benchmarks.speed.train import by_kind, free_port
@@ -36,7 +38,18 @@ from fp8_nemo.plan.plan import Plan
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 WARM_UP = 1
 HOST_ROWS = 12
-SHOWN = ("routes", "tokens", "micro_batches", "train", "optimizer", "logprobs", "busy")
+CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
+"""TransformerEngine's variable: on Hopper, products of all experts in 16 bits by one launch, if
+they have one size of the summed dimension; else cuBLAS, one launch an expert."""
+SHOWN = ("tokens", "routes", "products", "micro_batches", "train", "optimizer", "logprobs", "busy")
+
+
+class Case(NamedTuple):
+    """One row: `Case(8192, "replayed", "cublas")`."""
+
+    tokens: int
+    routes: str
+    products: str
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -156,8 +169,21 @@ def watched(train: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def cases_of(options: argparse.Namespace, *, experts: bool) -> list[Case]:
+    """Return what is measured: for experts, the router's own routes too, at the first size."""
+    sizes = [int(each) for each in options.tokens.split(",")]
+    if not experts:
+        return [Case(tokens, "none", "cublas") for tokens in sizes]
+    return [
+        Case(tokens, routes, products)
+        for tokens in sizes
+        for routes in ("replayed", "own")[: 1 + (tokens == sizes[0])]
+        for products in options.products.split(",")
+    ]
+
+
 def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -> Iterator[dict]:
-    """Measure each size of a micro-batch, with each choice of routes."""
+    """Measure each case; the profile is of two micro-batches."""
     import torch
     from nemo_rl.algorithms.loss import ClippedPGLossFn
 
@@ -167,42 +193,44 @@ def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -
     stepped = worker.optimizer.step
 
     def timed_step() -> Any:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        found = stepped()
-        torch.cuda.synchronize()
-        spent.append(time.perf_counter() - began)
-        return found
+        found: list[Any] = []
+        spent.append(seconds_of(lambda: found.append(stepped())))
+        return found[0]
 
     worker.optimizer.step = timed_step
-    choices = {"replayed": True, "own": False} if "routed_experts" in whole else {"none": False}
-    for tokens in map(int, options.tokens.split(",")):
-        for routes, replays in choices.items():
-            shard = packed(config, whole, tokens)
-            if not replays:
-                shard.pop("routed_experts", None)
-            worker._router_replay_enabled = replays
+    for case in cases_of(options, experts="routed_experts" in whole):
+        os.environ[CUTLASS] = str(int(case.products == "cutlass"))  # read at each product
+        worker._router_replay_enabled = case.routes == "replayed"
 
-            def train(shard: Any = shard) -> None:
-                worker.prepare_for_training()
-                worker.train(shard, loss, gbs=options.sequences)
+        def shard_of(count: int, case: Case = case) -> Any:
+            shard = packed(config, whole.slice(0, count), case.tokens)
+            if case.routes == "own":
+                shard.pop("routed_experts")
+            return shard
 
-            def logprobs(shard: Any = shard) -> None:
-                worker.prepare_for_lp_inference()
-                worker.get_logprobs(data=shard)
+        def train(shard: Any) -> None:
+            worker.prepare_for_training()
+            worker.train(shard, loss, gbs=shard.size)
 
-            torch.cuda.reset_peak_memory_stats()
-            scored = [seconds_of(logprobs) for _ in range(WARM_UP + options.repetitions)]
-            trained = [seconds_of(train) for _ in range(WARM_UP + options.repetitions)]
-            yield {
-                "routes": routes, "tokens": tokens,
-                "micro_batches": len(shard.micro_batch_indices[0]),
-                "train": record.repeated(trained[WARM_UP:]),
-                "optimizer": record.repeated(spent[-options.repetitions:]),
-                "logprobs": record.repeated(scored[WARM_UP:]),
-                "max_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
-                "device": watched(train),
-            }  # fmt: skip
+        def logprobs(shard: Any) -> None:
+            worker.prepare_for_lp_inference()
+            worker.get_logprobs(data=shard)
+
+        shard, two = shard_of(options.sequences), shard_of(2 * case.tokens // options.length)
+        times = range(WARM_UP + options.repetitions)
+        torch.cuda.reset_peak_memory_stats()
+        scored = [seconds_of(partial(logprobs, shard)) for _ in times]
+        print(f"{case}: trains", flush=True)
+        trained = [seconds_of(partial(train, shard)) for _ in times]
+        yield {
+            **case._asdict(),
+            "micro_batches": len(shard.micro_batch_indices[0]),
+            "train": record.repeated(trained[WARM_UP:]),
+            "optimizer": record.repeated(spent[-options.repetitions:]),
+            "logprobs": record.repeated(scored[WARM_UP:]),
+            "max_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "device": watched(partial(train, two)),
+        }  # fmt: skip
 
 
 def seconds_of(work: Any) -> float:
@@ -224,6 +252,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-30b-a3b", help="an option of conf/model")
     parser.add_argument("--layers", type=int, required=True, help="of the model in --path")
     parser.add_argument("--tokens", default="8192,16384", help="of a micro-batch, several of them")
+    parser.add_argument("--products", default="cublas,cutlass", help="of experts, one or both")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--length", type=int, default=2048, help="tokens of each")
     parser.add_argument("--repetitions", type=int, default=3)
