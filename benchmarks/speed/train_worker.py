@@ -8,9 +8,10 @@ A step is `--sequences` sequences of random tokens, packed by NeMo RL into micro
 `--tokens`, by the recipe's loss. Rows, per size of a micro-batch, choice of routes (`replayed`:
 given ones, as with replay=r3; `own`: the router's) and library of the experts' products (`cutlass`
 launches a layer's at once, in BF16): seconds of `train` and of `get_logprobs`; of those of `train`,
-`optimizer`'s. `device` is one more `train`, of two micro-batches, under the profiler: its seconds,
-those in which the GPU ran any kernel or copy, the kernels' milliseconds by kind, and what the host
-spent longest in. Given routes are uniform, so that no expert gets many more tokens than another.
+`optimizer`'s, and in the last `train` Python's for `garbage`. `device` is one more `train`, of two
+micro-batches, under the profiler: its seconds, those in which the GPU ran any kernel or copy, the
+kernels' milliseconds by kind, and what the host spent longest in. Given routes are uniform, so that
+no expert gets many more tokens than another.
 Needs NEMO_RL_ROOT, NeMo RL's packages, and a model of `benchmarks.speed.random_model`.
 """
 
@@ -18,6 +19,7 @@ Needs NEMO_RL_ROOT, NeMo RL's packages, and a model of `benchmarks.speed.random_
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import tempfile
 import time
@@ -41,7 +43,8 @@ HOST_ROWS = 12
 CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 """TransformerEngine's variable: on Hopper, products of all experts in 16 bits by one launch, if
 they have one size of the summed dimension; else cuBLAS, one launch an expert."""
-SHOWN = ("tokens", "routes", "products", "micro_batches", "train", "optimizer", "logprobs", "busy")
+SHOWN = ("tokens", "routes", "products", "micro_batches", "train", "optimizer", "logprobs",
+         "garbage", "busy")  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -198,6 +201,9 @@ def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -
         return found[0]
 
     worker.optimizer.step = timed_step
+    collected = watch_garbage()
+    gc.collect()
+    gc.freeze()  # as the worker does at the end of NeMo RL's set-up
     for case in cases_of(options, experts="routed_experts" in whole):
         os.environ[CUTLASS] = str(int(case.products == "cutlass"))  # read at each product
         worker._router_replay_enabled = case.routes == "replayed"
@@ -221,16 +227,34 @@ def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -
         torch.cuda.reset_peak_memory_stats()
         scored = [seconds_of(partial(logprobs, shard)) for _ in times]
         print(f"{case}: trains", flush=True)
-        trained = [seconds_of(partial(train, shard)) for _ in times]
+        trained = [seconds_of(partial(train, shard)) for _ in times[:-1]]
+        collected.clear()
+        trained.append(seconds_of(partial(train, shard)))
         yield {
             **case._asdict(),
             "micro_batches": len(shard.micro_batch_indices[0]),
             "train": record.repeated(trained[WARM_UP:]),
             "optimizer": record.repeated(spent[-options.repetitions:]),
             "logprobs": record.repeated(scored[WARM_UP:]),
+            "garbage": sum(collected),
             "max_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
             "device": watched(partial(train, two)),
         }  # fmt: skip
+
+
+def watch_garbage() -> list[float]:
+    """Return a list to which Python adds the seconds of each collection of garbage from now on."""
+    spent: list[float] = []
+    began: list[float] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            began.append(time.perf_counter())
+        elif began:
+            spent.append(time.perf_counter() - began.pop())
+
+    gc.callbacks.append(note)
+    return spent
 
 
 def seconds_of(work: Any) -> float:
