@@ -28,7 +28,7 @@ from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.precision import Precision
 from recipes.plan import main as plan_line
 from tests.forked import typed
-from tests.plan.test_layout import CELLS, SHARED, SINGLE, single, timed
+from tests.plan.test_layout import CELLS, SINGLE, SLOWER, single, timed
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -733,7 +733,7 @@ def trust_row(file, row, settled):
 def trust_rows():
     """All of them, but for their first column: runs inside NeMo RL that passed their first step."""
     several = [(name, *pair) for name in CELLS for pair in timed(name)]
-    alone = [(f"{name}-h100", *single(name)) for name in SINGLE | SHARED]
+    alone = [(f"{name}-h100", *single(name)) for name in SINGLE | SLOWER]
     return [trust_row(*each) for each in several + alone]
 
 
@@ -943,6 +943,57 @@ def xqa_of_bf16():
         if (KV, *at) in rows
     ]
     return f"{min(gains):.2f} to {max(gains):.2f}"
+
+
+def beside_xqa():
+    """How many times as long a later BF16 profile's steps of 8B took as XQA's."""
+    rows = of("decode-8b-bf16-h200", lambda it: it["rows"])
+    times = [row["wall_ms"] / xqa_steps()[row["batch"], row["prompt"]][0] for row in rows]
+    return "took {:.2f}, {:.2f} and {:.2f} times as long as XQA at 64 x 1k, 64 x 4k".format(*times)
+
+
+def trained(name, routes, products):
+    """Median seconds of training six layers of experts in 8 micro-batches of 8,192 tokens."""
+    [row] = of(
+        f"train-worker-{name}-h200",
+        lambda it: [
+            row for row in it["rows"]
+            if (row["tokens"], row["routes"], row["products"]) == (8192, routes, products)
+        ],
+    )  # fmt: skip
+    return row["train"]["median"]
+
+
+def grouped(name):
+    """The same by cuBLAS and by CUTLASS, with routes that change."""
+    return [trained(name, "own", products) for products in ("cublas", "cutlass")]
+
+
+def experts_trained():
+    """speed.md's seconds of both, with 32 experts and 128."""
+    few, many = grouped("30b32"), grouped("30b6")
+    return (
+        "training took {:.2f} s with cuBLAS and {:.2f} s with CUTLASS with 32 experts, ".format(
+            *few
+        )
+        + "{:.2f} and {:.2f} s with 128: ".format(*many)
+        + f"{few[0] / few[1]:.1f} and {many[0] / many[1]:.1f} times as fast."
+    )
+
+
+def experts_busy(name):
+    """The GPU's least and largest share of a profiled pass, in percent."""
+    held = [100 * row["busy"] for row in of(f"train-worker-{name}-h200", lambda it: it["rows"])]
+    return f"[{min(held):.0f} to {max(held):.0f}%](../benchmarks/results/train-worker-{name}-"
+
+
+def routes_again():
+    """How many times as long training takes with routes that change as with the same ones."""
+    times = [
+        trained(name, "own", "cublas") / trained(name, "replayed", "cublas")
+        for name in ("30b32", "30b6")
+    ]
+    return "took {:.1f} and {:.1f} times as long as the same ones again".format(*times)
 
 
 def experts_by_xqa():
@@ -1370,6 +1421,11 @@ SAID = {
         lambda: f"of 30B-A3B {xqa_of_steps('30b')} times",
         lambda: f"with `fp8-kv-attn` it is {experts_by_xqa()} times",
         decode_kls,
+        beside_xqa,
+        experts_trained,
+        lambda: experts_busy("30b32"),
+        lambda: experts_busy("30b6"),
+        routes_again,
         six_layers,
         six_layers_planned,
         six_layers_token,

@@ -10,8 +10,8 @@ given ones, as with replay=r3; `own`: the router's) and library of the experts' 
 launches a layer's at once, in BF16): seconds of `train` and of `get_logprobs`; of those of `train`,
 `optimizer`'s, and in the last `train` Python's for `garbage`. `device` is one more `train`, of two
 micro-batches, under the profiler: its seconds, those in which the GPU ran any kernel or copy, the
-kernels' milliseconds by kind, and what the host spent longest in. Given routes are uniform, so that
-no expert gets many more tokens than another.
+kernels' milliseconds by kind, and what the host spent longest in. Given routes are drawn for each
+repetition, as each step has others: cuBLAS is faster with a number of tokens that it met before.
 Needs NEMO_RL_ROOT, NeMo RL's packages, and a model of `benchmarks.speed.random_model`.
 """
 
@@ -33,16 +33,14 @@ from benchmarks.speed.train import by_kind, free_port
 from fp8_nemo.launch.driver import prepare
 from fp8_nemo.nemo_config.checkout import config_of, host_of
 from fp8_nemo.nemo_config.host import root_of
-from fp8_nemo.nemo_config.overrides import path_overrides
+from fp8_nemo.nemo_config.overrides import GROUPED, path_overrides
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.recipe.options.model import Shape
 
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 WARM_UP = 1
 HOST_ROWS = 12
-CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
-"""TransformerEngine's variable: on Hopper, products of all experts in 16 bits by one launch, if
-they have one size of the summed dimension; else cuBLAS, one launch an expert."""
 SHOWN = ("tokens", "routes", "products", "micro_batches", "train", "optimizer", "logprobs",
          "garbage", "busy")  # fmt: skip
 
@@ -101,16 +99,16 @@ def worker_of(plan: Plan, folder: Path) -> tuple[Any, Any]:
 
 
 def batch_of(plan: Plan, sequences: int, length: int) -> Any:
-    """Make what GRPO's loss and the worker take of a step: [B, T] and routes [B, T, L, A]."""
+    """Make what GRPO's loss and the worker take of a step: [B, T]."""
     import torch
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
-    shape, size = plan.recipe.model.shape, (sequences, length)
+    size = (sequences, length)
     token_mask_BT = torch.ones(size)
     token_mask_BT[:, :16] = 0  # the prompt
     logprobs_BT = torch.full(size, -12.0)
-    found = {
-        "input_ids": torch.randint(shape.vocab, size),
+    return BatchedDataDict({
+        "input_ids": torch.randint(plan.recipe.model.shape.vocab, size),
         "input_lengths": torch.full((sequences,), length),
         "token_mask": token_mask_BT,
         "sample_mask": torch.ones(sequences),
@@ -118,11 +116,16 @@ def batch_of(plan: Plan, sequences: int, length: int) -> Any:
         "prev_logprobs": logprobs_BT,
         "generation_logprobs": logprobs_BT.clone(),
         "reference_policy_logprobs": logprobs_BT.clone(),
-    }
-    if shape.experts:
-        scores = torch.rand(*size, shape.layers, shape.experts)
-        found["routed_experts"] = scores.topk(shape.experts_per_token).indices.short()
-    return BatchedDataDict(found)
+    })  # fmt: skip
+
+
+def routes_of(shape: Shape, sequences: int, length: int) -> Any:
+    """Draw routes [B, T, L, A]; some experts of a layer are liked more, others in the next draw."""
+    import torch
+
+    liked_LE = torch.rand(shape.layers, shape.experts)
+    scores_BTLE = torch.rand(sequences, length, shape.layers, shape.experts) + liked_LE
+    return scores_BTLE.topk(shape.experts_per_token).indices.short()
 
 
 def packed(config: Any, batch: Any, tokens: int) -> Any:
@@ -190,7 +193,7 @@ def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -
     import torch
     from nemo_rl.algorithms.loss import ClippedPGLossFn
 
-    loss = ClippedPGLossFn(config.loss_fn)
+    loss, shape = ClippedPGLossFn(config.loss_fn), plan.recipe.model.shape
     whole = batch_of(plan, options.sequences, options.length)
     spent: list[float] = []
     stepped = worker.optimizer.step
@@ -204,15 +207,15 @@ def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -
     collected = watch_garbage()
     gc.collect()
     gc.freeze()  # as the worker does at the end of NeMo RL's set-up
-    for case in cases_of(options, experts="routed_experts" in whole):
-        os.environ[CUTLASS] = str(int(case.products == "cutlass"))  # read at each product
+    for case in cases_of(options, experts=shape.experts > 0):
+        os.environ[GROUPED] = str(int(case.products == "cutlass"))  # read at each product
         worker._router_replay_enabled = case.routes == "replayed"
 
         def shard_of(count: int, case: Case = case) -> Any:
-            shard = packed(config, whole.slice(0, count), case.tokens)
-            if case.routes == "own":
-                shard.pop("routed_experts")
-            return shard
+            batch = whole.slice(0, count)
+            if case.routes == "replayed":
+                batch["routed_experts"] = routes_of(shape, count, options.length)
+            return packed(config, batch, case.tokens)
 
         def train(shard: Any) -> None:
             worker.prepare_for_training()
@@ -222,12 +225,11 @@ def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -
             worker.prepare_for_lp_inference()
             worker.get_logprobs(data=shard)
 
-        shard, two = shard_of(options.sequences), shard_of(2 * case.tokens // options.length)
         times = range(WARM_UP + options.repetitions)
         torch.cuda.reset_peak_memory_stats()
-        scored = [seconds_of(partial(logprobs, shard)) for _ in times]
-        print(f"{case}: trains", flush=True)
-        trained = [seconds_of(partial(train, shard)) for _ in times[:-1]]
+        scored = [seconds_of(partial(logprobs, shard_of(options.sequences))) for _ in times]
+        trained = [seconds_of(partial(train, shard_of(options.sequences))) for _ in times[:-1]]
+        shard, two = shard_of(options.sequences), shard_of(2 * case.tokens // options.length)
         collected.clear()
         trained.append(seconds_of(partial(train, shard)))
         yield {

@@ -67,15 +67,17 @@ LAUNCH = {
     ("dense", "fp8"): Reached(2.4e-3, 3.6e-3),
     ("tensor", "bf16"): Reached(3.0e-3, 2.9e-3),
     ("tensor", "fp8"): Reached(5.1e-3, 3.6e-3),
-    ("experts", "bf16"): Reached(4.3e-3, 5.1e-3),
-    ("experts", "fp8"): Reached(6.7e-3, 7.0e-3),
+    ("experts", "bf16"): Reached(5e-3, 19e-3),
+    ("experts", "fp8"): Reached(11e-3, 14e-3),
 }
 """Least seconds of a layer's pass: what the host needs to launch it, beside `LAUNCH_EXPERT`. Not
-fitted: read off by hand (bench-train-8b-tp2-h200.json and bench-train-30b-*.json); of `dense` in
-BF16, assumed."""
-LAUNCH_EXPERT = {"bf16": Reached(0.07e-3, 0.13e-3), "fp8": Reached(0.11e-3, 0.19e-3)}
-"""What each expert that a GPU holds adds to it: 16 of Qwen3-30B-A3B's took 5.4 and 7.2 ms a layer
-in BF16, all 128 took 13 and 22 (bench-train-30b-h200.json)."""
+fitted: read off by hand (bench-train-8b-tp2-h200.json; of experts, train-worker-30b*-h200.json and
+real-steps-30b6-h200.json); of `dense` in BF16, assumed."""
+LAUNCH_EXPERT = {"bf16": Reached(0.15e-3, 0.03e-3), "fp8": Reached(0.085e-3, 0.28e-3)}
+"""What each expert that a GPU holds adds to it. In BF16 32 of Qwen3-30B-A3B's took 9.9 and 24 ms a
+layer, all 128 took 26 and 19, with CUTLASS's products (`overrides.GROUPED`) and the router's own
+routes. The same micro-batch again and again takes the host half as long: cuBLAS knows its shapes
+(bench-train-30b-*.json)."""
 PAUSE = 0.053 / 32
 """Seconds that NeMo RL's host adds to each micro-batch of training for each layer, with the GPU
 idle: with 8B's 32, 33 of two answers took 1.7 s less than 64 of one (real-steps-8b-2-h200.json). By
@@ -92,11 +94,6 @@ MERGE_BYTES = 36
 """Memory traffic of one weight that a refit adds its adapter to, in FP32; assumed."""
 NVLINK = 360e9
 """Assumed bytes a second between two GPUs of a node: 0.8 of a direction's 450e9."""
-DISPATCHED = 45e9
-"""Bytes a second of tokens' copies that go to experts on other GPUs and back, with all that comes
-with it: sorting, the host, waiting for each other. Fitted on one run, whose trainers trained for
-2.5 times and scored for 3.5 times what a plan without it says; now 1.0 and 1.3 (timers of
-device-30b16-4-h100.json, without the driver's part of both phases)."""
 PINNED = 50e9
 """Bytes a second of page-locked copies between host and GPU (49 and 51e9 of Adam's moments,
 move-optimizer-h100.json)."""
@@ -296,9 +293,8 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
     device = tokens / (layout.tensor * layout.context) * each_token
     kind = "experts" if shape.experts else "tensor" if layout.tensor > 1 else "dense"
     host = LAUNCH[kind, name][way] + LAUNCH_EXPERT[name][way] * shape.experts / layout.expert
-    exchanged = _exchange(settled, tokens) / NVLINK + _dispatched(settled, tokens) / DISPATCHED
-    each = max(device, host) + exchanged
-    return shape.layers / layout.pipeline * each
+    exchanged = (_exchange(settled, tokens) + _dispatched(settled, tokens)) / NVLINK
+    return shape.layers / layout.pipeline * (max(device, host) + exchanged)
 
 
 def _products(settled: Settled, way: int) -> int:

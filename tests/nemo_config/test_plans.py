@@ -1213,6 +1213,17 @@ def test_an_engine_of_two_gpus_gets_the_model_runner_that_survives_there():
     assert plan("model=llama31-8b", "model.parallel.rollout_tensor=2").nemo.environment[name] == "0"
 
 
+def test_experts_that_train_in_16_bits_are_multiplied_by_one_launch():
+    name = f"{MEGATRON}.env_vars.NVTE_USE_CUTLASS_GROUPED_GEMM"
+    for precision in ("bf16", "fp16", "fp8-linear", "fp8-kv-attn"):
+        found = plan("model=qwen3-30b-a3b", f"precision={precision}")
+        assert found.nemo.overrides[name] == "1"
+    for line in (["model=qwen3-30b-a3b", "precision=fp8-e2e"], ["model=llama31-8b"]):
+        assert name not in plan(*line).nemo.overrides
+    off = plan("model=qwen3-30b-a3b", f"+nemo.{name}='0'")
+    assert off.nemo.overrides[name] == "0"
+
+
 def test_experts_on_an_h100_get_tiles_under_the_name_by_which_vllm_looks_for_them():
     name, line = "VLLM_TUNED_CONFIG_FOLDER", ["model=qwen3-30b-a3b", "precision=fp8-linear"]
     recipe = plan(*line).recipe
