@@ -28,7 +28,7 @@ from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.precision import Precision
 from recipes.plan import main as plan_line
 from tests.forked import typed
-from tests.plan.test_layout import CELLS, SINGLE, SLOWER, single, timed
+from tests.plan.test_layout import CELLS, SHARED, SINGLE, single, timed
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -733,7 +733,7 @@ def trust_row(file, row, settled):
 def trust_rows():
     """All of them, but for their first column: runs inside NeMo RL that passed their first step."""
     several = [(name, *pair) for name in CELLS for pair in timed(name)]
-    alone = [(f"{name}-h100", *single(name)) for name in SINGLE | SLOWER]
+    alone = [(f"{name}-h100", *single(name)) for name in SINGLE | SHARED]
     return [trust_row(*each) for each in several + alone]
 
 
@@ -965,7 +965,7 @@ def trained(name, routes, products):
 
 
 def grouped(name):
-    """The same by cuBLAS and by CUTLASS, with routes that change."""
+    """The same by cuBLAS and by CUTLASS, with the router's own routes."""
     return [trained(name, "own", products) for products in ("cublas", "cutlass")]
 
 
@@ -983,17 +983,18 @@ def experts_trained():
 
 def experts_busy(name):
     """The GPU's least and largest share of a profiled pass, in percent."""
-    held = [100 * row["busy"] for row in of(f"train-worker-{name}-h200", lambda it: it["rows"])]
+    rows = of(f"train-worker-{name}-h200", lambda it: it["rows"])
+    held = [100 * row["busy"] for row in rows if row["tokens"] == 8192]
     return f"[{min(held):.0f} to {max(held):.0f}%](../benchmarks/results/train-worker-{name}-"
 
 
 def routes_again():
-    """How many times as long training takes with routes that change as with the same ones."""
+    """How many times as long training takes with the router's own routes as with given ones."""
     times = [
-        trained(name, "own", "cublas") / trained(name, "replayed", "cublas")
+        trained(name, "own", "cublas") / trained(name, "repeated", "cublas")
         for name in ("30b32", "30b6")
     ]
-    return "took {:.1f} and {:.1f} times as long as the same ones again".format(*times)
+    return "took {:.1f} and {:.1f} times as long as given routes that repeat".format(*times)
 
 
 def experts_by_xqa():

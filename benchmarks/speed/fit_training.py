@@ -24,7 +24,7 @@ from fp8_nemo.plan.speed import GPU_SPEED
 from fp8_nemo.plan.step_time import LINEARS, Lengths, layer_work, stack_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.model import Model
-from fp8_nemo.recipe.settled import LOCAL_BASE, Layout, Settled, settle
+from fp8_nemo.recipe.settled import GROUPED, LOCAL_BASE, Layout, Settled, settle
 
 PASSES = ("forward", "backward")
 SPEED = GPU_SPEED["h200"]
@@ -59,6 +59,7 @@ def settled_of(row: dict[str, Any]) -> Settled:
     [recipe] = compose([
         f"model={row['model']}", "backend=nemo", f"precision={precision}", "cluster.gpu=h200",
         f"model.shape.layers={row['layers']}", f"model.shape.experts={row['experts']}",
+        f"+nemo.{GROUPED}='0'",
     ])  # fmt: skip
     layout = Layout(tensor=row["tensor"], recompute=row["recompute"])
     return settle(recipe, LOCAL_BASE, layout)

@@ -5,13 +5,14 @@ python -m benchmarks.speed.train_worker --path models/30b6 --model qwen3-30b-a3b
 
 The worker is `Fp8PolicyWorkerImpl` of a plan with that model, in this process: no Ray, no engine.
 A step is `--sequences` sequences of random tokens, packed by NeMo RL into micro-batches of
-`--tokens`, by the recipe's loss. Rows, per size of a micro-batch, choice of routes (`replayed`:
-given ones, as with replay=r3; `own`: the router's) and library of the experts' products (`cutlass`
-launches a layer's at once, in BF16): seconds of `train` and of `get_logprobs`; of those of `train`,
+`--tokens`, by the recipe's loss. Rows, per size of a micro-batch, choice of routes and library of
+the experts' products (`cutlass` launches a layer's at once, in BF16). Routes are `replayed`, as
+with replay=r3, and others in each repetition, as in each step; or `repeated`, given too, the same
+again; or the router's `own`, which an update moves. Of all but the first, at the first size alone.
+Measured are seconds of `train` and of `get_logprobs`; of those of `train`,
 `optimizer`'s, and in the last `train` Python's for `garbage`. `device` is one more `train`, of two
 micro-batches, under the profiler: its seconds, those in which the GPU ran any kernel or copy, the
-kernels' milliseconds by kind, and what the host spent longest in. Given routes are drawn for each
-repetition, as each step has others: cuBLAS is faster with a number of tokens that it met before.
+kernels' milliseconds by kind, and what the host spent longest in. A profiler slows the host.
 Needs NEMO_RL_ROOT, NeMo RL's packages, and a model of `benchmarks.speed.random_model`.
 """
 
@@ -33,10 +34,11 @@ from benchmarks.speed.train import by_kind, free_port
 from fp8_nemo.launch.driver import prepare
 from fp8_nemo.nemo_config.checkout import config_of, host_of
 from fp8_nemo.nemo_config.host import root_of
-from fp8_nemo.nemo_config.overrides import GROUPED, path_overrides
+from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.options.model import Shape
+from fp8_nemo.recipe.settled import GROUPED
 
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 WARM_UP = 1
@@ -61,7 +63,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         f"model.shape.layers={options.layers}",
         f"grpo.max_new_tokens={options.length - 64}",
         "+nemo.data.max_input_seq_length=64",
-        "grpo.generations_per_prompt=8",
+        *("grpo.generations_per_prompt=8", "model.memory.recompute=false"),
         f"grpo.prompts_per_step={options.sequences // 8}",
     ]
     [plan] = compose_plans([*cell, *options.arguments], host_of)
@@ -176,14 +178,14 @@ def watched(train: Any) -> dict[str, Any]:
 
 
 def cases_of(options: argparse.Namespace, *, experts: bool) -> list[Case]:
-    """Return what is measured: for experts, the router's own routes too, at the first size."""
+    """Return what is measured: for experts with all choices of routes at the first size."""
     sizes = [int(each) for each in options.tokens.split(",")]
     if not experts:
         return [Case(tokens, "none", "cublas") for tokens in sizes]
     return [
         Case(tokens, routes, products)
         for tokens in sizes
-        for routes in ("replayed", "own")[: 1 + (tokens == sizes[0])]
+        for routes in ("replayed", "repeated", "own")[: 3 if tokens == sizes[0] else 1]
         for products in options.products.split(",")
     ]
 
@@ -204,17 +206,22 @@ def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -
         return found[0]
 
     worker.optimizer.step = timed_step
+    fixed_BTLA = routes_of(shape, options.sequences, options.length) if shape.experts else None
     collected = watch_garbage()
     gc.collect()
     gc.freeze()  # as the worker does at the end of NeMo RL's set-up
     for case in cases_of(options, experts=shape.experts > 0):
-        os.environ[GROUPED] = str(int(case.products == "cutlass"))  # read at each product
-        worker._router_replay_enabled = case.routes == "replayed"
+        os.environ[GROUPED.rpartition(".")[2]] = str(
+            int(case.products == "cutlass")
+        )  # read at each product
+        worker._router_replay_enabled = case.routes in ("replayed", "repeated")
 
         def shard_of(count: int, case: Case = case) -> Any:
             batch = whole.slice(0, count)
             if case.routes == "replayed":
                 batch["routed_experts"] = routes_of(shape, count, options.length)
+            elif case.routes == "repeated":
+                batch["routed_experts"] = fixed_BTLA[:count]
             return packed(config, batch, case.tokens)
 
         def train(shard: Any) -> None:
@@ -279,7 +286,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, required=True, help="of the model in --path")
     parser.add_argument("--tokens", default="8192,16384", help="of a micro-batch, several of them")
     parser.add_argument("--products", default="cublas,cutlass", help="of experts, one or both")
-    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--sequences", type=int, default=64, help="whole eights")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo; they win")

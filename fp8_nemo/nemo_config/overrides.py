@@ -35,6 +35,7 @@ from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.options.training import Lora
 from fp8_nemo.recipe.plain import leaves
 from fp8_nemo.recipe.settled import (
+    GROUPED,
     KEPT_CHECKPOINTS,
     LOGITS_CHUNK,
     LOGPROB_BATCH,
@@ -58,11 +59,6 @@ TILES = Path(__file__).parent / "tiles"
 """Tiles of vLLM's kernel for experts, in files that vLLM names by experts, width, GPU and format:
 its default's below 128 rows, from there those that it ships for an H200. On an H100 they took 0.61
 to 0.74 of the default's time (benchmarks/results/experts-h100.json)."""
-GROUPED = "NVTE_USE_CUTLASS_GROUPED_GEMM"
-"""TransformerEngine's variable: on Hopper CUTLASS multiplies a layer's experts in 16 bits by one
-launch, where cuBLAS launches each, and seems to look up how for each number of tokens that is new.
-Only their weights' gradients stay with cuBLAS. Training in micro-batches of 8,192 tokens took 1.5
-and 1.6 times as long without it, at the host's pace (train-worker-30b*-h200.json)."""
 VLLM_CACHE = {"bf16": "auto", "fp16": "auto", "fp8": "fp8"}
 """`vllm_cfg.kv_cache_dtype` by the format of the cache."""
 
@@ -271,8 +267,8 @@ def _train(settled: Settled) -> dict[str, Any]:
     }
     if recipe.model.shape.experts:
         found[f"{MEGATRON}.moe_router_dtype"] = "fp32"  # as upstream's FP8 MoE recipes
-    if recipe.model.shape.experts and not fp8:
-        found[f"{MEGATRON}.env_vars.{GROUPED}"] = "1"
+    if settled.groups_experts:
+        found[GROUPED] = "1"
     if fp8:
         scales = "1" if precision.scales == "fp32" else "0"
         found[f"{MEGATRON}.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = scales

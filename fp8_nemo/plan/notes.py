@@ -228,13 +228,13 @@ def _rough_experts(settled: Settled) -> Iterator[str]:
     if not recipe.model.shape.experts:
         return
     yield (
-        "model: how long experts train is estimated by few runs, and over several GPUs by one "
-        "(docs/speed.md), so the step's seconds and the precisions' gains are rough"
+        "model: how long experts train is estimated by few layers on one GPU, and one run on "
+        "several (docs/speed.md), so the step's seconds and the precisions' gains are rough"
     )
     if recipe.precision.train.is_quantized:
         yield (
-            "precision.train_linear: FP8 training of experts was slower than BF16's wherever it "
-            "was measured (docs/research/speed.md); precision=fp8-linear trains in BF16"
+            "precision.train_linear: FP8 training of experts was nowhere faster than BF16's "
+            "(docs/speed.md); precision=fp8-linear trains in BF16"
         )
     fp8, larger = recipe.precision.rollout.is_quantized, settled.layout.rollout_tensor > 1
     if fp8 and larger and recipe.cluster.gpu == "h100":

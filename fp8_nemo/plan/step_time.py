@@ -67,17 +67,22 @@ LAUNCH = {
     ("dense", "fp8"): Reached(2.4e-3, 3.6e-3),
     ("tensor", "bf16"): Reached(3.0e-3, 2.9e-3),
     ("tensor", "fp8"): Reached(5.1e-3, 3.6e-3),
-    ("experts", "bf16"): Reached(5e-3, 19e-3),
+    ("experts", "bf16"): Reached(9e-3, 42e-3),
     ("experts", "fp8"): Reached(11e-3, 14e-3),
+    ("grouped", "bf16"): Reached(5e-3, 19e-3),
 }
 """Least seconds of a layer's pass: what the host needs to launch it, beside `LAUNCH_EXPERT`. Not
-fitted: read off by hand (bench-train-8b-tp2-h200.json; of experts, train-worker-30b*-h200.json and
-real-steps-30b6-h200.json); of `dense` in BF16, assumed."""
-LAUNCH_EXPERT = {"bf16": Reached(0.15e-3, 0.03e-3), "fp8": Reached(0.085e-3, 0.28e-3)}
-"""What each expert that a GPU holds adds to it. In BF16 32 of Qwen3-30B-A3B's took 9.9 and 24 ms a
-layer, all 128 took 26 and 19, with CUTLASS's products (`overrides.GROUPED`) and the router's own
-routes. The same micro-batch again and again takes the host half as long: cuBLAS knows its shapes
-(bench-train-30b-*.json)."""
+fitted: read off by hand (bench-train-8b-tp2-h200.json; of experts, train-worker-30b*-h200.json and,
+in FP8, real-steps-30b6-h200.json); of `dense` in BF16, assumed."""
+LAUNCH_EXPERT = {
+    ("experts", "bf16"): Reached(0.14e-3, 0.10e-3),
+    ("experts", "fp8"): Reached(0.085e-3, 0.28e-3),
+    ("grouped", "bf16"): Reached(0.15e-3, 0.03e-3),
+}
+"""What each expert that a GPU holds adds to it; `grouped`: by CUTLASS (`settled.GROUPED`). Forward
+and backward of a layer with 32 of Qwen3-30B-A3B's experts took cuBLAS 14 and 44 ms, CUTLASS 10 and
+24, with all 128 31 and 50, 26 and 19, with the router's own routes; repetitions vary by a third.
+Fewer than 32, and FP8 with routes that change, were not timed in NeMo RL's worker."""
 PAUSE = 0.053 / 32
 """Seconds that NeMo RL's host adds to each micro-batch of training for each layer, with the GPU
 idle: with 8B's 32, 33 of two answers took 1.7 s less than 64 of one (real-steps-8b-2-h200.json). By
@@ -291,8 +296,12 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
         attention *= FLASH_2[way]
     each_token = _products(settled, way) * linear + attention + _adapter_seconds(settled, way)
     device = tokens / (layout.tensor * layout.context) * each_token
-    kind = "experts" if shape.experts else "tensor" if layout.tensor > 1 else "dense"
-    host = LAUNCH[kind, name][way] + LAUNCH_EXPERT[name][way] * shape.experts / layout.expert
+    kind = "tensor" if layout.tensor > 1 else "dense"
+    if shape.experts:
+        kind = "grouped" if settled.groups_experts else "experts"
+    host = LAUNCH[kind, name][way]
+    if shape.experts:
+        host += LAUNCH_EXPERT[kind, name][way] * shape.experts / layout.expert
     exchanged = (_exchange(settled, tokens) + _dispatched(settled, tokens)) / NVLINK
     return shape.layers / layout.pipeline * (max(device, host) + exchanged)
 

@@ -24,6 +24,11 @@ LOGITS_CHUNK = "policy.logprob_chunk_size"
 LOGPROB_BATCH = "policy.logprob_batch_size"
 SHARE = "policy.generation.vllm_cfg.gpu_memory_utilization"
 VALIDATED = "grpo.max_val_samples"
+GROUPED = "policy.megatron_cfg.env_vars.NVTE_USE_CUTLASS_GROUPED_GEMM"
+"""TransformerEngine's variable: on Hopper CUTLASS multiplies a layer's experts in 16 bits by one
+launch, where cuBLAS launches each and keeps the GPU waiting; their weights' gradients stay with
+cuBLAS. With the router's own routes training took cuBLAS 1.5 and 1.6 times as long, with the same
+given routes again 0.8 to 1.1 times (train-worker-30b*-h200.json)."""
 KEEPS_OPTIMIZER = "policy.offload_optimizer_for_refit"
 VALIDATION_PROBLEMS = 256
 """Held-out problems of one validation, on both backends."""
@@ -154,6 +159,14 @@ class Settled:
     def prompts_per_batch(self) -> int:
         """Return the prompts that are sampled at a time: dynamic sampling takes more at once."""
         return int(self.prompts_per_step * (self.recipe.algorithm.filled.batch_multiplier or 1))
+
+    @property
+    def groups_experts(self) -> bool:
+        """Return whether the trainer multiplies a layer's experts by one launch (`GROUPED`)."""
+        recipe = self.recipe
+        takes_16_bits = recipe.model.shape.experts and not recipe.precision.train.is_quantized
+        is_on = str(self.own.get(GROUPED, 1)) == "1"
+        return bool(takes_16_bits and recipe.cluster.has_hopper and is_on)
 
     @property
     def sequences_per_batch(self) -> int:

@@ -26,6 +26,7 @@ from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import describe, differences, stock_command
 from fp8_nemo.plan.memory import GIB, GPU_GIB, HEADROOM, kv_cache_tokens, memory_per_gpu
 from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
+from fp8_nemo.plan.step_time import step_seconds
 from fp8_nemo.recipe.compose import ComposeError, compose, read_options
 from fp8_nemo.recipe.settled import Base
 
@@ -1218,10 +1219,16 @@ def test_experts_that_train_in_16_bits_are_multiplied_by_one_launch():
     for precision in ("bf16", "fp16", "fp8-linear", "fp8-kv-attn"):
         found = plan("model=qwen3-30b-a3b", f"precision={precision}")
         assert found.nemo.overrides[name] == "1"
-    for line in (["model=qwen3-30b-a3b", "precision=fp8-e2e"], ["model=llama31-8b"]):
+    experts = "model=qwen3-30b-a3b"
+    for line in (
+        [experts, "precision=fp8-e2e"],
+        [experts, "cluster.gpu=b200"],
+        ["model=llama31-8b"],
+    ):
         assert name not in plan(*line).nemo.overrides
-    off = plan("model=qwen3-30b-a3b", f"+nemo.{name}='0'")
+    off = plan(experts, f"+nemo.{name}='0'")
     assert off.nemo.overrides[name] == "0"
+    assert step_seconds(off.settled).train > step_seconds(plan(experts).settled).train
 
 
 def test_experts_on_an_h100_get_tiles_under_the_name_by_which_vllm_looks_for_them():

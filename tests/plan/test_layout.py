@@ -12,7 +12,6 @@ import pytest
 
 from fp8_nemo.nemo_config.host import MAIN, Host
 from fp8_nemo.nemo_config.versions import V0_7_0_DEFECTS
-from fp8_nemo.plan import step_time
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.describe import decision, describe, overview
 from fp8_nemo.plan.layout import ALIKE, choose
@@ -30,16 +29,17 @@ from fp8_nemo.plan.step_time import (
     ATTENTION,
     LINEARS,
     Lengths,
-    Reached,
     rollout_seconds,
     step_seconds,
     usual_lengths,
 )
 from fp8_nemo.recipe.compose import ComposeError, compose, option_names
-from fp8_nemo.recipe.settled import Layout
+from fp8_nemo.recipe.settled import GROUPED, Layout
 from fp8_nemo.runs.run_dir import freeze, layout_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+BY_CUBLAS = f"+nemo.{GROUPED}='0'"
+"""Of a line: cuBLAS multiplies experts, as in every whole step that was timed."""
 PASSES = ("forward", "backward")
 LLAMA = ("model=llama31-8b", "correction=tis")
 NOT_COMPARED = ("nvfp4-w4a16",)
@@ -282,7 +282,7 @@ def test_one_micro_batch_of_experts_again_and_again_takes_less_than_a_plan_says(
     # The host knows its shapes; what a step takes, the rows of NeMo RL's worker say.
     rows = json.loads((RESULTS / "estimate-training-h200.json").read_text())["rows"]
     errors = [row["error"] for row in rows if row["experts"]]
-    assert len(errors) == 32 and -0.25 < min(errors) < 0 < median(errors) and max(errors) < 2
+    assert len(errors) == 32 and -0.25 < min(errors) < 0 < median(errors) and max(errors) < 6
 
 
 def test_a_sweep_opens_with_one_row_a_cell():
@@ -336,9 +336,9 @@ ALIGNED = {"8b-exact-2-h200": TWO_H200,
 BY_XQA = {"8b-xqa-2k-2-h200": (*TWO_H200, "grpo.max_new_tokens=1984")}
 """Likewise, with an FP8 cache that XQA reads; before, FlashAttention 3 did."""
 EXPERTS_6 = {"30b6-h200": (
-    "model=qwen3-30b-a3b", "model.shape.layers=6", "grpo.prompts_per_step=8",
+    "model=qwen3-30b-a3b", "model.shape.layers=6", "grpo.prompts_per_step=8", BY_CUBLAS,
     "grpo.max_new_tokens=1984", "cluster.gpus_per_node=1", "cluster.gpu=h200")}  # fmt: skip
-"""Likewise, six of 48 layers, probably at the host's pace."""
+"""Likewise, six of 48 layers, at the host's pace."""
 CELLS = TIMED | ALIGNED | BY_XQA | EXPERTS_6 | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
 
@@ -401,16 +401,6 @@ def test_a_step_of_8b_on_four_h100_took_what_a_plan_says_but_for_the_driver():
     assert said_of_bf16 / said_of_fp8 == pytest.approx(bf16 / fp8, rel=0.06)
 
 
-@pytest.fixture
-def by_cublas(monkeypatch):
-    """Let plans count what a host needs if cuBLAS multiplies experts in BF16, as it did before.
-
-    Read off rows of benchmarks.speed.train_worker, as the seconds with CUTLASS are.
-    """
-    monkeypatch.setitem(step_time.LAUNCH, ("experts", "bf16"), Reached(9e-3, 42e-3))
-    monkeypatch.setitem(step_time.LAUNCH_EXPERT, "bf16", Reached(0.14e-3, 0.10e-3))
-
-
 def worked(name):
     """Return rows of experts in NeMo RL's worker, each with what a plan says of it."""
     for row in json.loads((RESULTS / f"train-worker-{name}-h200.json").read_text())["rows"]:
@@ -420,7 +410,8 @@ def worked(name):
                  "model=qwen3-30b-a3b", "model.shape.layers=6", "model.parallel.expert=1",
                  "grpo.prompts_per_step=4", "grpo.generations_per_prompt=8",
                  "grpo.max_new_tokens=1984",
-                 "cluster.gpu=h200", "cluster.gpus_per_node=1")  # fmt: skip
+                 "cluster.gpu=h200", "cluster.gpus_per_node=1",
+                 *[BY_CUBLAS] * (row["products"] == "cublas"))  # fmt: skip
         [found] = compose_plans(("backend=nemo", *SHORT, *words), lambda _: MAIN)
         size = row["tokens"] // 2048
         layout = Layout(micro_batch=size, logprob_batch=size)
@@ -436,15 +427,9 @@ def own_routes(name, products):
 
 
 @pytest.mark.parametrize("name", ["30b6", "30b32"])
-def test_experts_in_the_worker_trained_as_long_as_a_plan_says(name):
-    row, said = own_routes(name, "cutlass")
-    assert said.train == pytest.approx(row["train"]["median"], rel=0.1)
-    assert said.logprob == pytest.approx(row["logprobs"]["median"], rel=0.1)
-
-
-@pytest.mark.parametrize("name", ["30b6", "30b32"])
-def test_with_cublas_they_trained_as_long_as_a_plan_for_it_says(name, by_cublas):
-    row, said = own_routes(name, "cublas")
+@pytest.mark.parametrize("products", ["cublas", "cutlass"])
+def test_a_plan_says_of_experts_in_the_worker_what_it_was_read_off(name, products):
+    row, said = own_routes(name, products)
     assert said.train == pytest.approx(row["train"]["median"], rel=0.1)
     assert said.logprob == pytest.approx(row["logprobs"]["median"], rel=0.1)
 
@@ -457,12 +442,22 @@ def test_experts_in_the_worker_trained_in_fp8_as_long_as_a_plan_says():
 
 def test_larger_micro_batches_train_experts_faster_as_a_plan_says():
     found = {row["tokens"]: (row["train"]["median"], said.train) for row, said in worked("30b32")
-             if (row["routes"], row["products"]) == ("replayed", "cutlass")}  # fmt: skip
+             if (row["routes"], row["products"]) == ("repeated", "cutlass")}  # fmt: skip
     (took, said), (took_twice, said_twice) = found[8192], found[16384]
     assert said / said_twice == pytest.approx(took / took_twice, rel=0.1)
 
 
-def test_whole_steps_of_experts_trained_as_long_as_a_plan_for_cublas_says(by_cublas):
+def test_with_routes_that_repeat_cutlass_took_what_a_plan_says_within_half():
+    rows = [*worked("30b6"), *worked("30b32")]
+    repeated = [(row, said) for row, said in rows
+                if (row["routes"], row["products"]) == ("repeated", "cutlass")]  # fmt: skip
+    trained = [said.train / row["train"]["median"] for row, said in repeated]
+    scored = [said.logprob / row["logprobs"]["median"] for row, said in repeated]
+    assert len(repeated) == 4 and min(trained) > 0.8 and max(trained) < 1.3
+    assert min(scored) > 0.5 and max(scored) < 1.3
+
+
+def test_whole_steps_of_experts_trained_as_long_as_a_plan_says():
     # Nothing was fitted on BF16's rows, nor on the exchange between four GPUs.
     for row, settled in timed("30b6-h200"):
         said = step_seconds(settled, Lengths(17, row["answer"]))
@@ -528,16 +523,16 @@ LONG = ("model=llama31-8b", "model.shape.layers=8", "grpo.prompts_per_step=8",
 ONE_B = (*SHORT, "model=llama32-1b", "grpo.prompts_per_step=8", "grpo.generations_per_prompt=8",
          "grpo.max_new_tokens=960")  # fmt: skip
 EXPERTS = (*SHORT, "model=qwen3-30b-a3b", "model.shape.layers=3", "model.parallel.expert=1",
-           "replay=r3", "grpo.prompts_per_step=16", "grpo.generations_per_prompt=8",
+           BY_CUBLAS, "replay=r3", "grpo.prompts_per_step=16", "grpo.generations_per_prompt=8",
            "grpo.max_new_tokens=960")  # fmt: skip
-EXPERTS_16 = (*SHORT, "model=qwen3-30b-a3b", "model.shape.layers=16", "grpo.prompts_per_step=16",
-              "grpo.generations_per_prompt=8", "grpo.max_new_tokens=4032")  # fmt: skip
+EXPERTS_16 = (*SHORT, BY_CUBLAS, "model=qwen3-30b-a3b", "model.shape.layers=16",
+              "grpo.prompts_per_step=16", "grpo.generations_per_prompt=8",
+              "grpo.max_new_tokens=4032")  # fmt: skip
 SINGLE = {"8b8-stock": EIGHT, "8b8-bf16": EIGHT, "16k": LONG, "1b": ONE_B, "30b3": EXPERTS,
-          "8b8-context": CONTEXT}  # fmt: skip
+          "30b16-4": EXPERTS_16, "8b8-context": CONTEXT}  # fmt: skip
 """Timed inside NeMo RL on one to four H100s, one precision each; docs/speed.md tells how near."""
-SLOWER = {"8b8-2k": EIGHT_2K, "30b16-4": EXPERTS_16}
-"""The same, but at the pace of a host on which another run sampled, or which had cuBLAS for
-experts."""
+SHARED = {"8b8-2k": EIGHT_2K}
+"""The same, but at the pace of a host on which another run sampled."""
 
 
 @cache
@@ -546,7 +541,7 @@ def single(name):
     row, *_ = json.loads((RESULTS / f"real-steps-{name}-h100.json").read_text())["rows"]
     gpus = f"cluster.gpus_per_node={max(row['layout']['context'], row['layout']['expert'])}"
     words = (f"precision={row['precision']}", "cluster.gpu=h100", gpus)
-    [found] = compose_plans(("backend=nemo", *words, *(SINGLE | SLOWER)[name]))
+    [found] = compose_plans(("backend=nemo", *words, *(SINGLE | SHARED)[name]))
     return row, dataclasses.replace(found.settled, layout=Layout(**row["layout"]))
 
 
@@ -557,8 +552,8 @@ def test_a_step_on_some_h100_took_what_a_plan_says_within_a_fifth(name):
     assert said == pytest.approx(row["step"], rel=0.2)
 
 
-@pytest.mark.parametrize("name", SLOWER)
-def test_a_step_at_a_slower_host_s_pace_took_longer_than_a_plan_says(name):
+@pytest.mark.parametrize("name", SHARED)
+def test_a_step_on_a_shared_host_took_longer_than_a_plan_says(name):
     row, settled = single(name)
     said = step_seconds(settled, Lengths(17, row["answer"])).total
     assert 0.7 * row["step"] < said < row["step"]

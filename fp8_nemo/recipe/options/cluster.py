@@ -91,6 +91,11 @@ class Cluster:
     other_versions: str = one_of("refuse", "allow")
     """Whether a run may go on with other versions, weights or problems than it began with."""
 
+    @property
+    def has_hopper(self) -> bool:
+        """Return whether its GPUs are Hopper's, for which some kernels alone are made."""
+        return self.gpu in ("h100", "h200")
+
 
 SBATCH_OPTIONS = (
     *("account", "partition", "qos", "reservation", "constraint", "nodelist", "exclude", "mem"),

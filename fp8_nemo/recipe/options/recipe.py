@@ -53,5 +53,4 @@ class Recipe:
     @property
     def decodes_by_xqa(self) -> bool:
         """Return whether decode steps attend by XQA, which only Hopper GPUs have."""
-        is_hopper = self.cluster.gpu in ("h100", "h200")
-        return is_hopper and self.decode_is_chosen and self.glue.decode == "xqa"
+        return self.cluster.has_hopper and self.decode_is_chosen and self.glue.decode == "xqa"
