@@ -973,12 +973,9 @@ def experts_trained():
     """speed.md's seconds of both, with 32 experts and 128."""
     few, many = grouped("30b32"), grouped("30b6")
     return (
-        "training took {:.2f} s with cuBLAS and {:.2f} s with CUTLASS with 32 experts, ".format(
-            *few
-        )
-        + "{:.2f} and {:.2f} s with 128: ".format(*many)
-        + f"{few[0] / few[1]:.1f} and {many[0] / many[1]:.1f} times as fast."
-    )
+        "training of 32 experts took {:.2f} s by cuBLAS and {:.2f} s by CUTLASS, of 128 experts "
+        "{:.2f} and {:.2f} s: {:.1f} and {:.1f} times as fast."
+    ).format(*few, *many, few[0] / few[1], many[0] / many[1])
 
 
 def experts_busy(name):
@@ -1251,7 +1248,7 @@ def experts_cell():
 def experts_step():
     """README's estimates of its step, on both GPUs."""
     both = [planned(gpu, 16384, model="qwen3-30b-a3b")[KV] for gpu in ("h100", "h200")]
-    return "| `{}` {}x on H100, {}x on H200, rough |".format(KV, *both)
+    return "| `{}` at 16k {}x on H100; {}x on H200, too rough to act on |".format(KV, *both)
 
 
 def experts_decode():

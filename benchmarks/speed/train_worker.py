@@ -8,7 +8,7 @@ A step is `--sequences` sequences of random tokens, packed by NeMo RL into micro
 `--tokens`, by the recipe's loss. Rows, per size of a micro-batch, choice of routes and library of
 the experts' products (`cutlass` launches a layer's at once, in BF16). Routes are `replayed`, as
 with replay=r3, and others in each repetition, as in each step; or `repeated`, given too, the same
-again; or the router's `own`, which an update moves. Of all but the first, at the first size alone.
+again; or the router's `own`, which an update moves. The last two run at the first size alone.
 Measured are seconds of `train` and of `get_logprobs`; of those of `train`,
 `optimizer`'s, and in the last `train` Python's for `garbage`. `device` is one more `train`, of two
 micro-batches, under the profiler: its seconds, those in which the GPU ran any kernel or copy, the

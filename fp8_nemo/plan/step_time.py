@@ -79,10 +79,11 @@ LAUNCH_EXPERT = {
     ("experts", "fp8"): Reached(0.085e-3, 0.28e-3),
     ("grouped", "bf16"): Reached(0.15e-3, 0.03e-3),
 }
-"""What each expert that a GPU holds adds to it; `grouped`: by CUTLASS (`settled.GROUPED`). Forward
-and backward of a layer with 32 of Qwen3-30B-A3B's experts took cuBLAS 14 and 44 ms, CUTLASS 10 and
-24, with all 128 31 and 50, 26 and 19, with the router's own routes; repetitions vary by a third.
-Fewer than 32, and FP8 with routes that change, were not timed in NeMo RL's worker."""
+"""What each expert that a GPU holds adds to it; `grouped`: by CUTLASS (`settled.GROUPED`). With the
+router's own routes a layer of 32 of Qwen3-30B-A3B's experts took cuBLAS 14 ms forward and 44
+backward, CUTLASS 10 and 24. With all 128 it was 31 and 50, and 26 and 19. Repetitions vary by a
+third, so the slopes are rough. Fewer experts were not timed in NeMo RL's worker, nor FP8 with
+routes that change."""
 PAUSE = 0.053 / 32
 """Seconds that NeMo RL's host adds to each micro-batch of training for each layer, with the GPU
 idle: with 8B's 32, 33 of two answers took 1.7 s less than 64 of one (real-steps-8b-2-h200.json). By

@@ -26,9 +26,9 @@ SHARE = "policy.generation.vllm_cfg.gpu_memory_utilization"
 VALIDATED = "grpo.max_val_samples"
 GROUPED = "policy.megatron_cfg.env_vars.NVTE_USE_CUTLASS_GROUPED_GEMM"
 """TransformerEngine's variable: on Hopper CUTLASS multiplies a layer's experts in 16 bits by one
-launch, where cuBLAS launches each and keeps the GPU waiting; their weights' gradients stay with
-cuBLAS. With the router's own routes training took cuBLAS 1.5 and 1.6 times as long, with the same
-given routes again 0.8 to 1.1 times (train-worker-30b*-h200.json)."""
+launch, where cuBLAS launches each; their weights' gradients stay with cuBLAS. With the router's own
+routes training took cuBLAS 1.5 and 1.6 times as long, with the same given routes again 0.8 to 1.1
+times (train-worker-30b*-h200.json)."""
 KEEPS_OPTIMIZER = "policy.offload_optimizer_for_refit"
 VALIDATION_PROBLEMS = 256
 """Held-out problems of one validation, on both backends."""
