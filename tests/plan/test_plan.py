@@ -16,6 +16,7 @@ from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
 
 ROOT = Path(__file__).parents[2]
+OWN_VLLM = "nemo.policy.generation.vllm_kwargs"
 
 
 def plan(*arguments: str):
@@ -321,12 +322,20 @@ def test_a_run_of_before_goes_on_with_the_kernel_that_it_had():
         ("precision=bf16",),
         ("precision=fp8-kv-attn", "model.shape.head_dim=96"),
         ("precision=fp8-kv-attn", "model.shape.kv_heads=2"),
+        ("precision=fp8-kv-attn", f"+{OWN_VLLM}.attention_backend=FLASHINFER"),
+        ("precision=fp8-kv-attn", f"+{OWN_VLLM}.attention_config.backend=TRITON_ATTN"),
     ],
 )
 def test_the_kernel_of_decode_names_no_run_that_cannot_have_it(words):
     line = ("model=llama31-8b", *words)
     xqa, fa3 = plan(*line, "glue.decode=xqa"), plan(*line, "glue.decode=fa3")
     assert xqa.hash6 == fa3.hash6 and not xqa.recipe.decodes_by_xqa
+
+
+def test_vllms_own_choice_of_attention_named_by_the_user_still_decodes_by_xqa():
+    for key in ("attention_backend", "attention_config.backend"):
+        line = ("model=llama31-8b", "precision=fp8-kv-attn", f"+{OWN_VLLM}.{key}=FLASH_ATTN")
+        assert plan(*line).recipe.decodes_by_xqa
 
 
 def test_scales_of_heads_are_counted_hashed_and_refused_inside_nemo_rl():

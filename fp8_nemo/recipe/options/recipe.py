@@ -11,6 +11,15 @@ from fp8_nemo.recipe.options.fields import number, one_of
 from fp8_nemo.recipe.options.model import Model
 from fp8_nemo.recipe.options.precision import XQA_GROUP, XQA_HEADS, Glue, Precision
 from fp8_nemo.recipe.options.training import Algorithm, Data, Grpo, Lora, Noise, Replay
+from fp8_nemo.recipe.plain import leaves
+
+ATTENTION = tuple(
+    f"policy.generation.vllm_kwargs.{key}"
+    for key in ("attention_backend", "attention_config.backend")
+)
+"""NeMo RL's keys by which a user has vLLM attend by another backend than `FLASH`."""
+FLASH = "FLASH_ATTN"
+"""vLLM's first choice on these GPUs, which XQA is called from."""
 
 
 @dataclass
@@ -45,10 +54,12 @@ class Recipe:
 
     @property
     def decode_is_chosen(self) -> bool:
-        """Return whether `glue.decode` has a meaning: inside NeMo RL, by format and heads."""
+        """Return whether `glue.decode` has a meaning: by format, heads, and what else attends."""
         shape, cache = self.model.shape, self.precision.has_one_kv_scale
         is_tried = shape.head_dim in XQA_HEADS and shape.heads <= XQA_GROUP * shape.kv_heads
-        return self.chosen_backend == "nemo" and cache and is_tried
+        own = leaves(self.nemo)
+        is_flash = all(str(own.get(key) or FLASH).upper() == FLASH for key in ATTENTION)
+        return self.chosen_backend == "nemo" and cache and is_tried and is_flash
 
     @property
     def decodes_by_xqa(self) -> bool:
