@@ -9,8 +9,8 @@ A step is `--sequences` sequences of random tokens, packed by NeMo RL into micro
 the experts' products (`cutlass` launches a layer's at once, in BF16). Routes are `replayed`, as
 with replay=r3, and others in each repetition, as in each step; or `repeated`, given too, the same
 again; or the router's `own`, which an update moves. The last two run at the first size alone.
-Measured are seconds of `train` and of `get_logprobs`; of those of `train`,
-`optimizer`'s, and in the last `train` Python's for `garbage`. `device` is one more `train`, of two
+Measured are seconds of `train` and of `get_logprobs`; of `train`'s those of `optimizer`, and in its
+last repetition Python's for `garbage`. `device` is one more `train`, of two
 micro-batches, under the profiler: its seconds, those in which the GPU ran any kernel or copy, the
 kernels' milliseconds by kind, and what the host spent longest in. A profiler slows the host.
 Needs NEMO_RL_ROOT, NeMo RL's packages, and a model of `benchmarks.speed.random_model`.
@@ -41,6 +41,7 @@ from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.settled import GROUPED
 
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
+VARIABLE = GROUPED.rpartition(".")[2]
 WARM_UP = 1
 HOST_ROWS = 12
 SHOWN = ("tokens", "routes", "products", "micro_batches", "train", "optimizer", "logprobs",
@@ -211,9 +212,7 @@ def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -
     gc.collect()
     gc.freeze()  # as the worker does at the end of NeMo RL's set-up
     for case in cases_of(options, experts=shape.experts > 0):
-        os.environ[GROUPED.rpartition(".")[2]] = str(
-            int(case.products == "cutlass")
-        )  # read at each product
+        os.environ[VARIABLE] = "1" if case.products == "cutlass" else "0"  # read at each product
         worker._router_replay_enabled = case.routes in ("replayed", "repeated")
 
         def shard_of(count: int, case: Case = case) -> Any:
