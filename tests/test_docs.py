@@ -531,14 +531,6 @@ def estimated_on_h100():
     return f"to be {short} times as fast at a limit of 4k, {long} at 8k, if"
 
 
-def experts_at_first():
-    """What README says first of 30B-A3B: the gains of decode on either GPU."""
-    return (
-        f"decode alone was {MOE_DECODE[KV, 'h100']()} times as fast on one H100. "
-        f"On an H200 it is {experts_by_xqa()}, two runs multiplied."
-    )
-
-
 def long_on_h200():
     """README's row of 16k tokens on 8 H200."""
     gain = planned("h200", 16384)[BOTH]
@@ -714,6 +706,28 @@ def real_row(name, phase, digits, pair):
     return f"| {name} | {' | '.join(texts)} |"
 
 
+GPUS_OF = {
+    FOUR: "four H200s", TWO: "two H200s", ALIKE: "two H200s", ALIKE_2K: "two H200s",
+    XQA_2K: "two H200s", ADAPTERS: "one H100, LoRA", H100S: "four H100s",
+}  # fmt: skip
+
+
+def pair_rows():
+    """The rows of docs/speed.md's first table: steps in BF16 and FP8 on one machine."""
+    rows = []
+    for name, gpus in GPUS_OF.items():
+        plain, *quantized = real(name).values()
+        for row in quantized:
+            words = EXACT if name in (ALIKE, ALIKE_2K) else row["precision"]
+            link = f"[{row['step']:.1f} s](../benchmarks/results/real-steps-{name}.json)"
+            planned_step = plain["plan"]["step"] / row["plan"]["step"]
+            rows.append(
+                f"| {gpus} | {round(row['answer'], -1):,.0f} | `{words}` | {plain['step']:.1f} s "
+                f"| {link} | {row['times_bf16']['step']:.2f}x | {planned_step:.2f}x |"
+            )
+    return rows
+
+
 def real_gain(phase, pair=FOUR, precision=-1):
     """How many times as fast as BF16 a phase of a pair was."""
     row = [*real(pair).values()][precision]
@@ -725,7 +739,7 @@ def trust_row(file, row, settled):
     said = step_seconds(settled, Lengths(17, row["answer"]))
     phases = said._asdict() | {"step": said.total}
     ratios = (f"{phases[each] / row[each]:.2f}" for each in ("rollout", "logprob", "train", "step"))
-    seconds = f"[{row['step']:.1f} s](../benchmarks/results/real-steps-{file}.json)"
+    seconds = f"[{row['step']:.1f} s](../../benchmarks/results/real-steps-{file}.json)"
     return f"| `{row['precision']}` | {' | '.join(ratios)} | {seconds} |"
 
 
@@ -738,7 +752,7 @@ def trust_rows():
 
 
 def step_errors():
-    """README's error of the plan's seconds, of the same runs."""
+    """speed.md's error of the plan's seconds, of the same runs."""
     off = {
         (name, row["precision"]):
             1 - step_seconds(settled, Lengths(17, row["answer"])).total / row["step"]
@@ -746,7 +760,7 @@ def step_errors():
         for row, settled in timed(name)
     }  # fmt: skip
     assert max(off, key=off.__getitem__) == (H100S, KV)
-    return f"Estimated seconds of a step were up to {max(off.values()):.0%} too few."
+    return f"a step {max(off.values()):.0%} too short to {-min(off.values()):.0%} too long"
 
 
 def spread_of(numbers):
@@ -982,7 +996,7 @@ def experts_busy(name):
     """The GPU's least and largest share of a profiled pass, in percent."""
     rows = of(f"train-worker-{name}-h200", lambda it: it["rows"])
     held = [100 * row["busy"] for row in rows if row["tokens"] == 8192]
-    return f"[{min(held):.0f} to {max(held):.0f}%](../benchmarks/results/train-worker-{name}-"
+    return f"[{min(held):.0f} to {max(held):.0f}%](../../benchmarks/results/train-worker-{name}-"
 
 
 def routes_again():
@@ -1003,8 +1017,24 @@ def experts_by_xqa():
     )
 
 
+def decode_summary():
+    """The rows of docs/speed.md on decode: what FP8 gains over BF16 at the same batch."""
+    eight, experts = "Llama 3.1 8B", "Qwen3-30B-A3B"
+    two_runs = "x with XQA, by two runs"
+    cells = [
+        (eight, "H100", profiled_gains(LINEAR), profiled_gains() + "x"),
+        (eight, "H200", decode("rollout-8b-h200", f"{LINEAR}-deepgemm"), xqa_of_bf16() + two_runs),
+        (experts, "H100", MOE_DECODE[LINEAR, "h100"](), MOE_DECODE[KV, "h100"]() + "x"),
+        (experts, "H200", MOE_DECODE[LINEAR, "h200"](), experts_by_xqa() + two_runs),
+    ]
+    return [
+        f"| {model} | {gpu} | {linear.replace(' to', 'x to')}x | {kv.replace(' to', 'x to')} |"
+        for model, gpu, linear, kv in cells
+    ]
+
+
 def decode_kls():
-    """speed.md's KL of answers that either kernel decoded, and of a BF16 cache's."""
+    """decode.md's KL of answers that either kernel decoded, and of a BF16 cache's."""
     rows = {row["way"]: row for row in of("decode-mismatch-h200", lambda it: it["rows"])}
     assert len({row["tokens"] for row in rows.values()}) == 1
     held = (f"{rows[way][key]:.4f}" for way in ("xqa", "fa3") for key in ("kl", "standard_error"))
@@ -1240,8 +1270,8 @@ def experts_cell():
     both = (MOE_DECODE[KV, "h100"](), experts_by_xqa())
     h100, h200 = (each.replace(" to", "x to") + "x" for each in both)
     return (
-        f"decode alone: [H100 {h100}](docs/speed.md#a-mixture-of-experts), "
-        f"[H200 {h200}](docs/speed.md#an-fp8-cache-on-an-h200), by two runs |"
+        f"decode alone: [H100 {h100}](docs/research/decode.md#a-mixture-of-experts), "
+        f"[H200 {h200}](docs/research/decode.md#an-fp8-cache-on-an-h200), by two runs |"
     )
 
 
@@ -1290,7 +1320,7 @@ def decode_errors():
     worst = max(max(abs(row["error"]), abs(row["gain error"] or 0)) for row in rows)
     fitted = sum(row["half"] == "fitted" for row in rows)
     text = f"within {math.ceil(100 * worst)}% ([{len(rows)} points]"
-    return f"{text}(../benchmarks/results/estimate-h200.json), {fitted} fitted)"
+    return f"{text}(../../benchmarks/results/estimate-h200.json), {fitted} fitted)"
 
 
 def by_context():
@@ -1330,27 +1360,19 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
            (KV, "tis"), (E2E, "none"))  # fmt: skip
 SAID = {
     "README.md": [
+        pays_from,
         lambda: (
             f"On four H200s `{BOTH}` made a whole step of Llama 3.1 8B **{real_gain('step')}** "
             f"as fast as in BF16, on two {real_gain('step', TWO)}."
         ),
-        lambda: "four GPUs) the step was {1} times as fast; its rollout explains {0},".format(
-            *kv_on_four().split(" to ")
-        ),
-        pays_from,
-        gain_errors,
         beside_theirs,
         lambda: "theirs spends {:.0f} to {:.0f} s on moving the".format(*sorted(moved())),
-        lambda: f"[{real_gain('step', H100S)}](docs/speed.md#four-h100s-and-nemo-rls-own-recipe)",
-        lambda: f"where the plan says {planned_gain(H100S):.2f}. BF16's",
+        lambda: f"[{real_gain('step', H100S)}](docs/research/steps.md#four-h100s-and-nemo-rls",
+        lambda: f"where the plan says {planned_gain(H100S):.2f}.",
         lambda: f"{real_gain('step', ADAPTERS)} as fast with `{KV}`",
-        step_errors,
         whole_steps,
-        lambda: f"With 2,000 tokens two H200s were {real_gain('step', XQA_2K)} as fast too",
         whole_exact_steps,
-        lambda: "at most {} in five steps of 2,000 tokens, BF16 {}.".format(*exact_steps_of_2k()),
         lambda: f"A step was **{real_gain('step', ALIKE_2K)}** as fast as BF16's.",
-        lambda: f"steps of 3,900 tokens were {real_gain('step', ALIKE)} as fast",
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
             f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
@@ -1383,20 +1405,31 @@ SAID = {
         lambda: "and {} with `tis`".format(losses().split(" to ")[1].removesuffix(" points")),
         node_hours,
         estimated_on_h100,
-        experts_at_first,
         experts_step,
         lambda: f"{disk('llama31-8b')} GB",
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],
     "docs/speed.md": [
+        gain_errors,
+        lambda: missing_rows(pair_rows(), "docs/speed.md"),
+        step_errors,
+        lambda: "sampled {} times as fast, scored {} and trained {} times.".format(
+            *(real_gain(phase).removesuffix(" times") for phase in ("rollout", "logprob", "train"))
+        ),
+        lambda: missing_rows(decode_summary(), "docs/speed.md"),
+        lambda: f"{real_gain('step')} as fast as in BF16",
+        lambda: "shortened the rollout, which explains {} times. The rest of its {} is".format(
+            *kv_on_four().split(" to ")
+        ),
+        lambda: f"with LoRA on one {real_gain('step', ADAPTERS).removesuffix(' times')}.",
+        gain_errors,
+        *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),
+    ],
+    "docs/research/steps.md": [
         *(
             partial(lambda n, name: exact_phases(name)[n], *each)
             for each in product(range(3), (ALIKE, ALIKE_2K))
         ),
-        lambda: f"{profiled_gains(LINEAR, 'decode-30b')} times as fast",
-        lambda: f"with `fp8-kv-attn` {profiled_gains(KV, 'decode-30b')}.",
-        *(partial(experts_table, *each) for each in decode_rows("decode-30b", "bf16")),
-        *(partial(lambda n: experts_rates()[n], n) for n in range(3)),
         *(partial(beside, name, phase) for name, phase, _ in REAL_ROWS),
         lambda: beside_rest("the driver's part before the GPUs began", before_training()),
         lambda: beside_rest("between phases", between_phases()),
@@ -1411,15 +1444,7 @@ SAID = {
             f"{real_gain('rollout', H100S).removesuffix(' times')}. The plan says "
         ),
         lambda: f"The plan says {planned_gain(H100S):.2f}. BF16 sampled",
-        lambda: f"{real_gain('step')} as fast as in BF16",
-        lambda: f"(`fp8-kv-attn`) it was {real_gain('step', FOUR, 1)} as fast",
         lambda: f"So `fp8-kv-attn` gained {kv_on_four()} times.",
-        lambda: missing_rows(xqa_rows(), "docs/speed.md"),
-        lambda: f"A step of 8B is {xqa_of_steps()} times as fast as with vLLM's",
-        lambda: f"of 30B-A3B {xqa_of_steps('30b')} times",
-        lambda: f"with `fp8-kv-attn` it is {experts_by_xqa()} times",
-        decode_kls,
-        beside_xqa,
         experts_trained,
         lambda: experts_busy("30b32"),
         lambda: experts_busy("30b6"),
@@ -1427,16 +1452,6 @@ SAID = {
         six_layers,
         six_layers_planned,
         six_layers_token,
-        lambda: f"**Against BF16 that makes {xqa_of_bf16()} times,**",
-        lambda: f"with FlashAttention 3, and {xqa_of_bf16()} with",
-        xqa_alone,
-        lambda: "at up to {:.1f} TB/s of the GPU's 4.8, FlashAttention 3 at {:.1f} ([".format(
-            *(
-                max(row["tb_s"] for heads in (8, 4) for row in decode_ways(way, heads).values())
-                for way in (XQA, FA3)
-            )
-        ),
-        lambda: f"either kernel is off by {xqa_errors()} from attention in FP32",
         lambda: "took {1:.1f} s a step, BF16 {0:.1f}. The gains were".format(
             *(row["step"] for row in real(XQA_2K).values())
         ),
@@ -1450,20 +1465,13 @@ SAID = {
             *(row["plan"]["step"] for row in real(XQA_2K).values())
         ),
         lambda: f"2,000 tokens an answer: {real_gain('step', XQA_2K)}.**",
-        lambda: f"with LoRA on one {real_gain('step', ADAPTERS).removesuffix(' times')}.",
         lambda: "planned as {1:.2f} times BF16, where two machines gave {0:.2f}.".format(
             *eight_layers()
         ),
         *(partial(real_row, *each, run) for run in (FOUR, TWO, ADAPTERS) for each in REAL_ROWS),
-        lambda: missing_rows(trust_rows(), "docs/speed.md"),
-        gain_errors,
-        lambda: f"cache and attention {profiled_gains()} times",
-        lambda: f"it is {decode('rollout-8b-h200', KV)} times",
-        experts_decode,
-        *(partial(experts_row, *point) for point in EXPERTS_POINTS),
+        lambda: missing_rows(trust_rows(), "docs/research/steps.md"),
         decode_errors,
         by_context,
-        *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),
         lambda: (
             f"| {times(SHORT, LINEAR):.2f} | {times(LONG, LINEAR):.2f} | "
             f"{decode('rollout-8b-h200', 'fp8-linear-deepgemm')} |"
@@ -1473,6 +1481,32 @@ SAID = {
         ),
         lambda: f"| {times(AGAIN, E2E):.2f} to {times(SHORT, E2E):.2f} | {times(LONG, E2E):.2f} |",
         lambda: f"{times(AGAIN, BOTH):.2f} to {times(SHORT, BOTH):.2f} | {times(LONG, BOTH):.2f} |",
+    ],
+    "docs/research/decode.md": [
+        lambda: f"{profiled_gains(LINEAR, 'decode-30b')} times as fast",
+        lambda: f"with `fp8-kv-attn` {profiled_gains(KV, 'decode-30b')}.",
+        *(partial(experts_table, *each) for each in decode_rows("decode-30b", "bf16")),
+        *(partial(lambda n: experts_rates()[n], n) for n in range(3)),
+        lambda: missing_rows(xqa_rows(), "docs/research/decode.md"),
+        lambda: f"A step of 8B is {xqa_of_steps()} times as fast as with vLLM's",
+        lambda: f"of 30B-A3B {xqa_of_steps('30b')} times",
+        lambda: f"with `fp8-kv-attn` it is {experts_by_xqa()} times",
+        decode_kls,
+        beside_xqa,
+        lambda: f"**Against BF16 that makes {xqa_of_bf16()} times,**",
+        lambda: f"with FlashAttention 3, and {xqa_of_bf16()} with",
+        xqa_alone,
+        lambda: "at up to {:.1f} TB/s of the GPU's 4.8, FlashAttention 3 at {:.1f} ([".format(
+            *(
+                max(row["tb_s"] for heads in (8, 4) for row in decode_ways(way, heads).values())
+                for way in (XQA, FA3)
+            )
+        ),
+        lambda: f"either kernel is off by {xqa_errors()} from attention in FP32",
+        lambda: f"cache and attention {profiled_gains()} times",
+        lambda: f"it is {decode('rollout-8b-h200', KV)} times",
+        experts_decode,
+        *(partial(experts_row, *point) for point in EXPERTS_POINTS),
     ],
     "docs/recipes.md": [
         lambda: f"{of('checkpoint-memory-cpu', lambda it: it['peak resident bytes']) / 1e9:.1f} GB",
