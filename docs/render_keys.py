@@ -91,14 +91,26 @@ def defaults() -> dict[str, str]:
     return {key: value for each in found if isinstance(each, dict) for key, value in each.items()}
 
 
+def usual(group: str, chosen: dict[str, str]) -> str:
+    """Say what a line without this group takes, and what it takes with a model that says so."""
+    models = dict[str, list[str]]()
+    for name in option_names("model"):
+        text = (option_folder("model") / f"{name}.yaml").read_text()
+        for each in yaml.safe_load(text).get("defaults", []):
+            option = isinstance(each, dict) and each.get(f"override /{group}@_global_.{group}")
+            models.setdefault(option or "", []).append(f"`{name}`")
+    others = [f"`{key}` with {', '.join(names)}" for key, names in models.items() if key]
+    return "; ".join([f"Default: `{group}={chosen[group]}`", *others]) + "."
+
+
 def options_page() -> str:
     """Render the page of option files: groups, experiments, sweeps."""
     chosen, lines = defaults(), [OPTIONS]
     for group in dict.fromkeys((*get_type_hints(Recipe), *chosen)):
         if group not in chosen:
             continue
-        usual = [f"Default: `{group}={chosen[group]}`.", ""] if chosen[group] else []
-        lines += [f"## {group}", *usual, "| option | is |", "|---|---|", *option_rows(group), ""]
+        said = [usual(group, chosen), ""] if chosen[group] else []
+        lines += [f"## {group}", *said, "| option | is |", "|---|---|", *option_rows(group), ""]
     return "\n".join(lines)
 
 
@@ -115,8 +127,8 @@ def page() -> str:
     for group, kind in recipe.items():
         if not dataclasses.is_dataclass(kind):
             continue
-        usual = f" Default: `{group}={chosen[group]}`." if group in chosen else ""
-        lines += ["", f"## {group}", " ".join((kind.__doc__ or "").split()) + usual, ""]
+        words = [*(kind.__doc__ or "").split(), usual(group, chosen) if group in chosen else ""]
+        lines += ["", f"## {group}", " ".join(words).rstrip(), ""]
         lines += ["| key | takes | what it does |", "|---|---|---|", *rows(kind, f"{group}.")]
     return "\n".join(lines) + "\n"
 

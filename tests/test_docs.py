@@ -375,7 +375,7 @@ def long_on_h100():
     gains = [planned("h100", tokens) for tokens in LONGER]
     assert all(float(each[KV]) >= WORTH for each in gains)
     assert all(float(each[name]) < WORTH for each in gains for name in (LINEAR, E2E))
-    case = "8B, 8 H100, longer (16k takes context parallel 4, which never ran)"
+    case = "8B, 8 H100, longer: 4k is at the edge, 16k takes context parallel 4, which never ran"
     return f"| {case} | `{KV}` | {on_h100(KV)} |"
 
 
@@ -510,12 +510,12 @@ def swept():
 
 
 def node_hours():
-    """What README's first line that trains takes by the plan, and BF16 in its fastest layout."""
+    """What README's first line takes by the plan, and BF16 in its fastest layout."""
     page = (ROOT / "README.md").read_text()
-    [line] = re.findall(r"recipes.grpo (.*max_new_tokens=8192)$", page, re.M)
+    [line] = re.findall(r"recipes.plan (.*correction=tis.*max_new_tokens=8192)$", page, re.M)
     hours = int(sweep_hours(*line.split()).split()[0])
     bf16 = hours * float(planned("h100", 8192)[KV])
-    return f"500 steps take {hours} hours by estimate, {bf16:.0f} in BF16's"
+    return f"500 steps of `{KV}` take {hours} hours by estimate, {bf16:.0f} in BF16's"
 
 
 def pays_from():
@@ -529,14 +529,6 @@ def estimated_on_h100():
     """What README says first of 8 H100."""
     short, long = (planned("h100", tokens)[KV] for tokens in (4096, 8192))
     return f"to be {short} times as fast at a limit of 4k, {long} at 8k, if"
-
-
-def long_on_h200():
-    """README's row of 16k tokens on 8 H200."""
-    gain = planned("h200", 16384)[BOTH]
-    return (
-        f"8B, H200, fastest, with an FP8 cache: 8 GPUs above 8k, up to 16k | `{BOTH}` | {gain}x |"
-    )
 
 
 def planned_gain(pair):
@@ -1020,7 +1012,7 @@ def experts_by_xqa():
 def decode_summary():
     """The rows of docs/speed.md on decode: what FP8 gains over BF16 at the same batch."""
     eight, experts = "Llama 3.1 8B", "Qwen3-30B-A3B"
-    two_runs = "x with XQA, by two runs"
+    two_runs = "x with XQA, from two runs' ratios"
     cells = [
         (eight, "H100", profiled_gains(LINEAR), profiled_gains() + "x"),
         (eight, "H200", decode("rollout-8b-h200", f"{LINEAR}-deepgemm"), xqa_of_bf16() + two_runs),
@@ -1153,11 +1145,11 @@ def less(ratios):
 
 def saved():
     """What docs/peers.md says that FP8 saves of a step of 8B, and of its decode."""
-    rows = [row for name in (FOUR, TWO, ADAPTERS) for row in real(name).values()]
+    rows = [row for name in PAIRS for row in real(name).values()]
     steps = [row["times_bf16"]["step"] for row in rows if row["precision"] != "bf16"]
     texts = (
         f"{decode('rollout-8b-h200', f'{LINEAR}-deepgemm')} to {profiled_gains(LINEAR)}",
-        f"{decode('rollout-8b-h200', KV)} to {profiled_gains()}",
+        f"{profiled_gains()} to {xqa_of_bf16()}",
     )
     linear, caches = (less([float(each) for each in text.split(" to ")]) for text in texts)
     return f"{less(steps)} less time a step of 8B; decode {linear} less (linear), {caches} (KV too)"
@@ -1271,14 +1263,14 @@ def experts_cell():
     h100, h200 = (each.replace(" to", "x to") + "x" for each in both)
     return (
         f"decode alone: [H100 {h100}](docs/research/decode.md#a-mixture-of-experts), "
-        f"[H200 {h200}](docs/research/decode.md#an-fp8-cache-on-an-h200), by two runs |"
+        f"[H200 {h200}](docs/research/decode.md#an-fp8-cache-on-an-h200), from two runs' ratios |"
     )
 
 
 def experts_step():
     """README's estimates of its step, on both GPUs."""
     both = [planned(gpu, 16384, model="qwen3-30b-a3b")[KV] for gpu in ("h100", "h200")]
-    return "| `{}` at 16k {}x on H100; {}x on H200, too rough to act on |".format(KV, *both)
+    return "| `{}` at 16k, roughly: {}x on H100, {}x on H200 |".format(KV, *both)
 
 
 def experts_decode():
@@ -1389,10 +1381,9 @@ SAID = {
             f"to begin with: 2 to 8 GPUs up to 4k, 8 GPUs up to 8k | `{EXACT}` | {on_h200(EXACT)} |"
         ),
         lambda: (
-            "fastest, with an FP8 cache: 2 to 8 GPUs up to 8k | `fp8-e2e-kv-attn` | "
-            f"{on_h200(BOTH)} |"
+            f"fastest, with an FP8 cache: 2 to 8 GPUs up to 8k, 8 GPUs up to 16k | `{BOTH}` | "
+            f"{on_h200(BOTH)}; at 16k {planned('h200', 16384)[BOTH]}x |"
         ),
-        long_on_h200,
         lambda: f"[decode alone {profiled_gains().replace(' to', 'x to')}x]",
         lambda: f"about {minutes('demo')} minutes on 2 idle cores",
         lambda: f"| {minutes('demo')} and {minutes('test')} min |",
@@ -1641,8 +1632,10 @@ SAID = {
         lambda: f"for {ranges():.2%} of that pass",
         lambda: f"{MOE_DECODE[LINEAR, 'h100']()} times as fast on one H100 with `fp8-linear`",
         lambda: f"and {MOE_DECODE[KV, 'h100']()} times with `fp8-kv-attn`. On an H200",
-        lambda: f"{MOE_DECODE[LINEAR, 'h200']()}\n  and {MOE_DECODE[KV, 'h200']()} times with",
-        lambda: f"the default, it is {experts_by_xqa()} by two runs.",
+        lambda: (
+            f"{MOE_DECODE[LINEAR, 'h200']()}\n  times with `fp8-linear`. "
+            f"With an FP8 cache it is {experts_by_xqa()}"
+        ),
         *(
             partial(told_row, study, cells)
             for study, cells in ((TINY, KV_CELLS), (WORKING, KV_CELLS), ("moe", LINEAR_CELLS))

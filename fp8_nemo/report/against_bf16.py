@@ -7,15 +7,16 @@ matched must not look matched.
 Differences are taken seed by seed, over the seeds that both cells have, with a 95% interval, and
 over the steps that both runs have done.
 
-    accuracy  of the last validation. `higher`, `lower`: the interval leaves out zero. `equal`: it
-              lies within `EQUAL` points of zero. `open`: neither; more seeds would tell.
+    accuracy  of the last validation. `equal`: the interval lies within `EQUAL` points of zero.
+              `higher`, `lower`: it does not, and leaves out zero. `open`: neither; more seeds
+              would tell.
     mismatch  mean KL of both, and the health of the cell: the worst state of any step.
     speed     of the median step and of its rollout, the first `WARM_UP` left out. `faster`,
               `slower`: the interval leaves out one. `open`: it does not. Only inside NeMo RL, on
               the same nodes, GPUs and versions: the local backend emulates FP8, slowly.
 
-One seed has no interval and gets no word, nor does a cell of which a seed has not finished: what
-died may be what would have been worse.
+One seed has no interval and gets no word. Nor does the accuracy of a cell of which a seed has not
+finished, whether or not the baseline has that seed: what died may be what would have been worse.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from fp8_nemo.correction.health import STATES
+from fp8_nemo.plan.plan import ONLY_CHECKED
 from fp8_nemo.report.compare import (
     Cell,
     Comparison,
@@ -53,7 +55,7 @@ BF16 = dict.fromkeys(
 class AgainstBaseline:
     """Hold a cell's differences from its baseline.
 
-    Example: `AgainstBaseline("fp8-kv-attn-tis", "bf16-none", (), 3, 3,
+    Example: `AgainstBaseline("fp8-kv-attn-tis", "bf16-none", (), 3, 3, 0,
     accuracy=MeanOfSeeds(-0.3, 1.1, 3), kl=MeanOfSeeds(5e-3, 4e-4, 3),
     baseline_kl=MeanOfSeeds(5e-5, 2e-6, 3), health="healthy", step=None, rollout=None)`.
     """
@@ -64,8 +66,10 @@ class AgainstBaseline:
     """What differs beside precision and correction: `grpo.steps is 60, the baseline's 40`."""
     seeds: int
     """That both have."""
-    finished: int
-    """Of these, how many have finished in both."""
+    validated: int
+    """Of these, how many have finished in both, and have a last validation."""
+    died: int
+    """Seeds of the cell alone that have not finished."""
     accuracy: MeanOfSeeds | None
     """Points, the cell's less the baseline's."""
     kl: MeanOfSeeds | None
@@ -77,10 +81,15 @@ class AgainstBaseline:
     rollout: MeanOfSeeds | None
 
     @property
+    def is_finished(self) -> bool:
+        """Return whether every seed that speaks for the cell has a last validation."""
+        return self.validated == self.seeds + self.died > 0
+
+    @property
     def accuracy_word(self) -> str:
         """Return `higher`, `lower`, `equal`, `open`, or why there is none."""
-        if self.accuracy and self.finished < self.seeds and not self.unmatched:
-            return f"{self.finished} of {self.seeds} finished"
+        if self.accuracy and not self.is_finished and not self.unmatched:
+            return f"{self.validated} of {self.seeds + self.died} finished"
         return self._word(self.accuracy, 0.0, "higher", "lower", EQUAL)
 
     @property
@@ -99,17 +108,17 @@ class AgainstBaseline:
             return "diverged"
         if found.half is None:
             return "one seed"
+        if abs(found.mean - none) + found.half <= equal:
+            return "equal"
         if found.mean - found.half > none:
             return above
-        if found.mean + found.half < none:
-            return below
-        return "equal" if abs(found.mean - none) + found.half <= equal else "open"
+        return below if found.mean + found.half < none else "open"
 
     def __str__(self) -> str:
         said = []
         if self.accuracy:
             said.append(f"accuracy {self.accuracy.text('+.1f')} points ({self.accuracy_word})")
-        elif self.finished < self.seeds:
+        elif self.validated < self.seeds:
             said.append("no accuracy before both have finished")
         if self.kl:
             of = f", BF16's {self.baseline_kl.mean:{KL_FORMAT}}" if self.baseline_kl else ""
@@ -119,8 +128,9 @@ class AgainstBaseline:
         if self.rollout:
             said.append(f"rollout {self.rollout.text('.2f')}")
         said += [f"NOT MATCHED: {each}" for each in self.unmatched]
-        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
-        return f"{self.cell} against {self.baseline}, {seeds} each: {'; '.join(said)}"
+        seeds = "1 seed each" if self.seeds == 1 else f"{self.seeds} seeds each"
+        shared = seeds if self.seeds else "no seed in common"
+        return ": ".join([f"{self.cell} against {self.baseline}, {shared}", "; ".join(said) or "-"])
 
 
 def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:
@@ -128,7 +138,7 @@ def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:
     found = []
     for cell in comparison.cells:
         baseline = baseline_of(cell, comparison.cells)
-        if baseline is not None and not _is_bf16(cell):
+        if baseline is not None and not is_bf16(cell):
             found.append(_against(cell, baseline))
     return found
 
@@ -136,7 +146,7 @@ def against_baselines(comparison: Comparison) -> list[AgainstBaseline]:
 def baseline_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
     """Return the BF16 cell of the same model that differs least; of equals the uncorrected."""
     model = cell.runs[0].recipe.model.name
-    bf16 = [each for each in cells if _is_bf16(each) and each.runs[0].recipe.model.name == model]
+    bf16 = [each for each in cells if is_bf16(each) and each.runs[0].recipe.model.name == model]
 
     def distance(other: Cell) -> tuple[int, bool]:
         corrected = other.runs[0].recipe.correction.name != "none"
@@ -145,7 +155,8 @@ def baseline_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
     return min(bf16, key=distance, default=None)
 
 
-def _is_bf16(cell: Cell) -> bool:
+def is_bf16(cell: Cell) -> bool:
+    """Return whether nothing of a cell is FP8, FP16 or of four bits."""
     settings = cell.runs[0].settings
     return all(settings[key] == value for key, value in BF16.items())
 
@@ -165,6 +176,7 @@ def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
         tuple(_unmatched(cell, baseline)),
         len(pairs),
         len(points),
+        sum(run.state != "finished" for seed, run in ours.items() if seed not in theirs),
         accuracy=mean_of_seeds(points),
         kl=mean_of_seeds([fmean(mine) for mine, _ in kl if mine]),
         baseline_kl=mean_of_seeds([fmean(its) for _, its in kl if its]),
@@ -175,9 +187,15 @@ def _against(cell: Cell, baseline: Cell) -> AgainstBaseline:
 
 
 def health_of(cell: Cell) -> str:
-    """Return the worst state of any step of a cell."""
+    """Return the worst state of any step of a cell; a dash before its first."""
     states = [state for run in cell.runs for state in run.series("health/state").values()]
-    return STATES[int(max(states, default=0))]
+    return STATES[int(max(states))] if states else "-"
+
+
+def unstable_seeds(cell: Cell) -> str:
+    """Return in how many seeds a step was unstable: `1 of 3 seeds`."""
+    worst = [max(run.series("health/state").values(), default=0) for run in cell.runs]
+    return f"{worst.count(STATES.index('unstable'))} of {len(worst)} seeds"
 
 
 def _by_seed(cell: Cell) -> dict[int, FinishedRun]:
@@ -214,7 +232,8 @@ def _unmatched(cell: Cell, baseline: Cell) -> Iterator[str]:
         its = " or ".join(value for value, names in holders.items() if BASELINE in names)
         yield f"{key} is {mine}, the baseline's {its}"
     corrections = [each.runs[0].recipe.correction for each in (cell, baseline)]
-    if corrections[1].name != "none" and corrections[0] != corrections[1]:
+    used = [{k: v for k, v in vars(each).items() if k not in ONLY_CHECKED} for each in corrections]
+    if corrections[1].name != "none" and used[0] != used[1]:
         yield f"the baseline's correction is {corrections[1].name}: {given(corrections[1])}"
 
 

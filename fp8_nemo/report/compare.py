@@ -25,7 +25,7 @@ from fp8_nemo.report.runs import FinishedRun
 from fp8_nemo.runs.metrics import METRICS, spans
 from fp8_nemo.runs.provenance import ENVIRONMENT
 
-BEGUN_WITH = ("weights", "problems")
+BEGUN_WITH = ("weights", "problems", "reward")
 """Keys of environment.json that are digests of what a run began with, not of where it ran."""
 LAST_STEPS = 5
 HUGE = 1e4
@@ -37,6 +37,7 @@ STUDENT = (
 """97.5% quantiles of Student's t, from 1 degree of freedom (2 seeds) to 20; those beyond take the
 last, which is at most 7% too wide."""
 EMULATION = "Local runs are an emulation: they show learning and mismatch, not speed."
+OWN_REWARD = "Accuracy is your own reward (data.reward), written as if 1 were 100%."
 
 
 class MeanOfSeeds(NamedTuple):
@@ -149,8 +150,9 @@ def _last_reward(run: FinishedRun) -> float | None:
 
 
 def _max_drift(run: FinishedRun) -> float | None:
-    drifts = run.series("recalibrate/max_drift").items()
-    return max((drift for step, drift in drifts if step > 1), default=None)
+    series = run.series("recalibrate/max_drift").items()
+    drifts = [drift for step, drift in series if step > 1]
+    return math.nan if any(map(math.isnan, drifts)) else max(drifts, default=None)
 
 
 class Column(NamedTuple):
@@ -164,6 +166,8 @@ class Column(NamedTuple):
     """Whether the terminal's 100 columns have room for it."""
     relative: bool = False
     """Divided by its mean over the BF16 rollouts of the same model in the same comparison."""
+    least: bool = False
+    """Whether its least seed counts, not their mean."""
 
 
 SECTIONS: dict[str, tuple[Column, ...]] = {
@@ -195,7 +199,7 @@ SECTIONS: dict[str, tuple[Column, ...]] = {
                "refit bytes, divided by those of the same model's BF16 rollout", relative=True),
         Column("verified", ",.0f", _mean("refit/verified_weights", min),
                "FP8 weights proven to have arrived, the fewest in any refit; 0 in a BF16 rollout "
-               "and with glue.verify=off", terminal=False),
+               "and with glue.verify=off", terminal=False, least=True),
         Column("saturated", ".2%", _mean("recalibrate/saturated_fraction"),
                "share of Q/K/V ranges that exceeded the scale in force"),
         Column("drift", ".1%", _max_drift,
@@ -223,7 +227,8 @@ def compare(runs: Iterable[FinishedRun], damaged: Iterable[str] = ()) -> Compari
         for label, group in zip(labels, groups.values(), strict=True)
     )
     emulation = [EMULATION] if any(run.plan.backend == "local" for run in runs) else []
-    known = (*damaged, *_holes(runs), *repeated, *emulation)
+    own = [OWN_REWARD] if any(run.recipe.data.reward for run in runs) else []
+    known = (*damaged, *_holes(runs), *repeated, *emulation, *own)
     return Comparison(cells, (*known, *_unmatched(cells), *_environments(cells)))
 
 
@@ -256,7 +261,8 @@ def _numbers(
         if column.relative:
             base = _measured(column, bf16)
             values = [value / fmean(base) for value in values if base]
-        numbers[column.name] = mean_of_seeds(values)
+        least = [min(values)] * len(values) if column.least and values else values
+        numbers[column.name] = mean_of_seeds(least)
     return numbers
 
 

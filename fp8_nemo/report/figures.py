@@ -61,7 +61,7 @@ def draw_figures(comparison: Comparison) -> Iterator[tuple[Curve, Figure]]:
     """Draw each of `CURVES` that has a point, under its finding."""
     for curve in CURVES:
         if figure := draw(curve, comparison, INCHES):
-            figure.suptitle(textwrap.fill(finding(curve, comparison), 80), fontsize=11)
+            figure.suptitle(_plain(finding(curve, comparison), 80), fontsize=11)
             yield curve, figure
 
 
@@ -75,16 +75,14 @@ def draw(curve: Curve, comparison: Comparison, width: float) -> Figure | None:
     """
     least = LEAST if curve.scale == "log" else -math.inf
     seen = [
-        index
-        for index, cell in enumerate(comparison.cells)
-        if any(value >= least for run in cell.runs for value in run.series(curve.key).values())
+        index for index, cell in enumerate(comparison.cells) if _is_seen(cell, curve.key, least)
     ]
     if not seen:
         return None
     series = [run.series(curve.key) for run in comparison.runs]
     neighbours = math.ceil(max(map(len, series)) / MOST_POINTS)
     columns, letters = (2, 45) if width >= TWO_COLUMNS else (1, 35)
-    labels = {index: textwrap.fill(comparison.cells[index].label, letters) for index in seen}
+    labels = {index: _plain(comparison.cells[index].label, letters) for index in seen}
     height = 1.2 + 0.35 * width + _legend_height(list(labels.values()), columns)
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     axes = figure.subplots()
@@ -103,6 +101,11 @@ def draw(curve: Curve, comparison: Comparison, width: float) -> Figure | None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower left", ncols=columns, frameon=False, handlelength=4)
     return figure
+
+
+def _plain(text: str, letters: int) -> str:
+    """Break a text into lines; a dollar in a path would be matplotlib's mathematics."""
+    return textwrap.fill(text, letters).replace("$", r"\$")
 
 
 def _few_ticks(axes: Axes) -> None:
@@ -154,6 +157,7 @@ def _learned(comparison: Comparison) -> str:
         "lower": "less accurate than BF16",
         "open": "not decided",
         "one seed": "not decided by one seed",
+        "diverged": "diverged",
     }
     if words.keys() == {"open"}:
         return "No accuracy is shown to differ from BF16's"
@@ -168,13 +172,19 @@ def _listed(labels: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(labels[:-1]), labels[-1]]))
 
 
+def _is_seen(cell: Cell, key: str, least: float) -> bool:
+    return any(value >= least for run in cell.runs for value in run.series(key).values())
+
+
 def _rewarded(comparison: Comparison) -> str:
     gains = {}
     for cell in comparison.cells:
         rewards = [list(run.series("reward/mean").values()) for run in cell.runs]
-        each = [fmean(r[-LAST_STEPS:]) - fmean(r[:LAST_STEPS]) for r in rewards if r]
+        each = [_risen(r) for r in rewards if len(r) > 1]
         if each:
             gains[cell.label] = fmean(each)
+    if not gains:
+        return "The reward of one step"
     flat = [label for label, gain in gains.items() if not gain > 0]
     if flat:
         return f"The reward does not rise in {_listed(flat)}"
@@ -182,12 +192,25 @@ def _rewarded(comparison: Comparison) -> str:
     return f"The reward rises in every cell, by {least:.2f} to {most:.2f}"
 
 
+def _risen(rewards: Sequence[float]) -> float:
+    """Return what the last steps' mean is above the first's, which share no step."""
+    steps = min(LAST_STEPS, len(rewards) // 2)
+    return fmean(rewards[-steps:]) - fmean(rewards[:steps])
+
+
 def _mismatched(comparison: Comparison) -> str:
-    kl = {cell.label: each.mean for cell in comparison.cells if (each := cell.numbers["KL"])}
-    most = max(kl, key=lambda label: kl[label])
-    unseen = [label for label, value in kl.items() if value < LEAST]
-    hidden = f"; below {LEAST:g}, so not drawn: {_listed(unseen)}" if unseen else ""
-    return f"The mean KL is highest in {most}, {kl[most]:.1e}{hidden}"
+    cells = [cell for cell in comparison.cells if cell.numbers["KL"]]
+    kl = {cell.label: each.mean for cell in cells if (each := cell.numbers["KL"])}
+    finite = {label: mean for label, mean in kl.items() if math.isfinite(mean)}
+    said = []
+    if finite:
+        most = max(finite, key=finite.__getitem__)
+        said.append(f"The mean KL is highest in {most}, {finite[most]:.1e}")
+    if diverged := [label for label in kl if label not in finite]:
+        said.append(f"not finite in {_listed(diverged)}")
+    if unseen := [each.label for each in cells if not _is_seen(each, "mismatch/kl", LEAST)]:
+        said.append(f"below {LEAST:g}, so not drawn: {_listed(unseen)}")
+    return "; ".join(said)
 
 
 def _legend_height(labels: list[str], columns: int) -> float:

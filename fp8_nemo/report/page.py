@@ -33,8 +33,8 @@ ABOUT_BASELINES = (
     "have done, with 95% intervals. `equal`: "
     f"the interval of accuracy lies within {EQUAL:g} points of zero. `open`: neither equal "
     "nor different, more seeds would tell. Speed is that of the median step inside NeMo RL, on the "
-    "same nodes, hardware and versions. One seed has no interval and gets no word, nor does a cell "
-    "of which a seed has not finished."
+    "same nodes, hardware and versions. One seed has no interval and gets no word, nor does the "
+    "accuracy of a cell of which a seed has not finished."
 )
 
 
@@ -210,6 +210,8 @@ def health(comparison: Comparison) -> str:
         for run in comparison.runs
         if (found := summary(run.rows, run.recipe.glue.verify))
     ]
+    if not any(run.steps for run in comparison.runs):
+        return "No step was done."
     return "\n".join(lines) or "No step was other than healthy."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import os
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -81,7 +82,11 @@ class FinishedRun:
     def matched(self) -> dict[str, str]:
         """Return what runs share if only their precision and correction are to be compared."""
         kept = {k: text for k, text in self.settings.items() if not k.startswith(OF_THE_CELL)}
-        return kept | {"starting weights": self.environment.get("weights", "not recorded")}
+        begun = {
+            "starting weights": self.environment.get("weights", "not recorded"),
+            "reward's code": self.environment.get("reward", "not recorded"),
+        }
+        return kept | begun
 
     def series(self, key: str) -> dict[int, float]:
         """Return step -> value of a metric, at the steps that have one."""
@@ -161,7 +166,7 @@ def _read_archive(archive: Path, written: int) -> dict[Path, dict[str, Any]]:
     try:
         with gzip.open(archive, "rt") as lines:
             found = [read_json(line) for line in lines]
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise RunDirError(f"{archive}: cannot be read ({error})") from error
     return {
         folder / each["run"]: each for each in found if isinstance(each, dict) and "run" in each

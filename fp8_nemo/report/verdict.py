@@ -2,11 +2,11 @@
 
 The rule, for each model of a comparison, by the words of `against_bf16.py`:
 
-    out        accuracy `lower` or diverged, an unstable step, a `slower` step.
+    out        accuracy `lower` or diverged, an unstable step, a step no faster in the mean.
     proven     accuracy `equal` or `higher`. The fastest proven cell is taken.
     open       accuracy `open`. Without a proven cell, the fastest open one is taken for now.
     one seed   proves nothing. Undecided.
-    unknown    not matched, not finished, or BF16 itself did not learn. Undecided.
+    unknown    not matched, not finished, or BF16 itself did not learn or was unstable. Undecided.
 
 If all cells are out, BF16 stays. Where no step was timed (the local backend emulates FP8 on a CPU),
 better health decides, then fewer bytes a refit, then the smaller possible loss.
@@ -26,7 +26,14 @@ from fp8_nemo.recipe.compose import ComposeError, compose
 from fp8_nemo.recipe.mistake import as_typed
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import leaves, to_json
-from fp8_nemo.report.against_bf16 import EQUAL, AgainstBaseline, against_baselines, baseline_of
+from fp8_nemo.report.against_bf16 import (
+    EQUAL,
+    AgainstBaseline,
+    against_baselines,
+    baseline_of,
+    health_of,
+    unstable_seeds,
+)
 from fp8_nemo.report.compare import STUDENT, Cell, Comparison
 
 GROUPS = ("model", "precision", "correction", "data", "grpo", "glue", "cluster")
@@ -34,6 +41,7 @@ ALWAYS_TYPED = ("model", "precision", "correction")
 BASELINE = ("precision=bf16", "correction=none")
 FIRST_INTERVAL = 3
 """Seeds that give an interval worth having: of two it is 9 standard deviations to either side."""
+ON_A_CPU = "Speed cannot be known from these runs: the local backend emulates FP8 on a CPU."
 PROVEN, OPEN, ONE_SEED, UNKNOWN, OUT = "proven", "open", "one seed", "unknown", "out"
 STANDINGS = (PROVEN, OPEN, ONE_SEED, UNKNOWN, OUT)
 """Best first."""
@@ -119,38 +127,46 @@ def _choose(model: str, cells: Sequence[Cell], against: dict[str, AgainstBaselin
     commands = _commands(rerun, seeds) if seeds else ()
     if seeds and not commands:
         remedy += f" Repeat the lines that made these runs with seed={_joined(seeds)}."
-    caveats = () if best.word == OUT else (*_on_speed(best, standings),)
+    caveats = (*_on_speed(best, standings),)
     return Choice(model, take, headline, why, caveats, remedy, commands, (*standings,))
 
 
 def _ask_for_the_other_side(model: str, cells: Sequence[Cell]) -> Choice:
     """Choose nothing without a pair of FP8 and BF16; say how to run the side that is missing."""
     runs = [run for cell in cells for run in cell.runs]
+    recipe = runs[0].recipe
     side, words = ("FP8", []) if baseline_of(cells[0], cells) else ("BF16", BASELINE)
     [other] = compose(words)
-    recipe = dataclasses.replace(
-        runs[0].recipe, precision=other.precision, correction=other.correction
-    )
+    is_matched = side == "FP8" and recipe.correction.name != "none"
+    correction = recipe.correction if is_matched else other.correction
+    recipe = dataclasses.replace(recipe, precision=other.precision, correction=correction)
     line = _line(recipe, sorted({run.recipe.seed for run in runs}))
     remedy, commands = ("Run it.", (line,)) if line else ("", ())
     why = f"there is no {side} run of {model} to compare with"
-    return Choice(model, None, "Undecided", why, (), remedy, commands, ())
+    caveats = (ON_A_CPU,) if runs[0].plan.backend == "local" else ()
+    return Choice(model, None, "Undecided", why, caveats, remedy, commands, ())
 
 
 def _standing(found: AgainstBaseline, cell: Cell, labels: dict[str, Cell]) -> Standing:
     """Say how a cell stands against its baseline, by the rule at the head of this module."""
     seeds = "1 seed" if found.seeds == 1 else f"{found.seeds} seeds"
-    gain = labels[found.baseline].numbers["gain"]
+    baseline = labels[found.baseline]
+    gain = baseline.numbers["gain"]
     if found.health == STATES[-1]:
-        return Standing(OUT, "unstable in some step", seeds, found, cell)
-    if found.speed_word == "slower" and found.step:
+        if health_of(baseline) == STATES[-1]:
+            return Standing(UNKNOWN, "unstable, and so is BF16", found.baseline, found, cell)
+        return Standing(OUT, "unstable in some step", unstable_seeds(cell), found, cell)
+    if found.step and found.step.mean < 1 and found.speed_word in ("slower", "open"):
         speed = f"{found.step.text('.2f')} times as fast, {seeds}"
-        return Standing(OUT, "slower than BF16", speed, found, cell)
+        word = "slower" if found.speed_word == "slower" else "not shown to be faster"
+        return Standing(OUT, f"{word} than BF16", speed, found, cell)
     if gain and gain.mean <= 0:
         lost = f"{found.baseline} gained {gain.text('+.1f')} points"
         return Standing(UNKNOWN, "not to be judged, BF16 did not learn", lost, found, cell)
-    if found.accuracy is None or found.unmatched or found.finished < found.seeds:
-        reason = f"not matched to {found.baseline}" if found.unmatched else "not finished"
+    if found.accuracy is None or found.unmatched or not found.is_finished:
+        ended = found.seeds and _have_ended((cell, baseline))
+        waiting = "finished without a last validation" if ended else "not finished"
+        reason = f"not matched to {found.baseline}" if found.unmatched else waiting
         missing = found.unmatched[0] if found.unmatched else _unfinished(found)
         return Standing(UNKNOWN, reason, missing, found, cell)
     if not math.isfinite(found.accuracy.mean):
@@ -171,7 +187,12 @@ def _unfinished(found: AgainstBaseline) -> str:
     """Say how far a cell and its baseline are."""
     if not found.seeds:
         return f"no seed in common with {found.baseline}"
-    return f"{found.finished} of {found.seeds} seeds have a last validation on both sides"
+    seeds = found.seeds + found.died
+    return f"{found.validated} of {seeds} seeds have a last validation on both sides"
+
+
+def _have_ended(cells: Iterable[Cell]) -> bool:
+    return all(run.state == "finished" for cell in cells for run in cell.runs)
 
 
 def _rank(standing: Standing) -> tuple[float, ...]:
@@ -183,7 +204,7 @@ def _rank(standing: Standing) -> tuple[float, ...]:
     if found.accuracy and math.isfinite(found.accuracy.mean):
         least = found.accuracy.mean - (found.accuracy.half or 0.0)
     place = STANDINGS.index(standing.word)
-    return place, -speed, STATES.index(found.health), share, -least
+    return place, -speed, ["-", *STATES].index(found.health), share, -least
 
 
 def _gains(best: Standing) -> str:
@@ -202,7 +223,9 @@ def _on_speed(best: Standing, standings: Iterable[Standing]) -> Iterator[str]:
     """Yield what is not known of speed, and which open cells are faster than a proven one."""
     speed = best.found.step
     if best.cell.runs[0].plan.backend == "local":
-        yield "Speed cannot be known from these runs: the local backend emulates FP8 on a CPU."
+        yield ON_A_CPU
+    elif best.word == OUT:
+        return
     elif speed is None:
         yield "Speed is not known: no step of both was timed on the same machines and versions."
     elif best.word == PROVEN:
@@ -221,7 +244,9 @@ def _seeds_to_run(best: Standing, cells: Iterable[Cell]) -> tuple[str, list[int]
             f"Run seeds {_joined(run, ', ')}: {FIRST_INTERVAL} a cell give a first interval.",
             run,
         )
-    if best.word == UNKNOWN and not found.unmatched and found.finished < max(found.seeds, 1):
+    if best.word == UNKNOWN and not found.unmatched and not found.is_finished:
+        if found.seeds and _have_ended(cells):
+            return "Validate the last step: grpo.validate_every must divide grpo.steps.", []
         return "Resume what has stopped and run what is missing.", there
     if best.word != OPEN:
         return "", []

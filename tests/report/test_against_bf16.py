@@ -262,7 +262,7 @@ def test_a_cell_of_which_a_seed_died_gets_no_word_on_accuracy():
     whole = pairs([0.1, 0.1, 0.2, 0.1])
     whole[-1] = dataclasses.replace(whole[-1], rows=whole[-1].rows[:2])
     found = only(*whole)
-    assert (found.seeds, found.finished) == (4, 3) and found.accuracy_word == "3 of 4 finished"
+    assert (found.seeds, found.validated) == (4, 3) and found.accuracy_word == "3 of 4 finished"
     assert "accuracy +0.1 ±0.1 points (3 of 4 finished)" in str(found)
 
 

@@ -661,3 +661,71 @@ def test_a_setting_with_a_tag_or_a_star_stays_text_in_the_page(make):
     page = to_markdown(compare(map(read_run, paths)), {}, "x")
     assert "<img" not in page and "</answer>" not in page
     assert r"vllm_kwargs.revision=&lt;img src=x onerror=alert(1)&gt; \*c\*" in page
+
+
+def test_a_damaged_archive_is_one_line(make, capsys, tmp_path):
+    packed = gzip.compress(to_json({"run": "x" * 400}).encode() * 9)
+    damaged = packed[:20] + bytes(byte ^ 255 for byte in packed[20:40]) + packed[40:]
+    (tmp_path / f"runs{ARCHIVE}").write_bytes(damaged)
+    assert main([str(tmp_path / "runs")]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "cannot be read" in err
+
+
+def test_runs_that_were_scored_by_other_code_are_not_matched(make):
+    rewards = {}
+    for precision, digest in ((BF16, "aaaa"), (KV, "bbbb")):
+        path = make(finished(), precision=precision)
+        environment = path / provenance.ENVIRONMENT
+        found = json.loads(environment.read_text())
+        environment.write_text(to_json(found | {"reward": digest}))
+        rewards[path] = digest
+    notes = compare([read_run(path) for path in rewards]).notes
+    assert any(note.startswith("not matched: reward's code is aaaa") for note in notes)
+
+
+def test_the_seed_with_the_fewest_proven_weights_is_the_one_that_counts(make):
+    proven = make(finished(), seed=1)
+    skipped = make(finished(refit__verified_weights=0), seed=2)
+    assert shown(only_cell(proven, skipped))["verified"] == "0"
+
+
+def test_a_drift_that_was_no_number_is_none_in_whatever_step(make):
+    for drifts in ((0.1, math.nan, 0.2), (math.nan, 0.1, 0.2)):
+        rows = [
+            metrics(1),
+            *(metrics(n, recalibrate__max_drift=x) for n, x in enumerate(drifts, 2)),
+        ]
+        assert shown(only_cell(make(rows)))["drift"] == "nan%"
+
+
+def test_a_dollar_in_a_label_is_drawn_as_it_stands(make, tmp_path):
+    for number in range(2):
+        other = {"policy": {"generation": {"vllm_kwargs": {"revision": f"x_$USER/y_$z/{number}"}}}}
+        make(finished(), backend="nemo", nemo=other)
+    comparison = compare(*read_runs(find_runs(tmp_path / "outputs")))
+    assert all("$" in cell.label for cell in comparison.cells)
+    assert len(list(chain(*save_figures(comparison, tmp_path).values()))) == len(CURVES)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 5])
+def test_the_reward_of_a_few_steps_rises_if_it_does(make, steps):
+    rows = [metrics(step, reward__mean=step / 10) for step in range(1, steps + 1)]
+    assert titles(make(rows, steps=steps))["reward"].startswith("The reward rises in every cell")
+
+
+def test_a_mismatch_that_is_no_number_is_named_and_not_the_highest(make):
+    well = make(finished())
+    for kl in (math.nan, 0.2):
+        broken = make(finished(mismatch__kl=kl), precision=E2E_KV)
+        said = titles(well, broken)["mismatch"]
+        highest = "fp8-kv-attn-tis, 6.0e-03" if kl != 0.2 else "fp8-e2e-kv-attn-tis, 2.0e-01"
+        assert said.startswith(f"The mean KL is highest in {highest}")
+        assert ("not finite in fp8-e2e-kv-attn-tis" in said) == (kl != 0.2)
+        for file in broken.iterdir():
+            file.unlink() if file.is_file() else None
+
+
+def test_a_curve_that_is_drawn_is_not_called_hidden(make):
+    rows = [metrics(step, mismatch__kl=1e-6 if step == 2 else 1e-14) for step in range(1, 40)]
+    assert "not drawn" not in titles(make(rows, steps=39))["mismatch"]

@@ -145,6 +145,12 @@ def test_runs_that_have_not_begun_are_cards_of_dashes_without_a_figure(tmp_path)
     assert "<details open><summary>Resume" in text, "what to run is not folded"
 
 
+def test_a_page_without_a_verdict_says_that_local_runs_are_an_emulation(tmp_path):
+    run = frozen(tmp_path, "precision=bf16")
+    assert main([str(run), "--html"]) == 0
+    assert "emulates FP8 on a CPU" in (run / "report" / "report.html").read_text()
+
+
 def test_a_setting_with_a_tag_stays_text(tmp_path):
     evil = "<img src=x onerror=alert(1)>"
     for text in (evil, "</article>"):

@@ -40,7 +40,10 @@ def write(tmp_path):
             for step in range(1, steps + 1):
                 row = {"step": step, "mismatch/kl": 0.001, "refit/bytes": sent}
                 row |= {"time/step": seconds, "time/rollout": seconds, "health/state": state}
-                append_metrics(frozen.path, row | ({"val/accuracy": last} if step == 4 else {}))
+                append_metrics(
+                    frozen.path,
+                    row | ({"val/accuracy": last} if step == 4 and last is not None else {}),
+                )
 
     return cell
 
@@ -167,7 +170,7 @@ def test_an_option_that_is_not_here_leaves_the_lines_to_who_wrote_them(write, ch
     ("changes", "why"),
     [
         ({"lasts": shifted(-5, -5.5, -6)}, "less accurate than BF16 (-5.5 ±1.2 points, 3 seeds)"),
-        ({"lasts": shifted(0.1, 0, 0.1), "state": 2}, "unstable in some step (3 seeds)"),
+        ({"lasts": shifted(0.1, 0, 0.1), "state": 2}, "unstable in some step (3 of 3 seeds)"),
         ({"lasts": [math.nan, 0.7, 0.7]}, "diverged (3 seeds)"),
         ({"seconds": 3.0}, "slower than BF16 (0.67 times as fast, 3 seeds)"),
     ],
@@ -254,3 +257,56 @@ def test_each_model_has_a_choice_of_its_own(write, tmp_path):
     both = choices(compare(*read_runs(find_runs(tmp_path / "outputs"))))
     said = [each.headline for each in both]
     assert said == ["Take tiny-llama/fp8-e2e-tis", "Undecided for tiny-qwen3-moe"]
+
+
+def test_a_small_loss_that_is_certain_is_within_what_counts_as_equal(write, chosen):
+    write(BF16)
+    write(E2E, shifted(-0.4, -0.5, -0.6))
+    assert str(chosen()).startswith("Take fp8-e2e-tis: as accurate as BF16 within 2 points (-0.5")
+
+
+def test_a_cell_that_is_slower_in_the_mean_is_not_taken_for_its_speed(write, chosen):
+    write((*BF16, *NEMO), seconds=10.0)
+    for seed, (last, seconds) in enumerate(zip(SEEDS, (11.0, 14.0, 10.0), strict=True), 1):
+        write((*E2E, *NEMO), [last], seed=seed, seconds=seconds)
+    choice = chosen()
+    assert choice.take is None and choice.headline == "Stay with BF16"
+    assert "not shown to be faster than BF16 (0.87 ±0.36 times as fast" in choice.why
+
+
+def test_a_baseline_that_was_unstable_too_puts_no_cell_out(write, chosen):
+    write(BF16, state=2)
+    write(E2E, state=2)
+    choice = chosen()
+    assert choice.headline == "Undecided"
+    assert choice.why == "fp8-e2e-tis is unstable, and so is BF16 (bf16-none)"
+
+
+def test_the_fp8_line_that_is_asked_for_has_the_correction_of_its_baseline(write, chosen):
+    write(("precision=bf16", "correction=seq-tis"))
+    [line] = chosen().commands
+    assert "precision=fp8-" in line and "correction=seq-tis" in line
+
+
+def test_what_is_only_checked_of_a_correction_does_not_unmatch_it(write, chosen):
+    write(("precision=bf16", "correction=mis"))
+    write(("precision=fp8-linear", "correction=mis", "correction.max_reject=0.2"))
+    assert chosen().take == "fp8-linear-mis"
+
+
+def test_a_seed_that_stopped_speaks_against_its_cell_although_bf16_lacks_it(write, chosen):
+    write(BF16)
+    write(E2E)
+    assert chosen().take == "fp8-e2e-tis"
+    write(E2E, [0.7], seed=4, steps=2)
+    choice = chosen()
+    assert choice.take is None
+    assert "not finished (3 of 4 seeds have a last validation on both sides)" in choice.why
+
+
+def test_finished_runs_without_a_last_validation_are_not_resumed(write, chosen):
+    write(BF16, [None] * 3)
+    write(E2E, [None] * 3)
+    choice = chosen()
+    assert "finished without a last validation" in choice.why and choice.commands == ()
+    assert choice.remedy == "Validate the last step: grpo.validate_every must divide grpo.steps."

@@ -14,7 +14,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from fp8_nemo.report import page
-from fp8_nemo.report.against_bf16 import EQUAL, KL_FORMAT, health_of
+from fp8_nemo.report.against_bf16 import EQUAL, KL_FORMAT, health_of, is_bf16
 from fp8_nemo.report.compare import COLUMNS, EMULATION, SECTIONS, Cell, Comparison
 from fp8_nemo.report.figures import CURVES, Curve, draw, finding, to_svg
 from fp8_nemo.report.verdict import ONE_SEED, OPEN, OUT, PROVEN, UNKNOWN, Choice, Standing, choices
@@ -30,16 +30,17 @@ LOOKS = {
     OUT: ("bad", "✗ out"),
 }
 """Class and badge of a cell, by its standing."""
-HEALTH = {"healthy": ("good", "●"), "watch": ("warn", "▲"), "unstable": ("bad", "✗")}
+HEALTH = {"healthy": ("good", "●"), "watch": ("warn", "▲"), "unstable": ("bad", "✗"), "-": ("", "")}
 STRIP = (
     "Bars: accuracy against BF16 with its 95% interval over seeds. Grey: within "
     f"{EQUAL:g} points, which counts as equal."
 )
 RULE = (
     f"The rule: of the cells whose accuracy is higher than BF16's or equal to it within {EQUAL:g} "
-    "points, and that were never unstable, the fastest is taken. Without one, the fastest whose "
-    "accuracy is not shown to be lower is taken for now. One seed proves nothing. Where no step "
-    "was timed, better health decides, then fewer bytes, then the smaller possible loss."
+    "points, that were never unstable and whose step is no slower, the fastest is taken. Without "
+    "one, the fastest whose accuracy is not shown to be lower is taken for now. One seed proves "
+    "nothing. Where no step was timed, better health decides, then fewer bytes, then the smaller "
+    "possible loss."
 )
 
 
@@ -142,8 +143,7 @@ def _card(standing: Standing, *, taken: bool, scale: float) -> str:
 
 def _plain_card(cell: Cell) -> str:
     """Return the card of a cell that is held against nothing: BF16, or FP8 without it."""
-    quantized = cell.runs[0].recipe.precision.rollout.is_quantized
-    badge = "no BF16 beside it" if quantized else "BF16"
+    badge = "BF16" if is_bf16(cell) else "no BF16 beside it"
     accuracy = cell.show(next(column for column in COLUMNS if column.name == "last acc."))
     return (
         f'<article class="card plain">{_head(cell, "plain", badge)}'
