@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.speed.decode_kernels import RANGES
 from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.runs.provenance import environment
 
@@ -91,9 +92,8 @@ def kernels(work: Callable[[], Any]) -> list[tuple[str, float]]:
     except (AssertionError, RuntimeError) as error:
         print(f"no profile: {error}", flush=True)
         return []
-    ranges = ("##", "Profiler", "nccl:")  # of kernels, which are there too
     found = ((each.key, each.self_device_time_total / 1e3) for each in seen.key_averages())
-    return [(name, spent) for name, spent in found if spent and not name.startswith(ranges)]
+    return [(name, spent) for name, spent in found if spent and not name.startswith(RANGES)]
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:

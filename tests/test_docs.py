@@ -528,7 +528,7 @@ def pays_from():
 def estimated_on_h100():
     """What README says first of 8 H100."""
     short, long = (planned("h100", tokens)[KV] for tokens in (4096, 8192))
-    return f"to be {short} times as fast at a limit of 4k, {long} at 8k, if"
+    return f"to be {long} times as fast at a limit of 8k, {short} at 4k, if"
 
 
 def planned_gain(pair):
@@ -1368,7 +1368,7 @@ SAID = {
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
             f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
-            ", with answers of 4,000 tokens; for these the plan says "
+            ", with answers of 4,000 tokens, twice as long; for these the plan says "
             f"{planned_gain(ADAPTERS):.2f}x |"
         ),
         short_on_h100,

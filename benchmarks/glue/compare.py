@@ -39,9 +39,10 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -398,6 +399,7 @@ def refits(
             found[name]["rounds"].append(bench.refit())
             bench.rest()
             found[name]["bytes"] = refit_bytes(bench.parts.policy.refit_info)
+            found[name]["median"] = _medians(found[name]["rounds"])
         keep(found)
     for round_ in range(repetitions):  # apart from the refits, whose memory they would take
         for name, (glue, _) in kinds.items():
@@ -405,6 +407,7 @@ def refits(
             export = max(bench.in_policy(time_export, True))
             encode = max(bench.in_policy(time_export, False))
             found[name]["rounds"][round_] |= {"export": export, "encode": encode}
+            found[name]["median"] = _medians(found[name]["rounds"])
         keep(found)
     for _ in range(repetitions):
         for name, (glue, share) in kinds.items():
@@ -416,22 +419,28 @@ def refits(
         clocked_rounds = each["clocked rounds"]
         clocks = sorted({key for times in clocked_rounds for key in times})
         each["where"] = {key: median(t.get(key, 0.0) for t in clocked_rounds) for key in clocks}
-        keys = each["rounds"][0]
-        each["median"] = {key: median(times[key] for times in each["rounds"]) for key in keys}
         print({k: round(v, 3) for k, v in each["median"].items()}, each["bytes"], flush=True)
         print({k: round(v, 3) for k, v in each["where"].items()}, flush=True)
     return found
 
 
+def _medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the medians of what all rounds have so far."""
+    keys = [key for key in rounds[0] if all(key in each for each in rounds)]
+    return {key: median(each[key] for each in rounds) for key in keys}
+
+
 def _clocked_refit(bench: Bench) -> dict[str, float]:
-    """Time one refit with clocks in both sides' workers; return seconds by name."""
+    """Time one refit with clocks in both sides' workers; return seconds by name, the slowest's."""
     bench.in_policy(clock_policy)
     bench.in_vllm(clock_vllm)
     times = bench.refit()
     sides = bench.in_policy(take_clock) + bench.in_vllm(take_clock)
     bench.in_vllm(mend_vllm)
     bench.rest()
-    clocks = {key: spent for side in sides for key, spent in side.items()}
+    clocks: dict[str, float] = {}
+    for key, spent in chain.from_iterable(side.items() for side in sides):
+        clocks[key] = max(spent, clocks.get(key, 0.0))
     return {name: times[name] for name in ("refit", "transfer")} | clocks
 
 

@@ -140,15 +140,15 @@ def _lane(
         print(lines[-1], flush=True)
 
 
-def make_models(models: Path) -> None:
-    """Make the two starting models, on a GPU each, unless they exist."""
+def make_models(models: Path, gpus: int) -> None:
+    """Make the two starting models, on a GPU each where there are two, unless they exist."""
     makers = [
         subprocess.Popen(
             [sys.executable, "-m", "fp8_nemo.recipes.make_model", models / name, f"model={name}"],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)},
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(number % gpus)},
             stdout=subprocess.DEVNULL,
         )
-        for gpu, name in enumerate(MODELS)
+        for number, name in enumerate(MODELS)
         if not (models / name).exists()
     ]
     codes = [maker.wait() for maker in makers]
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="cells whose arguments hold this text")
     parser.add_argument("--commit", help="of the code, where it runs outside a clone")
     options = parser.parse_args()
-    make_models(options.models)
+    make_models(options.models, options.gpus)
     todo = [
         cell
         for cell in cells(options.cells.split(","))

@@ -10,7 +10,7 @@ set -uo pipefail
 run_dir=$(python3 - "$@" <<'PYTHON'
 import sys
 
-from fp8_nemo.recipe.compose import compose_plans
+from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.runs.frozen_code import freeze_code
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.runs.run_dir import freeze

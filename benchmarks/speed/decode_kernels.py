@@ -34,6 +34,8 @@ CLASSES = (
 OTHER, GAPS = "other", "gaps"
 TOP = 15
 MICRO = 1e3  # microseconds of a millisecond
+RANGES = ("##", "Profiler", "nccl:")
+"""How the names of ranges begin, which a profile has beside the kernels in them."""
 
 
 class Kernel(NamedTuple):

@@ -50,7 +50,6 @@ from fp8_nemo.nemo_config.keys import VLLM_KWARGS
 from fp8_nemo.nemo_config.overrides import GRAPHS, path_variables
 from fp8_nemo.nemo_config.own.alignment import alignment_keys
 from fp8_nemo.recipe.options.model import Shape
-from fp8_nemo.recipe.plain import to_json
 
 POINTS = "64x1024,256x1024,64x4096,32x8192"
 USUAL = {"fp8-linear": "fp8-linear-deepgemm"}  # a precision's own variant, where the name differs
@@ -133,8 +132,7 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
 def write_model(folder: Path, shape: Shape, longest: int, text: bool) -> None:
     """Write a `config.json`; with text also a tokenizer that has a word for every token."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = rollout.model_config(shape, longest)
-    (folder / "config.json").write_text(to_json(config, indent=1) + "\n")
+    rollout.write_config(folder, shape, longest)
     if not text:
         return
     from tokenizers import Tokenizer, models, pre_tokenizers

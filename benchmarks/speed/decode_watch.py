@@ -10,10 +10,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.speed.decode_kernels import Kernel, summary
+from benchmarks.speed.decode_kernels import RANGES, Kernel, summary
 
 SETTLE, STEPS = 8, 20  # decode steps before the first that counts; and those of either part
-RANGES = ("##", "Profiler", "nccl:")  # of kernels, which are there too
 
 
 class Clock:

@@ -38,7 +38,8 @@ from fp8_nemo.recipe.options.precision import Precision
 NOTHING = Fitted(0.0, 0.0, 0.0)
 OPTIONS = ("fp8-kv-attn", "fp8-linear", "nvfp4-w4a16", "bf16")
 UNUSED = "cutlass", "experts"  # kernels that no plan asks for
-GLUES = {"stock": "bf16", "ledger": "fp8-linear"}  # what travels; FP8 KV scales weigh nothing
+GLUES = {"stock": "bf16", "bytes": "fp8-linear", "ledger": "fp8-linear"}
+"""What travels, by glue; `ledger` is of older files. FP8 KV scales weigh nothing."""
 
 
 class Step(NamedTuple):
@@ -219,10 +220,11 @@ def capacities(content: Mapping[str, Any], model: str, reserve: float) -> list[d
 
 def refit_points(content: Mapping[str, Any], model: str, gpu: str) -> Iterator[Measured]:
     """Yield what a refit's transfer took in one run of benchmarks/glue/compare.py."""
-    for n, (glue, option) in enumerate(GLUES.items()):
+    refits = content["refit"]
+    for n, (glue, option) in enumerate((k, v) for k, v in GLUES.items() if k in refits):
         shape, precision = recipe_parts(model, option)
         without = refit_seconds(shape, precision, gpu, fixed=0.0)
-        yield Measured(glue, content["refit"][glue]["median"]["transfer"], without, n == 0)
+        yield Measured(glue, refits[glue]["median"]["transfer"], without, n == 0)
 
 
 def recipe_parts(model: str, precision: str) -> tuple[Shape, Precision]:

@@ -31,12 +31,14 @@ SPEED = GPU_SPEED["h200"]
 
 
 class Row(NamedTuple):
-    """One pass of one measured micro-batch: `Row("bf16", 0, settled, 8192, 0.055, "file")`."""
+    """One pass of one measured micro-batch: `Row("bf16", 0, settled, 8192, 1, 0.055, "file")`."""
 
     format: str
     way: int
     settled: Settled
     tokens: int
+    """Of the micro-batch."""
+    sequences: int
     seconds: float
     file: str
 
@@ -50,7 +52,8 @@ def rows_of(file: Path) -> Iterator[Row]:
             continue
         for way, name in enumerate(PASSES):
             seconds = each[name]["median"] / 1e3
-            yield Row(each["variant"], way, settled_of(each), each["tokens"], seconds, file.name)
+            settled, packed = settled_of(each), each.get("sequences", 1)
+            yield Row(each["variant"], way, settled, each["tokens"], packed, seconds, file.name)
 
 
 def settled_of(row: dict[str, Any]) -> Settled:
@@ -85,7 +88,8 @@ def _work(row: Row) -> tuple[float, float, float]:
     shape = row.settled.recipe.model.shape
     work, at = layer_work(shape), (1 + row.way) * row.tokens * shape.layers
     linear = at * (work.quantized + work.other)
-    seen = row.tokens * shape.layers * 2 * shape.heads * shape.head_dim * row.tokens
+    seen = row.tokens * shape.layers * 2 * shape.heads * shape.head_dim
+    seen *= row.tokens / row.sequences
     attention = (1, 2.5)[row.way] * seen / SPEED.bf16
     quantized = row.format == "fp8"
     return (
@@ -97,7 +101,7 @@ def _work(row: Row) -> tuple[float, float, float]:
 
 def compared(row: Row, half: str) -> dict[str, Any]:
     """Compare a row as measured with the row that the plan's rates predict."""
-    lengths = Lengths(0, row.tokens)
+    lengths = Lengths(0, row.tokens / row.sequences)
     predicted = stack_seconds(row.settled, lengths, row.tokens, row.way)
     if row.way and row.settled.layout.recompute:
         predicted += stack_seconds(row.settled, lengths, row.tokens, 0)

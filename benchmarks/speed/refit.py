@@ -11,7 +11,8 @@ up to the last byte, `of_loaded` the median over rounds of its ratio to that of 
 `allocations` how often memory was asked of the device: each starts with an empty cache, as NeMo
 RL's refits do (`offload_before_refit`).
 `watch`: one layer's Q, K and V in a micro-batch of so many rows: microseconds of the host and of
-the device. What glue.py measures in a real set-up has these parts. Runs on a CPU too, to be tested.
+the device. What benchmarks/glue/compare.py measures in a real set-up has these parts. Runs on a CPU
+too, to be tested.
 """
 
 from __future__ import annotations

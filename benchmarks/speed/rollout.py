@@ -92,27 +92,14 @@ BLOCK_FP8 = {
 }  # fmt: skip
 
 
-def model_config(shape: Shape, longest: int) -> dict[str, Any]:
-    """Return a `config.json` as transformers and vLLM read it, of either family."""
-    common = {
-        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "head_dim": shape.head_dim,
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "tie_word_embeddings": shape.tied,
-        "max_position_embeddings": longest, "hidden_act": "silu", "dtype": "bfloat16",
-        "attention_bias": False, "bos_token_id": None, "eos_token_id": shape.vocab - 1,
+def write_config(folder: Path, shape: Shape, longest: int) -> None:
+    """Write the `config.json` of a model of any family: no first token, the last ends an answer."""
+    from benchmarks.speed.random_model import config_of
+
+    config = config_of(shape).to_dict() | {
+        "max_position_embeddings": longest, "bos_token_id": None, "eos_token_id": shape.vocab - 1,
     }  # fmt: skip
-    if not shape.experts:
-        return common | {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False,
-            "intermediate_size": shape.ffn, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
-        }  # fmt: skip
-    return common | {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-        "intermediate_size": shape.ffn, "moe_intermediate_size": shape.expert_ffn,
-        "num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token,
-        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    }  # fmt: skip
+    (folder / "config.json").write_text(to_json(config, indent=1) + "\n")
 
 
 def engine_arguments(
@@ -378,8 +365,7 @@ def run_one(options: argparse.Namespace) -> None:
     if options.tensor > 1:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     folder.mkdir(parents=True, exist_ok=True)
-    config = model_config(plan.recipe.model.shape, longest(options))
-    (folder / "config.json").write_text(to_json(config, indent=1) + "\n")
+    write_config(folder, plan.recipe.model.shape, longest(options))
     bench = Bench(options, plan)
     (bench.in_nemo if options.nemo else bench.alone)(folder)
 
@@ -424,7 +410,8 @@ def against_bf16(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows by point, each with its tokens/s over those of BF16 in the same engine."""
 
     def place(row: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("model", "regime", "prompt", "batch", "engine"))
+        names = ("model", "regime", "prompt", "batch", "engine")
+        return *(row[name] for name in names), row.get("tensor", 1)
 
     rates = {
         (place(row), row["precision"]): row["tokens_per_second"]["median"]

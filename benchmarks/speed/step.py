@@ -185,7 +185,8 @@ def _train_row(
         "tensor": parallel.tensor,
     }  # fmt: skip
     for file, row in _rows(files):
-        alike = "error" not in row and all(row.get(key) == value for key, value in wanted.items())
+        is_one = "error" not in row and row.get("sequences", 1) == 1
+        alike = is_one and all(row.get(key) == value for key, value in wanted.items())
         if alike and row["experts"] // row["expert"] == held:  # by exchange, or only as many
             return row, file
     start = f"torchrun --nproc-per-node {parallel.tensor}" if parallel.tensor > 1 else "python"

@@ -24,12 +24,13 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import record
+from benchmarks.speed.decode_kernels import RANGES, Kernel, busy
 from benchmarks.speed.train import by_kind, free_port
 from fp8_nemo.launch.driver import prepare
 from fp8_nemo.nemo_config.checkout import config_of, host_of
@@ -145,15 +146,6 @@ def packed(config: Any, batch: Any, tokens: int) -> Any:
     return shard
 
 
-def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that spans cover together; overlaps count once. Spans are microseconds."""
-    covered, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered / 1e6
-
-
 def watched(train: Any) -> dict[str, Any]:
     """Run `train` under the profiler: seconds, the GPU's, kernels, and the host's longest calls."""
     import torch
@@ -166,12 +158,16 @@ def watched(train: Any) -> dict[str, Any]:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
     on_device = [e for e in seen.events() or () if e.device_type == DeviceType.CUDA]
-    kernels = [e for e in on_device if not e.name.startswith(("##", "Profiler", "nccl:"))]
-    kinds, others = by_kind((e.name, e.time_range.elapsed_us() / 1e3) for e in kernels)
+    kernels = [
+        Kernel(e.name, e.time_range.start, e.time_range.elapsed_us())
+        for e in on_device
+        if not (e.is_user_annotation or e.name.startswith(RANGES))
+    ]
+    kinds, others = by_kind((each.name, each.duration / 1e3) for each in kernels)
     calls = sorted(seen.key_averages(), key=lambda each: -each.self_cpu_time_total)[:HOST_ROWS]
     return {
         "seconds": seconds,
-        "busy": busy_seconds((e.time_range.start, e.time_range.end) for e in kernels),
+        "busy": busy(kernels) / 1e6,
         "launches": len(kernels), "kernels_ms": kinds, "other_kernels_ms": others,
         "host": [{"name": each.key[:80], "calls": each.count,
                   "seconds": each.self_cpu_time_total / 1e6} for each in calls],
@@ -309,7 +305,8 @@ def main() -> None:
                 options.out, options.commit, precision=plan.recipe.precision.name, rows=rows
             )
             print({key: rows[-1][key] for key in SHOWN}, flush=True)
-    record.show(f"{options.model}, a step in NeMo RL's worker", rows)
+    shown = [{key: row[key] for key in SHOWN} for row in rows]
+    record.show(f"{options.model}, a step in NeMo RL's worker", shown)
 
 
 if __name__ == "__main__":

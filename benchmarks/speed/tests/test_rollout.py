@@ -214,21 +214,22 @@ def test_the_longest_sequence_fits_and_every_batch_has_its_graph():
     assert given["enforce_eager"] and "compilation_config" not in given
 
 
-@pytest.mark.parametrize("model", ["llama31-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("model", ["llama31-8b", "qwen3-8b", "qwen25-7b", "qwen3-30b-a3b"])
 def test_transformers_reads_the_shape_back_from_the_config(model, tmp_path):
     transformers = pytest.importorskip("transformers")
     shape = bench.plan_of(
         bench.parse([*OUT, "--model", model, "--precision", "bf16"]), Path("f")
     ).recipe.model.shape
-    (tmp_path / "config.json").write_text(json.dumps(bench.model_config(shape, 8192)))
+    bench.write_config(tmp_path, shape, 8192)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    read = config.hidden_size, config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    assert read == (shape.hidden, shape.layers, shape.kv_heads, shape.head_dim)
+    read = config.hidden_size, config.num_hidden_layers, config.num_key_value_heads
+    assert read == (shape.hidden, shape.layers, shape.kv_heads)
+    assert config.model_type == shape.family and config.max_position_embeddings == 8192
     assert config.vocab_size == shape.vocab and config.bos_token_id is None
     if shape.experts:
         assert (config.num_experts, config.moe_intermediate_size) == (128, 768)
     else:
-        assert config.intermediate_size == 14336
+        assert config.intermediate_size == shape.ffn
 
 
 def test_weights_are_spread_alike_in_both_formats_and_every_scale_is_set():

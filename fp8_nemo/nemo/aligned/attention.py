@@ -101,7 +101,7 @@ def attend_as_the_engine(model: nn.Module) -> None:
     """Give every attention of a Megatron model the engine's kernel, with the weights as they are.
 
     Raises:
-        RuntimeError: an attention is none of TransformerEngine's, or does more than the engine's.
+        RuntimeError: no attention is TransformerEngine's, or one does more than the engine's.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
