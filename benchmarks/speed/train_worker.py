@@ -13,6 +13,8 @@ Measured are seconds of `train` and of `get_logprobs`; of `train`'s those of `op
 last repetition Python's for `garbage`. `device` is one more `train`, of two
 micro-batches, under the profiler: its seconds, those in which the GPU ran any kernel or copy, the
 kernels' milliseconds by kind, and what the host spent longest in. A profiler slows the host.
+`numbers` compares logprobs and gradients of a step by each library with those by the first, which
+runs twice: what a library does not repeat to the bit is no difference between two.
 Needs NEMO_RL_ROOT, NeMo RL's packages, and a model of `benchmarks.speed.random_model`.
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import tempfile
 import time
@@ -246,6 +249,45 @@ def rows_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -
         }  # fmt: skip
 
 
+def numbers_of(worker: Any, config: Any, plan: Plan, options: argparse.Namespace) -> list[dict]:
+    """Compare the libraries' logprobs and gradients of one step with given routes, no update."""
+    from nemo_rl.algorithms.loss import ClippedPGLossFn
+
+    shape, loss = plan.recipe.model.shape, ClippedPGLossFn(config.loss_fn)
+    whole = batch_of(plan, options.sequences, options.length)
+    whole["routed_experts"] = routes_of(shape, options.sequences, options.length)
+    shard = packed(config, whole, int(options.tokens.partition(",")[0]))
+    worker._router_replay_enabled = True
+    worker.optimizer.step = lambda: (True, 0.0, 0)
+    first, *others = options.products.split(",")
+    rows, held = [], None
+    for products in (first, first, *others):
+        os.environ[VARIABLE] = "1" if products == "cutlass" else "0"
+        worker.prepare_for_lp_inference()
+        logprobs_BT = worker.get_logprobs(data=shard)["logprobs"].cpu()
+        worker.prepare_for_training()
+        worker.train(shard, loss, gbs=shard.size)
+        buffers = worker.model.buffers + worker.model.expert_parallel_buffers
+        found = [logprobs_BT, *(each.grad_data.cpu() for each in buffers)]
+        held = held or found
+        rows.append({"products": products, "against": first} | apart(held, found))
+        print(rows[-1], flush=True)
+    return rows[1:]
+
+
+def apart(held: list[Any], found: list[Any]) -> dict[str, float]:
+    """Return how far logprobs and gradients are from others: lists of tensors, logprobs first."""
+    off_BT = (found[0] - held[0]).abs()
+    pairs = zip(held[1:], found[1:], strict=True)
+    norms = [(float((new - old).norm()), float(old.norm())) for old, new in pairs]
+    difference, size = (math.hypot(*each) for each in zip(*norms, strict=True))
+    return {
+        "logprob_mean": float(off_BT.mean()),
+        "logprob_largest": float(off_BT.max()),
+        "gradient_share": difference / size,
+    }
+
+
 def watch_garbage() -> list[float]:
     """Return a list to which Python adds the seconds of each collection of garbage from now on."""
     spent: list[float] = []
@@ -305,6 +347,12 @@ def main() -> None:
                 options.out, options.commit, precision=plan.recipe.precision.name, rows=rows
             )
             print({key: rows[-1][key] for key in SHOWN}, flush=True)
+        if plan.recipe.model.shape.experts:
+            numbers = numbers_of(worker, config, plan, options)
+            record.keep(
+                options.out, options.commit,
+                precision=plan.recipe.precision.name, rows=rows, numbers=numbers,
+            )  # fmt: skip
     shown = [{key: row[key] for key in SHOWN} for row in rows]
     record.show(f"{options.model}, a step in NeMo RL's worker", shown)
 
