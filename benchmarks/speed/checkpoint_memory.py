@@ -9,11 +9,11 @@ its own (FOLDER/fp8) and reads that process's largest resident set, mapped files
 from __future__ import annotations
 
 import argparse
-import resource
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -58,6 +58,25 @@ def write(shape: Shape, folder: Path, most: int) -> list[int]:
     return [file.stat().st_size for file in sorted(folder.glob("*.safetensors"))]
 
 
+def peak_of(command: Sequence[str]) -> int:
+    """Run a command; return the most bytes that it held resident, as its own memory map counts.
+
+    `ru_maxrss` of a child begins at what its parent held.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    peak = 0
+    with subprocess.Popen(command) as process:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak = max([peak, *map(int, re.findall(r"VmHWM:\s+(\d+) kB", status))])
+            time.sleep(0.01)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return peak * 1024
+
+
 def main() -> None:
     """Write a checkpoint, convert it, and measure the memory."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -71,9 +90,8 @@ def main() -> None:
     sizes = write(recipe.model.shape, source, int(options.shard_gib * 2**30))
     verb = [sys.executable, "-m", "fp8_nemo.recipes.quantize_checkpoint", str(source), str(target)]
     start = time.perf_counter()
-    subprocess.run(verb, check=True)
+    peak = peak_of(verb)
     seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     content = {
         "shards": sizes,
         "written": [file.stat().st_size for file in sorted(target.glob("*.safetensors"))],
