@@ -96,16 +96,18 @@ def _tensors_of(file: Path) -> list[str]:
     """Name what a shard holds; check that it is whole, and of numbers that can be quantized."""
     if not file.is_file():
         raise ConversionError(f"{file.parent}: lacks {file.name}; its weights must be safetensors")
-    with file.open("rb") as stream:
-        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise ConversionError(f"{file}: is a pointer of git-lfs, not weights; git lfs pull")
-    if found := damage(file):
-        raise ConversionError(f"{file}: {found}")
     try:
+        with file.open("rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ConversionError(f"{file}: is a pointer of git-lfs, not weights; git lfs pull")
+        if found := damage(file):
+            raise ConversionError(f"{file}: {found}")
         with safe_open(file, framework="pt") as opened:
             found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             dtypes = {name: each.get_dtype() for name, each in found.items()}
             empty = [name for name, each in found.items() if 0 in each.get_shape()]
+    except OSError as error:
+        raise ConversionError(f"{file}: cannot be read ({error.strerror or error})") from None
     except SafetensorError as error:
         raise ConversionError(f"{file}: is no safetensors file ({error})") from None
     for name, dtype in dtypes.items():

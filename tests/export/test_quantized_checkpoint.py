@@ -442,6 +442,9 @@ FAULTS = {
     "is a pointer of git-lfs, not weights": lambda s, t: (s / SHARDS[2]).write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     ),
+    f"{SHARDS[2]}: cannot be read (Input/output error)": lambda s, t: (
+        (s / SHARDS[2]).unlink(), (s / SHARDS[2]).symlink_to("/proc/self/mem")
+    ),
     "is I8, must be BF16 or F32": lambda s, t: with_tensor(s / SHARDS[2], torch.Tensor.char),
     "is F8_E4M3, must be BF16 or F32": lambda s, t: with_tensor(
         s / SHARDS[2], lambda x: x.to(torch.float8_e4m3fn)
