@@ -167,7 +167,7 @@ def compose_cells(arguments: Iterable[str]) -> list[Cell]:
         _refuse_repeated(overrides, multirun=bool(flags))
         swept = _sweep_of(overrides, loader)
         cells = _cells(overrides + swept, multirun=bool(flags or swept))
-        trees = Trees(CONFIG, loader, _plain_keys())
+        trees = Trees(CONFIG, option_folder(""), loader, _plain_keys())
         composed = [_recipe_of(cell, trees) for cell in cells]
     refuse_cells(cells, [found for _, found in composed])
     notes = (*overruled(overrides, option_folder(""), but=ADDED),)

@@ -136,25 +136,32 @@ def _is_closed(text: str) -> bool:
 
 
 class Trees:
-    """Compose cells as plain nested data, once for all cells that choose the same options.
+    """Compose cells as plain nested data, once a process for all that choose the same options.
 
-    Hydra takes 70 ms to read and merge the files; of a sweep over seeds or numbers they are the
-    same. A word that gives one known key a plain value is put in afterwards, which is what Hydra
-    does, unless a file refers to other keys: then Hydra gets the whole cell.
+    Hydra takes 70 ms to read and merge the files; of a sweep over seeds or numbers, and of the
+    lines that a plan or a comparison looks at, they are the same. A word that gives one known key
+    a plain value is put in afterwards, which is what Hydra does, unless a file refers to other
+    keys: then Hydra gets the whole cell.
     """
 
-    def __init__(self, config: str, loader: ConfigLoader, keys: Mapping[str, bool]) -> None:
-        """Begin with none.
+    def __init__(
+        self, config: str, folder: Path, loader: ConfigLoader, keys: Mapping[str, bool]
+    ) -> None:
+        """Look at the files; what was composed of them as they are is known.
 
         Args:
             config: name of the configuration.
+            folder: of its files.
             loader: Hydra's, for the values of words.
             keys: those that take a plain value, and whether it is a text: `12_3` is no number then.
         """
-        self._config, self._keys = config, keys
+        self._keys = keys
         self._parser = OverridesParser.create(config_loader=loader)
         self._plain = functools.cache(self._plain_value)
-        self._trees = functools.cache(self._compose)
+        there = (path for path in sorted(folder.glob("**/*.yaml")) if path.exists())
+        files = ((path, path.stat()) for path in there)
+        seen = tuple((path, found.st_mtime_ns, found.st_size) for path, found in files)
+        self._compose = functools.partial(_composed, config, seen)
 
     def of(self, cell: list[str]) -> Any:
         """Compose a cell.
@@ -163,25 +170,13 @@ class Trees:
             HydraException, OmegaConfBaseException, YAMLError, ValueError: as Hydra does.
         """
         values = {n: found for n, word in enumerate(cell) if (found := self._plain(word))}
-        tree, refers = self._trees(tuple(w for n, w in enumerate(cell) if n not in values))
-        tree = self._compose(tuple(cell))[0] if refers else copy.deepcopy(tree)
+        tree, refers = self._compose(tuple(w for n, w in enumerate(cell) if n not in values))
+        tree = copy.deepcopy(self._compose(tuple(cell))[0] if refers else tree)
         for key, value in values.values():
             *groups, last = key.split(".")
             place = functools.reduce(lambda at, name: at.setdefault(name, {}), groups, tree)
             place[last] = value
         return tree
-
-    def _compose(self, words: tuple[str, ...]) -> tuple[Any, bool]:
-        """Return the tree of words, and whether a value in it refers to another key.
-
-        What refers to the environment stays as it is written, to be refused by its key.
-        """
-        composed = hydra_compose(self._config, list(words))
-        unread = OmegaConf.to_container(composed)
-        if OF_ENVIRONMENT in str(unread):
-            return unread, False
-        read = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-        return read, "${" in str(unread)
 
     def _plain_value(self, word: str) -> tuple[str, Any] | None:
         """Return key and value if a word gives a known key a plain value, else None."""
@@ -192,6 +187,25 @@ class Trees:
         if type(value) in (int, float) and self._keys[override.key_or_group]:
             value = word.partition("=")[2]
         return (override.key_or_group, value) if isinstance(value, PLAIN) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _composed(config: str, files: tuple[Any, ...], words: tuple[str, ...]) -> tuple[Any, bool]:
+    """Return the tree of words, and whether a value in it refers to another key.
+
+    What refers to the environment stays as it is written, to be refused by its key.
+
+    Args:
+        config: name of the configuration.
+        files: each with its time and size, as they are now.
+        words: of the line.
+    """
+    composed = hydra_compose(config, list(words))
+    unread = OmegaConf.to_container(composed)
+    if OF_ENVIRONMENT in str(unread):
+        return unread, False
+    read = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    return read, "${" in str(unread)
 
 
 def first_line(error: Exception) -> str:

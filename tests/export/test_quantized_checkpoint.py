@@ -5,13 +5,9 @@ The source is the tiny model that ships, cut into three shards; read back with s
 
 import gc
 import json
-import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import time
 import weakref
 from types import SimpleNamespace
 
@@ -33,29 +29,19 @@ from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.model_dir import SHIPPED, model_mistakes
 from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.runs import run_dir
+from tests.export.shards import SHARDS, in_shards
 
 FP8 = Precision(rollout_linear="fp8")
 FOUR = Precision(rollout_linear="nvfp4")
 BOTH = pytest.mark.parametrize("precision", [FP8, FOUR], ids=["fp8", "nvfp4"])
 Q = "model.layers.0.self_attn.q_proj.weight"
 FP8_TYPE = torch.float8_e4m3fn
-SHARDS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 
 
 @pytest.fixture
 def source(tmp_path):
     """tiny-llama in three shards."""
-    folder = tmp_path / "source"
-    shutil.copytree(SHIPPED / "tiny-llama", folder)
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    weight_map = {}
-    for number, shard in enumerate(SHARDS):
-        some = {name: tensors[name] for name in sorted(tensors)[number::3]}
-        save_file(some, folder / shard, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(some, shard)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return folder
+    return in_shards("tiny-llama", tmp_path / "source")
 
 
 def tensors_of(folder):
@@ -289,43 +275,6 @@ def test_a_full_disk_is_one_line_and_the_same_line_goes_on(source, tmp_path, aft
     assert recipe.main(line) == 0
     assert same(tensors_of(tmp_path / "fp8"), stream_of(source))
     assert {file.name for file in (tmp_path / "fp8").iterdir()} == names_of(source)
-
-
-def test_after_any_kill_the_result_is_that_of_an_uninterrupted_one(source, tmp_path):
-    """Eight SIGKILLs at times drawn over a conversion's own length; nothing is left over."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    draw, kills = random.Random(0), 0
-    converting(source, whole).communicate(timeout=120)
-    start = time.monotonic()
-    quantize_checkpoint(source, tmp_path / "timed", FP8)
-    seconds = time.monotonic() - start
-    while kills < 8:
-        running = converting(source, killed)
-        assert running.stdout.readline() == b"begins\n"
-        time.sleep(draw.uniform(0, 1.2 * seconds))
-        if running.poll() is None:
-            running.kill()
-            kills += 1
-        running.communicate(timeout=120)
-        if (killed / "config.json").exists() and draw.random() < 0.5:
-            shutil.rmtree(killed)
-    converting(source, killed).communicate(timeout=120)
-    assert {f.name: f.read_bytes() for f in killed.iterdir()} == {
-        f.name: f.read_bytes() for f in whole.iterdir()
-    }
-
-
-def converting(source, target):
-    code = (
-        "import sys, pathlib\n"
-        "from fp8_nemo.export.quantized_checkpoint import quantize_checkpoint\n"
-        "from fp8_nemo.recipe.options.precision import Precision\n"
-        "print('begins', flush=True)\n"
-        "source, target = map(pathlib.Path, sys.argv[1:])\n"
-        "quantize_checkpoint(source, target, Precision(rollout_linear='fp8'))\n"
-    )
-    words = [sys.executable, "-c", code, str(source), str(target)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE)
 
 
 def names_of(source):

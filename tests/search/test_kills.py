@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8_nemo.recipe.model_dir import SHIPPED
 from tests.conftest import SMALL
+from tests.export.shards import in_shards
 from tests.search.children import Child, Dies, frozen, served, trained, tree, undisturbed, verb
 
 RUN = [
@@ -84,7 +84,8 @@ def runs(tmp_path: Path, kills: int, seed: int) -> tuple[dict, list[dict]]:
 
 
 def conversions(tmp_path: Path, kills: int, seed: int) -> tuple[dict, list[dict]]:
-    words = ["quantize_checkpoint", str(SHIPPED / "tiny-qwen3-moe"), f"{tmp_path}/fp8"]
+    source = in_shards("tiny-qwen3-moe", tmp_path / "source")
+    words = ["quantize_checkpoint", str(source), f"{tmp_path}/fp8"]
     return killed(kills, seed, tmp_path / "output", tmp_path / "fp8", verb, *words)
 
 

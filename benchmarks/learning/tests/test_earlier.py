@@ -64,7 +64,10 @@ def test_every_cell_of_the_study_has_a_claim_and_every_claim_is_an_experiments()
     options = RESULTS.parents[1] / "conf" / "experiment"
     experiments = ",".join(sorted(path.stem for path in options.glob("*.yaml")))
     studied, known = (
-        {f"{each.precision.name}-{each.correction.name}" for each in compose(["-m", word])}
+        {
+            f"{each.precision.name}-{each.correction.name}"
+            for each in compose(["-m", word, "seed=1"])
+        }
         for word in ("sweep=study-eight", f"experiment={experiments}")
     )
     assert studied - {judge.BASELINE} <= {claim.cell for claim in LEARNING} <= known
