@@ -8,7 +8,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 
 Plugins.instance()  # Hydra names its sources of files then
-Files = SourcesRegistry.instance().types["pkg"]
+Files: Any = SourcesRegistry.instance().types["pkg"]
 read, kept = Files._read_config, dict[tuple[Any, ...], Any]()
 
 
