@@ -1262,8 +1262,8 @@ def experts_cell():
     both = (MOE_DECODE[KV, "h100"](), experts_by_xqa())
     h100, h200 = (each.replace(" to", "x to") + "x" for each in both)
     return (
-        f"decode alone: [H100 {h100}](docs/research/decode.md#a-mixture-of-experts), "
-        f"[H200 {h200}](docs/research/decode.md#an-fp8-cache-on-an-h200), from two runs' ratios |"
+        f"decode: [H100 {h100}](docs/research/decode.md#a-mixture-of-experts), "
+        f"[H200 {h200}](docs/research/decode.md#an-fp8-cache-on-an-h200) |"
     )
 
 
