@@ -426,7 +426,7 @@ def test_asked_to_stop_it_saves_where_it_is_and_goes_on_from_there(tmp_path, und
         [frozen] = run_dir.freeze([small_plan(tmp_path / "asked", *LASTING)])
         line = ["recipes.run", frozen.path]
     child = Typed(*line)
-    while not (found := list((tmp_path / "asked").glob("*/*/*/metrics.jsonl"))) or (
+    while not (found := list((tmp_path / "asked").glob("[!.]*/*/*/metrics.jsonl"))) or (
         found[0].read_text().count("\n") < 5
     ):
         time.sleep(0.01)
@@ -557,7 +557,7 @@ def test_ctrl_c_stops_run_and_sweep_with_one_line_and_the_run_goes_on_later(tmp_
     child = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    while not list((tmp_path / "outputs").glob("*/*/*/checkpoints/step-*")):
+    while not list((tmp_path / "outputs").glob("[!.]*/*/*/checkpoints/step-*")):
         assert child.poll() is None
         time.sleep(0.02)
     interrupt(child.pid, signal.SIGINT)
@@ -575,7 +575,7 @@ def test_ctrl_c_while_a_cell_still_imports_ends_the_sweep(tmp_path):
     child = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    while not list((tmp_path / "outputs").glob("*/*/*/plan.json")):
+    while not list((tmp_path / "outputs").glob("[!.]*/*/*/plan.json")):
         assert child.poll() is None
         time.sleep(0.02)
     time.sleep(0.3)
@@ -600,7 +600,7 @@ def test_a_plan_tells_what_the_nodes_must_have_and_this_machine_lacks(tmp_path):
 def test_a_cell_that_was_killed_is_named_and_the_next_one_runs(tmp_path):
     line = ["-m", *SMALL, "grpo.steps=16", "seed=1,2", f"outputs={tmp_path}/outputs"]
     child = Typed("recipes.grpo", *line)
-    while not list((tmp_path / "outputs").glob("*/*/s1-*/metrics.jsonl")):
+    while not list((tmp_path / "outputs").glob("[!.]*/*/s1-*/metrics.jsonl")):
         assert child.is_alive
         time.sleep(0.02)
     [cell] = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
@@ -634,7 +634,7 @@ def test_a_run_ends_with_the_process_that_started_it_and_goes_on_later(tmp_path)
     line = [*SMALL, "grpo.steps=2000", "grpo.checkpoint_every=1000", f"outputs={tmp_path}/outputs"]
     command = [sys.executable, "-m", "recipes.grpo", *line]
     parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    while not list((tmp_path / "outputs").glob("*/*/*/metrics.jsonl")):
+    while not list((tmp_path / "outputs").glob("[!.]*/*/*/metrics.jsonl")):
         assert parent.poll() is None
         time.sleep(0.02)
     [child] = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
