@@ -556,15 +556,16 @@ def whole_steps():
         real_gain("step", name).removesuffix(" times") for name in (TWO, FOUR, XQA_2K)
     )
     return (
-        f"[whole steps](docs/speed.md) of 3,900 tokens: {four}x on four, {two}x on two; "
-        f"of 2,000: {short}x on two |"
+        f"[whole steps](docs/speed.md#what-a-step-gained) of 3,900 tokens: {four}x on four, "
+        f"{two}x on two; of 2,000: {short}x on two |"
     )
 
 
 def whole_exact_steps():
     """README's measurements of 8B with `exact` on two H200."""
     long, short = (real_gain("step", name).removesuffix(" times") for name in (ALIKE, ALIKE_2K))
-    return f"[whole steps](docs/speed.md) on two: {long}x with 3,900 tokens, {short}x with 2,000 |"
+    page = "docs/speed.md#what-a-step-gained"
+    return f"[whole steps]({page}) on two: {long}x with 3,900 tokens, {short}x with 2,000 |"
 
 
 def planned_lora():
@@ -1367,7 +1368,8 @@ SAID = {
         lambda: f"A step was **{real_gain('step', ALIKE_2K)}** as fast as BF16's.",
         lambda: f"one H100, up to 4k | `fp8-kv-attn` | {planned_lora()}x |",
         lambda: (
-            f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x](docs/speed.md)"
+            f"[whole steps {real_gain('step', ADAPTERS).removesuffix(' times')}x]"
+            "(docs/speed.md#what-a-step-gained)"
             ", with answers of 4,000 tokens, twice as long; for these the plan says "
             f"{planned_gain(ADAPTERS):.2f}x |"
         ),
@@ -1422,7 +1424,7 @@ SAID = {
             for each in product(range(3), (ALIKE, ALIKE_2K))
         ),
         *(partial(beside, name, phase) for name, phase, _ in REAL_ROWS),
-        lambda: beside_rest("the driver's part before the GPUs began", before_training()),
+        lambda: beside_rest("of training, before the GPUs began", before_training()),
         lambda: beside_rest("between phases", between_phases()),
         beside_eight,
         after_four_threads,
