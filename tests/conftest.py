@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -46,6 +47,12 @@ def slowed() -> float:
         tree = json.loads(json.dumps(tree))
         sorted(map(str, tree))
     return max(1.0, (time.process_time() - start) / IDLE)
+
+
+def spent() -> float:
+    """Return the seconds that this process and its ended children have worked so far."""
+    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in found)
 
 
 def small_plan(outputs: Path, *arguments: str) -> Plan:

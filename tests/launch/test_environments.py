@@ -1,6 +1,5 @@
 """A worker's environment that could not run the plan is one line before anything starts."""
 
-import resource
 import venv
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from fp8_nemo.nemo.worker_settings import OUR_WORKERS
 from fp8_nemo.nemo_config.host import Host
 from fp8_nemo.plan.plan import plan_recipe
 from fp8_nemo.recipe.compose import compose
-from tests.conftest import slowed
+from tests.conftest import slowed, spent
 
 MAIN = Host("0.8.0 7ea279a", "/opt/nemo-rl", vllm="0.25.1")
 
@@ -36,12 +35,6 @@ def image(tmp_path, monkeypatch):
         return str(folder / "bin" / "python")
 
     return install
-
-
-def spent() -> float:
-    """Seconds that this process and its children have worked so far."""
-    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in found)
 
 
 def plan(*words):

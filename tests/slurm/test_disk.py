@@ -32,7 +32,6 @@ def test_a_job_that_begins_on_a_full_disk_ends_and_the_same_line_queues_it_again
     assert steps(again) == [0, 1, 2]
 
 
-@pytest.mark.long
 def test_a_job_whose_disk_fills_is_not_requeued_and_the_same_line_goes_on(slurm, small, disk):
     """Though its exit code cannot be kept either: grpo.sbatch takes that of the step."""
     size = ["grpo.steps=45", "grpo.checkpoint_every=20", "grpo.validate_every=1000"]

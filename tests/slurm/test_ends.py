@@ -57,8 +57,7 @@ def test_a_job_that_is_preempted_at_once_saves_and_goes_on(slurm, small, lasting
     assert saved_and_went_on(job) == [*range(41)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_preempted_cell_gives_its_nodes_back_before_its_grace_ends(slurm, small, lasting, nodes):
     place = ["cluster.partition=graceful", f"cluster.nodes={nodes}", "cluster.max_running=2"]
     first, second = slurm.submit("-m", *small, *lasting, *SIZE, *place, "seed=26,27")

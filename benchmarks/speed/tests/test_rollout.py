@@ -339,12 +339,12 @@ def test_the_command_measures_every_precision_side_by_side_into_one_file(tmp_pat
     pytest.importorskip("torch")
     (tmp_path / "vllm.py").write_text(VLLM)
     ran, content = ran_in(
-        tmp_path, "--precisions", "bf16,fp8-kv-attn", "--gpus", "0,1",
+        tmp_path, "--precisions", "bf16,fp8-linear-cutlass,fp8-kv-attn", "--gpus", "0,1",
         "--points", "4x32,2x64",
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = {(r["precision"], r["regime"], r["batch"]): r for r in content["rows"]}
-    assert len(content["rows"]) == len(rows) == 6 and len(content["engines"]) == 2
+    assert len(content["rows"]) == len(rows) == 9 and len(content["engines"]) == 3
     assert "--precision " not in content["command"]
     assert "failed" not in {regime for _, regime, _ in rows}
     resident = rows["bf16", "resident", 4]
