@@ -23,6 +23,7 @@ from fp8_nemo.plan.layout import choose
 from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, memory_per_gpu
 from fp8_nemo.plan.model import count
 from fp8_nemo.plan.own.other_ways import EXACT, WORTH, precisions
+from fp8_nemo.plan.speed import FITTED, decode_seconds
 from fp8_nemo.plan.step_time import Lengths, step_seconds
 from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.precision import Precision
@@ -749,7 +750,7 @@ def step_errors():
     off = {
         (name, row["precision"]):
             1 - step_seconds(settled, Lengths(17, row["answer"])).total / row["step"]
-        for name in PAIRS
+        for name in (*PAIRS, "8b-stock-2k-2-h200")
         for row, settled in timed(name)
     }  # fmt: skip
     assert max(off, key=off.__getitem__) == (H100S, KV)
@@ -937,26 +938,37 @@ def xqa_alone():
     return f"four KV heads it is {of_four} times as fast, and with 64k tokens {long}."
 
 
+@cache
+def xqa_gains():
+    """Times as fast as BF16 on one H200: measured, and what the plan says."""
+    took, said = [], []
+    for name, precision in (("bf16", "bf16"), ("xqa", KV)):
+        [recipe] = compose(("model=llama31-8b", f"precision={precision}", "cluster.gpu=h200"))
+        rows = of(f"decode-8b-pair-{name}-h200", lambda it: it["rows"])
+        took.append([row["wall_ms"] for row in rows])
+        costs = FITTED["llama31-8b", 32]
+        said.append([
+            decode_seconds(recipe.model.shape, recipe.precision, row["batch"], row["context"],
+                           "h200", costs, 1, recipe.decodes_by_xqa)
+            for row in rows
+        ])  # fmt: skip
+    return [[plain / ours for plain, ours in zip(*each, strict=True)] for each in (took, said)]
+
+
 def xqa_of_bf16():
-    """Times as fast as BF16: FlashAttention 3's of an earlier run times XQA's over that."""
-    rows = {
-        (row["precision"], row["batch"], row["prompt"]): row["seconds_per_step"]["median"]
-        for row in of("rollout-8b-h200", lambda it: it["rows"])
-        if row["regime"] == "resident" and row["engine"] == "vLLM"
-    }
-    gains = [
-        rows["bf16", *at] / rows[KV, *at] * by_flash / ours
-        for at, (ours, by_flash) in xqa_steps().items()
-        if (KV, *at) in rows
-    ]
-    return f"{min(gains):.2f} to {max(gains):.2f}"
+    """The least and the largest of the measured ones."""
+    return spread_of(xqa_gains()[0])
 
 
 def beside_xqa():
-    """How many times as long a later BF16 profile's steps of 8B took as XQA's."""
-    rows = of("decode-8b-bf16-h200", lambda it: it["rows"])
-    times = [row["wall_ms"] / xqa_steps()[row["batch"], row["prompt"]][0] for row in rows]
-    return "took {:.2f}, {:.2f} and {:.2f} times as long as XQA at 64 x 1k, 64 x 4k".format(*times)
+    """Each of them, and the plan's."""
+    took, said = xqa_gains()
+    return (
+        "{:.2f} at 64 x 1k, {:.2f} at 256 x 1k, {:.2f} at 64 x 4k and {:.2f} at 32 x 8k".format(
+            *took
+        ),
+        "The plan says {:.2f}, {:.2f}, {:.2f} and {:.2f}.".format(*said),
+    )
 
 
 def trained(name, routes, products):
@@ -981,8 +993,90 @@ def experts_trained():
     few, many = grouped("30b32"), grouped("30b6")
     return (
         "training of 32 experts took {:.2f} s by cuBLAS and {:.2f} s by CUTLASS, of 128 experts "
-        "{:.2f} and {:.2f} s: {:.1f} and {:.1f} times as fast."
-    ).format(*few, *many, few[0] / few[1], many[0] / many[1])
+        "{:.2f} and {:.2f} s: {:.1f} and {:.1f} times as fast. On the second machine it was {:.2f} "
+        "and {:.2f} s. With given routes that repeat it was {:.2f} to {:.2f} times as fast."
+    ).format(
+        *few, *many, few[0] / few[1], many[0] / many[1], *grouped("30b32-again"), *repeated_gains()
+    )
+
+
+def repeated_gains():
+    """By CUTLASS over by cuBLAS with routes that repeat, all rows: the least and the largest."""
+    gains = []
+    for name in ("30b32", "30b6", "30b32-again"):
+        rows = of(f"train-worker-{name}-h200", lambda it: it["rows"])
+        for tokens in {row["tokens"] for row in rows}:
+            found = {row["products"]: row["train"]["median"] for row in rows
+                     if (row["tokens"], row["routes"]) == (tokens, "repeated")}  # fmt: skip
+            if found:
+                gains.append(found["cublas"] / found["cutlass"])
+    return min(gains), max(gains)
+
+
+def replayed_experts():
+    """By CUTLASS over by cuBLAS with replayed routes that change: training, logprobs, numbers."""
+    rows = of("train-worker-30b32-again-h200", lambda it: it["rows"])
+    found = {(row["tokens"], row["products"]): row for row in rows if row["routes"] == "replayed"}
+    train, scored = (
+        [found[n, "cublas"][part]["median"] / found[n, "cutlass"][part]["median"]
+         for n in (8192, 16384)]
+        for part in ("train", "logprobs")
+    )  # fmt: skip
+    larger = found[8192, "cutlass"]["train"]["median"] / found[16384, "cutlass"]["train"]["median"]
+    again, ours = of("train-worker-30b32-again-h200", lambda it: it["numbers"])
+    assert again["logprob_largest"] == ours["logprob_largest"] == 0
+    return (
+        f"trained {train[0]:.2f} times as fast as by cuBLAS, in micro-batches of 16,384 tokens "
+        f"{train[1]:.2f} times; logprobs {scored[0]:.2f} and {scored[1]:.2f} times as fast",
+        f"trained {larger:.2f} times as fast, with replayed routes",
+        f"differed from cuBLAS's by {ours['gradient_share']:.2%} of their norm, a second pass by "
+        f"cuBLAS by {again['gradient_share']:.2%}",
+    )
+
+
+def grouped_step():
+    """Seconds of training in a step of six layers, by CUTLASS and by cuBLAS."""
+    ours, theirs = (real(name)["bf16"]["train"] for name in ("30b6-grouped-h200", "30b6-h200"))
+    file = "../../benchmarks/results/real-steps-30b6-grouped-h200.json"
+    return (
+        f"training took [{ours:.1f} s]({file}) by CUTLASS, the median of three. "
+        f"It had taken {theirs:.1f} s by cuBLAS"
+    )
+
+
+STOCK_FILE = "real-steps-8b-stock-2k-2-h200.json"
+
+
+def beside_their_training():
+    """steps.md's table of ours and NeMo RL's recipe of FP8 training on two H200s."""
+    ours, theirs = draw_steps.rows_of(STOCK_FILE).values()
+    said = real("8b-stock-2k-2-h200")[BOTH]["plan"]
+    rows = [
+        f"| {name} | {ours[phase]:.{n}f} s | {said[phase]:.{n}f} s | {theirs[phase]:.1f} s |"
+        for name, phase, n in (
+            ("rollout", "rollout", 1), ("logprobs", "logprob", 1), ("training", "train", 1),
+            ("refit", "refit", 2), ("**step**", "step", 1),
+        )
+    ]  # fmt: skip
+    printed = of("nemo-stock-8b-2k-2-h200", lambda it: it["notes"])[3]
+    back = fmean(map(float, re.findall(r"training_prep ([\d.]+) and ([\d.]+) s", printed)[0]))
+    there = theirs["refit"] - ours["refit"]
+    without = (theirs["step"] - back - there) / ours["step"]
+    return "\n".join([
+        *rows,
+        f"**{there + back:.0f} s of theirs moved the optimizer** to the host and back, {there:.0f} "
+        f"in the refit and {back:.0f} before training.",
+        f"Without that ours was {without:.2f} times as fast, by subtraction.",
+        f"**Training, {theirs['train'] / ours['train']:.2f} times:**",
+        f"The rollout, {theirs['rollout'] / ours['rollout']:.2f} times:",
+        f"took {ours['step']:.1f} s with our `{BOTH}`, and {theirs['step']:.1f} s with NeMo RL's",
+    ])  # fmt: skip
+
+
+def at_work(begin, end):
+    """Percent of two GPUs' seconds between two times in which a kernel ran."""
+    rows = of("nemo-stock-8b-2k-2-h200", lambda it: it["gpus"])
+    return f"{fmean(row[3] for row in rows if begin <= row[0] <= end):.0f}%"
 
 
 def experts_busy(name):
@@ -998,7 +1092,11 @@ def routes_again():
         trained(name, "own", "cublas") / trained(name, "repeated", "cublas")
         for name in ("30b32", "30b6")
     ]
-    return "took {:.1f} and {:.1f} times as long as given routes that repeat".format(*times)
+    again = trained("30b32-again", "own", "cublas") / trained("30b32-again", "repeated", "cublas")
+    return (
+        "took {:.1f} and {:.1f} times as long as given routes that repeat, on another machine "
+        "{:.1f} times"
+    ).format(*times, again)
 
 
 def experts_by_xqa():
@@ -1016,7 +1114,12 @@ def decode_summary():
     two_runs = "x with XQA, from two runs' ratios"
     cells = [
         (eight, "H100", profiled_gains(LINEAR), profiled_gains() + "x"),
-        (eight, "H200", decode("rollout-8b-h200", f"{LINEAR}-deepgemm"), xqa_of_bf16() + two_runs),
+        (
+            eight,
+            "H200",
+            decode("rollout-8b-h200", f"{LINEAR}-deepgemm"),
+            xqa_of_bf16() + "x with XQA",
+        ),
         (experts, "H100", MOE_DECODE[LINEAR, "h100"](), MOE_DECODE[KV, "h100"]() + "x"),
         (experts, "H200", MOE_DECODE[LINEAR, "h200"](), experts_by_xqa() + two_runs),
     ]
@@ -1359,7 +1462,9 @@ SAID = {
             f"as fast as in BF16, on two {real_gain('step', TWO)}."
         ),
         beside_theirs,
-        lambda: "theirs spends {:.0f} to {:.0f} s on moving the".format(*sorted(moved())),
+        lambda: "ours took {:.0f} s and [theirs {:.0f}](docs/research/steps.md#two-h200s".format(
+            *(row["step"] for row in draw_steps.rows_of(STOCK_FILE).values())
+        ),
         lambda: f"[{real_gain('step', H100S)}](docs/research/steps.md#four-h100s-and-nemo-rls",
         lambda: f"where the plan says {planned_gain(H100S):.2f}.",
         lambda: f"{real_gain('step', ADAPTERS)} as fast with `{KV}`",
@@ -1439,6 +1544,13 @@ SAID = {
         lambda: f"The plan says {planned_gain(H100S):.2f}. BF16 sampled",
         lambda: f"So `fp8-kv-attn` gained {kv_on_four()} times.",
         experts_trained,
+        *(partial(lambda n: replayed_experts()[n], n) for n in range(3)),
+        grouped_step,
+        lambda: missing_rows(beside_their_training().splitlines(), "docs/research/steps.md"),
+        lambda: "for {} of our seconds and {} of theirs".format(
+            at_work("18:53:09", "18:54:28"), at_work("19:00:01", "19:02:19")
+        ),
+        lambda: experts_busy("30b32-again"),
         lambda: experts_busy("30b32"),
         lambda: experts_busy("30b6"),
         routes_again,
@@ -1485,8 +1597,8 @@ SAID = {
         lambda: f"of 30B-A3B {xqa_of_steps('30b')} times",
         lambda: f"with `fp8-kv-attn` it is {experts_by_xqa()} times",
         decode_kls,
-        beside_xqa,
-        lambda: f"**Against BF16 that makes {xqa_of_bf16()} times,**",
+        *(partial(lambda n: beside_xqa()[n], n) for n in range(2)),
+        lambda: f"**Against BF16 it is {xqa_of_bf16()} times,**",
         lambda: f"with FlashAttention 3, and {xqa_of_bf16()} with",
         xqa_alone,
         lambda: "at up to {:.1f} TB/s of the GPU's 4.8, FlashAttention 3 at {:.1f} ([".format(

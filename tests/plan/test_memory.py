@@ -252,13 +252,13 @@ def test_profiled_decode_steps_of_30b_come_out_within_3_percent(precision):
 
 @pytest.mark.parametrize(
     ("name", "decode", "near", "points"),
-    [("8b", "xqa", 0.075, 6), ("8b", "fa3", 0.09, 6),
+    [("8b", "xqa", 0.075, 6), ("8b", "fa3", 0.09, 6), ("8b-pair", "xqa", 0.08, 4),
      ("30b", "xqa", 0.04, 4), ("30b", "fa3", 0.04, 4)],
 )  # fmt: skip
 def test_profiled_decode_steps_with_either_kernel_come_out(name, decode, near, points):
     content = json.loads((RESULTS / f"decode-{name}-{decode}-h200.json").read_text())
     assert content["asked"]["decode"] == decode and len(content["rows"]) == points
-    model, layers = {"8b": ("llama31-8b", 32), "30b": ("qwen3-30b-a3b", 48)}[name]
+    model, layers = {"8b": ("llama31-8b", 32), "30b": ("qwen3-30b-a3b", 48)}[name.partition("-")[0]]
     words = f"model={model}", f"glue.decode={decode}", "cluster.gpu=h200"
     [recipe] = compose(("precision=fp8-kv-attn", *words))
     costs = FITTED[model, layers]
@@ -266,6 +266,20 @@ def test_profiled_decode_steps_with_either_kernel_come_out(name, decode, near, p
         held = row["batch"], row["context"], "h200", costs, 1, recipe.decodes_by_xqa
         took = 1e3 * decode_seconds(recipe.model.shape, recipe.precision, *held)
         assert took == pytest.approx(row["wall_ms"], rel=near)
+
+
+def test_what_8b_gained_in_one_lease_over_bf16_comes_out_a_tenth_too_small_at_most():
+    gains = []
+    for name, precision in (("bf16", "bf16"), ("xqa", "fp8-kv-attn")):
+        words = "model=llama31-8b", f"precision={precision}", "cluster.gpu=h200"
+        [recipe] = compose(words)
+        content = json.loads((RESULTS / f"decode-8b-pair-{name}-h200.json").read_text())
+        for row in content["rows"]:
+            held = row["batch"], row["context"], "h200", FITTED["llama31-8b", 32], 1
+            said = decode_seconds(recipe.model.shape, recipe.precision, *held, name == "xqa")
+            gains.append((row["wall_ms"], 1e3 * said))
+    for (plain, plain_said), (ours, said) in zip(gains[:4], gains[4:], strict=True):
+        assert -0.11 < plain_said / said / (plain / ours) - 1 < 0.03
 
 
 def test_a_faster_gpu_takes_less_and_fp8_never_more():
