@@ -1470,10 +1470,8 @@ SAID = {
             f"as fast as in BF16, on two {real_gain('step', TWO)}."
         ),
         beside_theirs,
-        lambda: (
-            "`fp8-e2e-kv-attn` took {:.0f} s and [theirs {:.0f}](docs/research/steps.md#two-h200s".format(
-                *(row["step"] for row in draw_steps.rows_of(STOCK_FILE).values())
-            )
+        lambda: "`{}` took {:.0f} s and [theirs {:.0f}](docs/research/steps.md#two-h200s".format(
+            BOTH, *(row["step"] for row in draw_steps.rows_of(STOCK_FILE).values())
         ),
         lambda: f"[{real_gain('step', H100S)}](docs/research/steps.md#four-h100s-and-nemo-rls",
         lambda: f"where the plan says {planned_gain(H100S):.2f}.",
