@@ -680,6 +680,7 @@ def bounds(signal):
 
 FOUR, TWO, ADAPTERS, H100S = "8b-4-h200", "8b-2-h200", "8b-lora-h100", "8b-4-h100"
 ALIKE, ALIKE_2K, XQA_2K = "8b-exact-2-h200", "8b-exact-2k-2-h200", "8b-xqa-2k-2-h200"
+STOCK_2K = "8b-stock-2k-2-h200"
 PAIRS = (FOUR, TWO, ALIKE, ALIKE_2K, XQA_2K, ADAPTERS, H100S)
 
 
@@ -750,7 +751,7 @@ def step_errors():
     off = {
         (name, row["precision"]):
             1 - step_seconds(settled, Lengths(17, row["answer"])).total / row["step"]
-        for name in (*PAIRS, "8b-stock-2k-2-h200")
+        for name in (*PAIRS, STOCK_2K)
         for row, settled in timed(name)
     }  # fmt: skip
     assert max(off, key=off.__getitem__) == (H100S, KV)
@@ -939,12 +940,12 @@ def xqa_alone():
 
 
 def xqa_of_bf16():
-    """The least and the largest of the measured ones."""
+    """Times as fast as BF16 that 8B decodes by XQA, the least and the largest of four points."""
     return spread_of(gains_by_xqa()[0])
 
 
 def beside_xqa():
-    """Each of them, and the plan's."""
+    """Each of them, what the plan says, and how far that is off."""
     took, said = gains_by_xqa()
     off = [ours / theirs - 1 for theirs, ours in zip(took, said, strict=True)]
     return (
@@ -1021,22 +1022,19 @@ def replayed_experts():
 
 def grouped_step():
     """Seconds of training in a step of six layers, by CUTLASS and by cuBLAS."""
-    ours, theirs = (real(name)["bf16"]["train"] for name in ("30b6-grouped-h200", "30b6-h200"))
+    row, before = (real(name)["bf16"] for name in ("30b6-grouped-h200", "30b6-h200"))
     file = "../../benchmarks/results/real-steps-30b6-grouped-h200.json"
-    longest = max(real("30b6-grouped-h200")["bf16"]["raw"]["train"])
     return (
-        f"training took [{ours:.1f} s]({file}) by CUTLASS, the median of three; "
-        f"one took {longest:.1f} s, while another run set up beside it. It had taken {theirs:.1f} s"
+        f"training took [{row['train']:.1f} s]({file}) by CUTLASS, the median of three; "
+        f"one took {max(row['raw']['train']):.1f} s, while another run set up beside it. "
+        f"It had taken {before['train']:.1f} s"
     )
-
-
-STOCK_FILE = "real-steps-8b-stock-2k-2-h200.json"
 
 
 def beside_their_training():
     """steps.md's table of ours and NeMo RL's recipe of FP8 training on two H200s."""
-    ours, theirs = draw_steps.rows_of(STOCK_FILE).values()
-    said = real("8b-stock-2k-2-h200")[BOTH]["plan"]
+    ours, theirs = draw_steps.rows_of(f"real-steps-{STOCK_2K}.json").values()
+    said = real(STOCK_2K)[BOTH]["plan"]
     rows = [
         f"| {name} | {ours[phase]:.{n}f} s | {said[phase]:.{n}f} s | {theirs[phase]:.1f} s |"
         for name, phase, n in (
@@ -1454,7 +1452,8 @@ SAID = {
         ),
         beside_theirs,
         lambda: "`{}` took {:.0f} s and [theirs {:.0f}](docs/research/steps.md#two-h200s".format(
-            BOTH, *(row["step"] for row in draw_steps.rows_of(STOCK_FILE).values())
+            BOTH,
+            *(row["step"] for row in draw_steps.rows_of(f"real-steps-{STOCK_2K}.json").values()),
         ),
         lambda: f"[{real_gain('step', H100S)}](docs/research/steps.md#four-h100s-and-nemo-rls",
         lambda: f"where the plan says {planned_gain(H100S):.2f}.",

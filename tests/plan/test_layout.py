@@ -330,10 +330,9 @@ FOUR_H100 = (*FOUR_H200[:-1], "cluster.gpu=h100")
 TIMED = {"8b-lora-h100": ONE_H100, "8b-2-h200": TWO_H200, "8b-4-h200": FOUR_H200,
          "8b-4-h100": FOUR_H100}  # fmt: skip
 """Timed inside NeMo RL: device-NAME.json has the line, real-steps-NAME.json the seconds."""
-ALIGNED = {"8b-exact-2-h200": TWO_H200,
-           "8b-exact-2k-2-h200": (*TWO_H200, "grpo.max_new_tokens=1984")}  # fmt: skip
-"""Likewise, what is not BF16 with `precision.align=exact`; no log of the GPUs' memory."""
 TWO_H200_2K = (*TWO_H200, "grpo.max_new_tokens=1984")
+ALIGNED = {"8b-exact-2-h200": TWO_H200, "8b-exact-2k-2-h200": TWO_H200_2K}
+"""Likewise, what is not BF16 with `precision.align=exact`; no log of the GPUs' memory."""
 BY_XQA = {"8b-xqa-2k-2-h200": TWO_H200_2K, "8b-stock-2k-2-h200": TWO_H200_2K}
 """Likewise, with an FP8 cache that XQA reads; before, FlashAttention 3 did. The second has no BF16,
 but NeMo RL's own recipe beside it."""
