@@ -4,7 +4,8 @@ NeMo RL copies each tensor of the optimizer by `v.to("cpu")`, which allocates pa
 time: 1.4 GB/s down and 5.5 GB/s up on an H200's host, 27 of 110 s of a step
 (benchmarks/results/step-check-h200.json). Here one page-locked buffer outlives the copies. Megatron
 copies a buffer of weights to pageable memory first, and from there to a page-locked power of two.
-Here the place of the weights is page-locked at once, and exact.
+Here the place of the weights is page-locked at once, and exact. And Megatron copies a checkpoint to
+the host before it writes one, by an allocator that keeps the memory; here it is given back.
 """
 
 from __future__ import annotations
@@ -125,6 +126,15 @@ def prepare_buffers(buffers: Iterable[Any]) -> None:
         if weights_N is not None and each.param_data_cpu is None:
             with suppress(MemoryError):
                 each.param_data_cpu = page_locked(weights_N.nbytes).view(weights_N.dtype)
+
+
+def release_staging() -> None:
+    """Give back what torch keeps page-locked of copies that are gone (seam stages-checkpoints).
+
+    Memory that a tensor still views stays.
+    """
+    public = getattr(torch.accelerator, "empty_host_cache", None)  # since torch 2.12
+    (public or torch._C._host_emptyCache)()
 
 
 def places(sizes: Iterable[int]) -> tuple[list[int], int]:

@@ -27,7 +27,7 @@ from fp8_nemo.glue.refit import refit_stream, with_noise
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.aligned.attention import attend_as_the_engine, engine_attention
 from fp8_nemo.nemo.aligned.rows import fill_micro_batches
-from fp8_nemo.nemo.host_memory import HostState, prepare_buffers
+from fp8_nemo.nemo.host_memory import HostState, prepare_buffers, release_staging
 from fp8_nemo.nemo.kv_scales import watched
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 
@@ -87,6 +87,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         if _settings().precision.is_exact:
             engine_attention()  # refused before the model is built
         super().__init__(*arguments, **options)
+        release_staging()  # of a model that was converted
         if _settings().precision.plain.scales_loss:
             self.model.ddp_config.check_for_nan_in_grad = False  # seam fp16-overflow
             self.fp8_nemo_loss_scale = LossScale(self.optimizer)
@@ -136,6 +137,11 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             self.fp8_nemo_host_state.to_host(states)
         else:
             self.fp8_nemo_host_state.to_device(states, device)
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        """Save as NeMo RL does, and give the host's memory back (`host_memory.py`)."""
+        super().save_checkpoint(*arguments, **options)
+        release_staging()
 
     def stream_weights_via_ipc_zmq(self, *arguments: Any, **options: Any) -> None:
         """Send the weights to the engine on this GPU.

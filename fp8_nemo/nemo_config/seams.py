@@ -376,6 +376,11 @@ SEAMS = {
         "self.param_data_cpu = self.param_data.cpu().pin_memory()",
         "a buffer of weights is copied to the host, and the copy copied again to be page-locked",
     ),
+    "stages-checkpoints": Seam(
+        MEGATRON, "megatron/core/dist_checkpointing/strategies/filesystem_async.py", (243,),
+        'tensor_list.append((item, tensor.to("cpu", non_blocking=non_blocking)))',
+        "what is saved is copied to the host first; so copied, it is page-locked",
+    ),
     "reference-on-host": Seam(
         MAIN, "nemo_rl/models/megatron/setup.py", (2163,),
         'device="cpu", non_blocking=True, copy=True',
