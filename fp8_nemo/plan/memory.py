@@ -188,27 +188,39 @@ def _kept(settled: Settled, own: Held) -> dict[str, float]:
 
 
 def host_gib(settled: Settled) -> float:
-    """Estimate the host memory in GiB that a step takes on one node, nearly all of it page-locked.
+    """Estimate the host memory in GiB that a run takes on one node, nearly all of it page-locked.
 
-    It holds the trained weights and moments of every GPU's trainer, and the engine's weights, which
-    vLLM keeps there while it sleeps, in many pieces: PyTorch page-locks a power of two (9 GiB took
-    16.3 on an H100), so a third more is assumed. With stock's worker Megatron copies a buffer of
-    weights before it page-locks the copy (seam copies-before-pinning). 30B-A3B on four GPUs of a
+    A step holds the trained weights and moments of every GPU's trainer, and the engine's weights,
+    which vLLM keeps there while it sleeps, in many pieces: PyTorch page-locks a power of two (9 GiB
+    took 16.3 on an H100), so a third more is assumed. With stock's worker Megatron copies a buffer
+    of weights before it page-locks the copy (seam copies-before-pinning). 30B-A3B on four GPUs of a
     host with 390 GiB left ended in that copy (nemo-30b-4-h200.json).
 
     With a reference policy its weights lie there too, and in its logprob pass the trained ones
     (seams reference-on-host, swaps-with-reference): PyTorch page-locks such copies. Where GPUs
     sample alone nothing else moves, and no engine sleeps.
+
+    A checkpoint adds what it saves, and a conversion the model: Megatron copies both to page-locked
+    memory before it writes them (seam stages-checkpoints). 57 GiB of 30B-A3B's weights took 76
+    (nemo-30b-lora-2-h200.json), 19 of a checkpoint of two layers of 8B 18 (staging-h200.json). Our
+    worker gives that back; in stock's it stays, and serves the next save.
     """
     recipe, own = settled.recipe, _held(settled)
     is_ours = recipe.glue.needs_plugin(recipe.precision)
     weights = 2 * own.trained * (1 if is_ours else 1 + PIECES)
     each = weights if settled.kl_penalty or settled.shares_gpus else 0.0
+    asleep = 0.0
     if settled.kl_penalty:
         each += 2 * PIECES * 2 * own.held
     if settled.shares_gpus:
-        each += moved_bytes(settled) + PIECES * _engine_weights(settled)
-    return min(settled.train_gpus, recipe.cluster.gpus_per_node) * each / GIB
+        asleep = PIECES * _engine_weights(settled)
+        each += moved_bytes(settled) + asleep
+    on_node = min(settled.train_gpus, recipe.cluster.gpus_per_node)
+    share = on_node / settled.train_gpus
+    saving = on_node * each / GIB + share * checkpoint_gib(settled)
+    dense, expert, _ = _parameters(recipe.model.shape)
+    converting = (on_node * asleep + PIECES * share * 2 * (dense + expert)) / GIB
+    return max(saving, converting)
 
 
 def moved_bytes(settled: Settled) -> float:

@@ -113,6 +113,27 @@ def test_the_policy_worker_is_nemo_rls_with_our_methods(nemo_path, monkeypatch):
 
 
 @imports
+def test_a_save_is_nemo_rls_and_gives_back_the_memory_it_was_staged_in(nemo_path, monkeypatch):
+    from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
+
+    from fp8_nemo.nemo import host_memory, policy_worker
+
+    done = []
+    monkeypatch.setattr(
+        MegatronPolicyWorkerImpl, "save_checkpoint", lambda self, *a, **k: done.append((a, k))
+    )
+
+    def release():
+        host_memory.release_staging()  # this torch has what it calls
+        done.append("released")
+
+    monkeypatch.setattr(policy_worker, "release_staging", release)
+    worker = policy_worker.Fp8PolicyWorkerImpl.__new__(policy_worker.Fp8PolicyWorkerImpl)
+    worker.save_checkpoint("weights", optimizer_path="optimizer")
+    assert done == [(("weights",), {"optimizer_path": "optimizer"}), "released"]
+
+
+@imports
 def test_a_refused_stream_goes_on_to_its_known_end_and_is_raised_after_it(nemo_path, monkeypatch):
     import torch
 

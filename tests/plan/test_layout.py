@@ -255,17 +255,38 @@ def test_host_memory_and_checkpoints_are_counted():
     assert checkpoint_gib(settled) == 14 * parameters / 2**30
     each = 2 * parameters + 10 * parameters / 8 + 4 / 3 * 2 * parameters
     reference = 2 * 4 / 3 * 2 * parameters
-    assert host_gib(settled) == pytest.approx(8 * (each + reference) / 2**30)
+    saved = 14 * parameters
+    assert host_gib(settled) == pytest.approx((8 * (each + reference) + saved) / 2**30)
     alone = plan("precision=bf16", "model.memory.optimizer=move", "grpo.kl_penalty=0").settled
-    assert host_gib(alone) == pytest.approx(8 * each / 2**30)
+    assert host_gib(alone) == pytest.approx((8 * each + saved) / 2**30)
     words = ("precision=bf16", "model.memory.optimizer=move", "grpo.kl_penalty=0", "glue=stock")
     copied = 4 / 3 * 2 * parameters
-    assert host_gib(plan(*words).settled) == pytest.approx(8 * (each + copied) / 2**30)
+    assert host_gib(plan(*words).settled) == pytest.approx((8 * (each + copied) + saved) / 2**30)
+    two = plan(*words, "cluster.nodes=2").settled  # each writes half of a checkpoint
+    assert host_gib(two) < host_gib(plan(*words).settled) - 0.4 * saved / 2**30
     words = ["model=qwen3-30b-a3b", "precision=fp8-kv-attn", "cluster.gpu=h200"]
     words += ["cluster.gpus_per_node=4", "grpo.max_new_tokens=4032", "grpo.kl_penalty=0"]
     words += ["model.memory.optimizer=keep"]
     [experts] = compose_plans(words, lambda recipe: MAIN)
-    assert 210 < host_gib(experts.settled) < 225
+    step = host_gib(experts.settled) - checkpoint_gib(experts.settled)
+    assert 210 < step < 225
+
+
+def test_a_checkpoint_is_staged_in_as_much_of_the_host_as_it_has_and_ours_gives_it_back():
+    run = json.loads((RESULTS / "staging-h200.json").read_text())
+    _, trained, stock, ours = run["rows"]
+    assert stock["left"] - trained["left"] == pytest.approx(run["state"], rel=0.06)
+    assert stock["left"] == pytest.approx(stock["most"], rel=0.01)
+    assert ours["left"] < trained["left"] + 0.05 * run["state"] < ours["most"]
+
+
+def test_a_conversion_takes_more_of_the_host_than_a_step_of_adapters_does():
+    words = ["model=qwen3-30b-a3b", "lora=attention", "cluster.gpus_per_node=2", "cluster.gpu=h200"]
+    words += ["precision=fp8-kv-attn", "grpo.kl_penalty=0", "grpo.max_new_tokens=1984"]
+    words += ["model.parallel.rollout_tensor=1", "model.memory.optimizer=keep"]
+    [adapters] = compose_plans(words, lambda recipe: MAIN)
+    run = json.loads((RESULTS / "nemo-30b-lora-2-h200.json").read_text())["host"]
+    assert host_gib(adapters.settled) == pytest.approx(run["asleep"] + run["converted"], rel=0.06)
 
 
 def test_the_rates_are_those_of_the_results_file_and_hold_where_nothing_was_fitted():
