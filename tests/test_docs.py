@@ -20,7 +20,7 @@ from fp8_nemo.nemo.decode.attention import SPREAD
 from fp8_nemo.nemo_config.host import MAIN
 from fp8_nemo.plan.cells import compose_plans
 from fp8_nemo.plan.layout import choose
-from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, memory_per_gpu
+from fp8_nemo.plan.memory import HEADROOM, checkpoint_gib, host_gib, memory_per_gpu
 from fp8_nemo.plan.model import count
 from fp8_nemo.plan.own.other_ways import EXACT, WORTH, precisions
 from fp8_nemo.plan.step_time import Lengths, step_seconds
@@ -1020,6 +1020,77 @@ def replayed_experts():
     )
 
 
+def sixteen_experts():
+    """CUTLASS over cuBLAS with 16 experts and replayed routes: speed, and how gradients differ."""
+    rows = of("train-worker-30b16e-h200", lambda it: it["rows"])
+    slow, fast = (
+        next(row for row in rows if (row["routes"], row["products"]) == ("replayed", products))
+        for products in ("cublas", "cutlass")
+    )
+    gains = [slow[part]["median"] / fast[part]["median"] for part in ("train", "logprobs")]
+    again, ours = (row["gradient_share"] for row in of(
+        "train-worker-30b16e-h200", lambda it: it["numbers"]
+    ))  # fmt: skip
+    return (
+        "16 experts trained {:.2f} times as fast, logprobs {:.2f} times,".format(*gains),
+        f"With 16 experts it was {100 * ours:.2f} and {again:.2%}.",
+        "CUTLASS {:.2f} times as fast, logprobs {:.2f}; the same logprobs to the bit; ".format(
+            *gains
+        )
+        + f"gradients {ours:.2%} apart, cuBLAS's own {again:.2%}",
+    )
+
+
+def all_of_30b():
+    """The one step of all of 30B-A3B, and phases of the next as its notes time them."""
+    [run] = of("nemo-30b-lora-2-h200", lambda it: it["runs"])
+    [row] = run["rows"]
+    notes = " ".join(of("nemo-30b-lora-2-h200", lambda it: it["notes"]))
+    clock = [
+        int(h) * 3600 + int(m) * 60 + int(s)
+        for h, m, s in re.findall(r"(\d\d):(\d\d):(\d\d)", notes[notes.index("refit and KV") :])
+    ]
+    began, refitted, sampled, scoring, scored = clock[:5]
+    seconds = of("nemo-30b-lora-2-h200", lambda it: it["seconds"])
+    return (
+        f"128 answers of {row['rollout/mean_length']:,.0f} tokens. The refit proved all "
+        f"{row['refit/verified_weights']:,} FP8 weights. The step compiled kernels and took "
+        f"{seconds['step 1']['step']:.0f} s,",
+        f"refit and KV scales took {refitted - began} s, the rollout {sampled - refitted} and "
+        f"logprobs {scored - scoring}, by",
+        f"set-up took {seconds['setup']:.0f} s, conversion",
+        f"KL {row['mismatch/kl']:.1e}".replace("e-0", "e-")
+        + f", no route missing, {row['replay/rerouted_fraction']:.0%} of routes replaced",
+    )
+
+
+def all_of_30b_planned():
+    """What a plan says of that step."""
+    words = ["model=qwen3-30b-a3b", "lora=attention", "precision=fp8-kv-attn", "cluster.gpu=h200"]
+    words += ["cluster.gpus_per_node=2", "grpo.prompts_per_step=16", "grpo=demo", "backend=nemo"]
+    words += ["grpo.generations_per_prompt=8", "grpo.max_new_tokens=1984", "grpo.kl_penalty=0"]
+    [found] = compose_plans([*words, "+nemo.data.max_input_seq_length=64"], lambda _: MAIN)
+    said = step_seconds(found.settled)
+    return (
+        f"where the plan says {said.total:.0f} for a step that does not.",
+        f"the plan says {said.refit:.0f}, {said.rollout:.0f} and {said.logprob:.0f}. Then",
+    )
+
+
+def staged():
+    """GiB that stay page-locked after a save by NeMo RL's worker and by ours."""
+    _, trained, stock, ours = of("staging-h200", lambda it: it["rows"])
+    left = [each["left"] - trained["left"] for each in (stock, ours)]
+    return of("staging-h200", lambda it: it["state"]), *left
+
+
+def host_memory_before_and_now(*words):
+    """GiB that plans count: without a checkpoint's copy, as they had, and with it."""
+    [found] = compose_plans(["backend=nemo", *words], lambda _: MAIN)
+    now = host_gib(found.settled)
+    return f"{now - checkpoint_gib(found.settled):,.0f} to {now:,.0f}"
+
+
 def grouped_step():
     """Seconds of training in a step of six layers, by CUTLASS and by cuBLAS."""
     row, before = (real(name)["bf16"] for name in ("30b6-grouped-h200", "30b6-h200"))
@@ -1534,6 +1605,10 @@ SAID = {
         experts_trained,
         *(partial(lambda n: replayed_experts()[n], n) for n in range(3)),
         grouped_step,
+        *(partial(lambda n: sixteen_experts()[n], n) for n in range(2)),
+        lambda: experts_busy("30b16e"),
+        *(partial(lambda n: all_of_30b()[n], n) for n in range(3)),
+        *(partial(lambda n: all_of_30b_planned()[n], n) for n in range(2)),
         lambda: missing_rows(beside_their_training(), "docs/research/steps.md"),
         lambda: "for {} of our seconds and {} of theirs".format(
             at_work("18:53:09", "18:54:28"), at_work("19:00:01", "19:02:19")
@@ -1694,7 +1769,26 @@ SAID = {
         lambda: f"stopped all\n{COUNTED[min(stopped('full'))]}. `bytes`",
     ],
     "docs/peers.md": [saved],
+    "docs/research/log.md": [
+        lambda: "saving {:.1f} GiB left [{:.1f} with NeMo RL's worker, {:.1f} with ours]".format(
+            *staged()
+        ),
+        lambda: "of 8B on 8 H100 in BF16 goes from {} GiB".format(
+            host_memory_before_and_now("model=llama31-8b", "precision=bf16")
+        ),
+        lambda: "of 30B-A3B on 8 H200 in `fp8-kv-attn` from {}.".format(
+            host_memory_before_and_now(
+                "model=qwen3-30b-a3b", "precision=fp8-kv-attn", "cluster.gpu=h200"
+            )
+        ),
+    ],
     "docs/research/measured.md": [
+        lambda: sixteen_experts()[2],
+        lambda: all_of_30b()[3],
+        lambda: (
+            "saving {:.1f} GiB leaves {:.1f} page-locked with NeMo RL's `save_checkpoint`, "
+            "{:.1f} with ours"
+        ).format(*staged()),
         formats_measured,
         lambda: exact_decode_in(
             "{0} with 256 sequences of 1k tokens, {1} with 8 of 4k, {2} with one of 8k; "

@@ -427,7 +427,7 @@ def test_a_step_of_8b_on_four_h100_took_what_a_plan_says_but_for_the_driver():
 def worked(name):
     """Return rows of experts in NeMo RL's worker, each with what a plan says of it."""
     for row in json.loads((RESULTS / f"train-worker-{name}-h200.json").read_text())["rows"]:
-        experts = 128 if name == "30b6" else 32
+        experts = {"30b6": 128, "30b16e": 16}.get(name, 32)
         precision = "fp8-e2e" if name.endswith("fp8") else "bf16"
         words = (f"precision={precision}", f"model.shape.experts={experts}",
                  "model=qwen3-30b-a3b", "model.shape.layers=6", "model.parallel.expert=1",
@@ -480,10 +480,11 @@ def test_with_routes_that_repeat_cutlass_took_what_a_plan_says_within_half():
     assert min(scored) > 0.5 and max(scored) < 1.3
 
 
-def test_experts_of_a_faster_host_took_less_than_a_plan_says():
-    for row, said in worked("30b32-again"):
-        assert 1.15 < said.train / row["train"]["median"] < 2.4
-        assert 1.15 < said.logprob / row["logprobs"]["median"] < 2
+@pytest.mark.parametrize("name", ["30b32-again", "30b16e"])
+def test_experts_of_faster_hosts_took_less_than_a_plan_says(name):
+    for row, said in worked(name):
+        assert 1.15 < said.train / row["train"]["median"] < 2.7
+        assert 1.05 < said.logprob / row["logprobs"]["median"] < 2
 
 
 def test_whole_steps_of_experts_trained_as_long_as_a_plan_says():

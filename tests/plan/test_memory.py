@@ -32,6 +32,7 @@ from fp8_nemo.plan.model import count
 from fp8_nemo.plan.speed import (
     EXCHANGE,
     FITTED,
+    HOST,
     GPU_SPEED,
     HOST,
     Fitted,
@@ -249,6 +250,17 @@ def test_profiled_decode_steps_of_30b_come_out_within_3_percent(precision):
         held = row["batch"], row["context"], "h200", costs
         took = 1e3 * decode_seconds(recipe.model.shape, recipe.precision, *held)
         assert took == pytest.approx(row["wall_ms"], rel=0.03)
+
+
+def test_an_engine_of_two_h200s_on_which_nothing_was_fitted_comes_out():
+    rows = json.loads((RESULTS / "rollout-8b-two-h200.json").read_text())["rows"]
+    [recipe] = compose(("precision=bf16", "model=llama31-8b"))
+    assert [row["tensor"] for row in rows] == [2, 2, 2]
+    for row in rows:
+        held = row["batch"], row["context"], "h200", FITTED["llama31-8b", 32], 2
+        device = decode_seconds(recipe.model.shape, recipe.precision, *held)
+        said = max(device, HOST.step + HOST.sequence * row["batch"])
+        assert -0.01 < said / row["seconds_per_step"]["median"] - 1 < 0.07
 
 
 @pytest.mark.parametrize(
