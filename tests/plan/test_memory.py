@@ -32,7 +32,6 @@ from fp8_nemo.plan.model import count
 from fp8_nemo.plan.speed import (
     EXCHANGE,
     FITTED,
-    HOST,
     GPU_SPEED,
     HOST,
     Fitted,
