@@ -80,10 +80,12 @@ class _Search:
 @cache
 def _search(asked: _Search) -> list[Choice]:
     settled, host = asked.settled, asked.host
-    found = [_choice(replace(settled, layout=each)) for each in _candidates(settled, host)]
-    fitting = [each for each in found if each.headroom >= HEADROOM]
-    if not fitting:
-        return sorted(found, key=lambda each: -each.headroom)[:1]
+    runs = [replace(settled, layout=each) for each in _candidates(settled, host)]
+    left = [_headroom(each) for each in runs]
+    least = min(HEADROOM, max(left))
+    fitting = [_choice(run, room) for run, room in zip(runs, left, strict=True) if room >= least]
+    if least < HEADROOM:
+        return fitting[:1]
     close = ALIKE * min(each.seconds.total for each in fitting)
     return sorted(fitting, key=lambda each: _rank(each, close))
 
@@ -95,9 +97,13 @@ def _rank(choice: Choice, close: float) -> tuple[float, ...]:
     return is_slow, 0 if is_slow else engine, seconds, -choice.headroom
 
 
-def _choice(settled: Settled) -> Choice:
+def _headroom(settled: Settled) -> float:
     memory = memory_per_gpu(settled)
-    return Choice(settled.layout, step_seconds(settled), memory.headroom(memory.worst))
+    return memory.headroom(memory.worst)
+
+
+def _choice(settled: Settled, headroom: float) -> Choice:
+    return Choice(settled.layout, step_seconds(settled), headroom)
 
 
 def _candidates(settled: Settled, host: Host) -> Iterator[Layout]:
