@@ -82,7 +82,7 @@ def _search(asked: _Search) -> list[Choice]:
     settled, host = asked.settled, asked.host
     runs = [replace(settled, layout=each) for each in _candidates(settled, host)]
     left = [_headroom(each) for each in runs]
-    least = min(HEADROOM, max(left))
+    least = min(HEADROOM, max(left, default=0.0))
     fitting = [_choice(run, room) for run, room in zip(runs, left, strict=True) if room >= least]
     if least < HEADROOM:
         return fitting[:1]
