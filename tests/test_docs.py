@@ -516,20 +516,24 @@ def node_hours():
     [line] = re.findall(r"recipes.plan (.*correction=tis.*max_new_tokens=8192)$", page, re.M)
     hours = int(sweep_hours(*line.split()).split()[0])
     bf16 = hours * float(planned("h100", 8192)[KV])
-    return f"500 steps of `{KV}` take {hours} hours by estimate, {bf16:.0f} in BF16's"
+    plain = int(sweep_hours(*line.replace(KV, "bf16").split()).split()[0])
+    return (
+        f"500 steps take by estimate {hours} hours in `{KV}`, {plain} in `bf16` as below, "
+        f"{bf16:.0f} in BF16's"
+    )
 
 
 def pays_from():
     """How many FP8 runs save the time of a BF16 run, as README says it."""
     gain = float(planned("h100", 8192)[KV])
     assert round(gain / (gain - 1), 1) == 5
-    return "paid back after about five FP8 runs, at 8k on 8 H100, by estimate."
+    return "a BF16 run after about five FP8 runs, at 8k on 8 H100, by estimate."
 
 
 def estimated_on_h100():
     """What README says first of 8 H100."""
     short, long = (planned("h100", tokens)[KV] for tokens in (4096, 8192))
-    return f"to be {long} times as fast at a limit of 8k, {short} at 4k, if"
+    return f"to gain {long} times at 8k, {short} at 4k. Timed"
 
 
 def planned_gain(pair):
@@ -1057,7 +1061,7 @@ def all_of_30b():
         f"{row['refit/verified_weights']:,} FP8 weights. The step compiled kernels and took "
         f"{seconds['step 1']['step']:.0f} s,",
         f"refit and KV scales took {refitted - began} s, the rollout {sampled - refitted} and "
-        f"logprobs {scored - scoring}, by",
+        f"logprobs at least {scored - scoring}, by",
         f"set-up took {seconds['setup']:.0f} s, conversion",
         f"KL {row['mismatch/kl']:.1e}".replace("e-0", "e-")
         + f", no route missing, {row['replay/rerouted_fraction']:.0%} of routes replaced",
@@ -1073,7 +1077,7 @@ def all_of_30b_planned():
     said = step_seconds(found.settled)
     return (
         f"where the plan says {said.total:.0f} for a step that does not.",
-        f"the plan says {said.refit:.0f}, {said.rollout:.0f} and {said.logprob:.0f}. Then",
+        f"the plan says {said.refit:.0f}, {said.rollout:.0f} and {said.logprob:.0f}. The",
     )
 
 
@@ -1426,7 +1430,7 @@ def experts_cell():
     both = (MOE_DECODE[KV, "h100"](), experts_by_xqa())
     h100, h200 = (each.replace(" to", "x to") + "x" for each in both)
     return (
-        f"decode: [H100 {h100}](docs/research/decode.md#a-mixture-of-experts), "
+        f"decode alone: [H100 {h100}](docs/research/decode.md#a-mixture-of-experts), "
         f"[H200 {h200}](docs/research/decode.md#an-fp8-cache-on-an-h200) |"
     )
 
@@ -1545,9 +1549,11 @@ SAID = {
         lambda: f"| `{BOTH}` | {on_h100(BOTH, 2048, *LONGER)} |",
         lambda: "| `fp16` | {}x to {}x (8B, 8 H100) |".format(*fp16_on_h100()),
         fp16_kl,
-        lambda: f"1.15x: 2 to 8 GPUs up to 4k, 8 GPUs up to 8k | `{EXACT}` | {on_h200(EXACT)} |",
         lambda: (
-            f"fastest, with an FP8 cache: 2 to 8 GPUs up to 8k, 8 GPUs up to 16k | `{BOTH}` | "
+            f"first choice: up to 4k on 2 to 8 GPUs, up to 8k on 8 | `{EXACT}` | {on_h200(EXACT)} |"
+        ),
+        lambda: (
+            f"fastest, with an FP8 cache: up to 8k on 2 to 8 GPUs, up to 16k on 8 | `{BOTH}` | "
             f"{on_h200(BOTH)}; at 16k {planned('h200', 16384)[BOTH]}x |"
         ),
         lambda: f"[decode alone {profiled_gains().replace(' to', 'x to')}x]",
@@ -1770,9 +1776,10 @@ SAID = {
     ],
     "docs/peers.md": [saved],
     "docs/research/log.md": [
-        lambda: "saving {:.1f} GiB left [{:.1f} with NeMo RL's worker, {:.1f} with ours]".format(
-            *staged()
-        ),
+        lambda: (
+            "A checkpoint of {:.1f} GiB, by formula, left [{:.1f} taken with NeMo RL's save; "
+            "{:.1f} after ours]"
+        ).format(*staged()),
         lambda: "of 8B on 8 H100 in BF16 goes from {} GiB".format(
             host_memory_before_and_now("model=llama31-8b", "precision=bf16")
         ),
@@ -1786,8 +1793,8 @@ SAID = {
         lambda: sixteen_experts()[2],
         lambda: all_of_30b()[3],
         lambda: (
-            "saving {:.1f} GiB leaves {:.1f} page-locked with NeMo RL's `save_checkpoint`, "
-            "{:.1f} with ours"
+            "one of {:.1f} GiB by formula leaves {:.1f} taken with NeMo RL's `save_checkpoint`, "
+            "{:.1f} after ours"
         ).format(*staged()),
         formats_measured,
         lambda: exact_decode_in(

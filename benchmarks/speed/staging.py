@@ -7,8 +7,9 @@ The worker is `Fp8PolicyWorkerImpl`, as in `benchmarks.speed.train_worker`, alon
 converts the model, trains once, then saves a checkpoint twice: by NeMo RL's `save_checkpoint`, then
 by ours, which gives staged memory back. Rows are GiB of the host that are not available, over
 those before the worker was made: the `most` while it worked, and what is `left` once it has. Files
-are written to disk, whose pages the system takes back by itself. `weights` and `state` are GiB of
-what was copied: the model in BF16, and a checkpoint by the plan's formula.
+are written to disk, whose pages the system takes back by itself. Ours saves second, with what the
+first save left still there. `weights` and `state` are GiB by the plan's formulas: what is trained,
+in BF16, and a checkpoint.
 """
 
 # pyright: reportMissingImports=false

@@ -200,10 +200,11 @@ def host_gib(settled: Settled) -> float:
     (seams reference-on-host, swaps-with-reference): PyTorch page-locks such copies. Where GPUs
     sample alone nothing else moves, and no engine sleeps.
 
-    A checkpoint adds what it saves, and a conversion the model: Megatron copies both to page-locked
-    memory before it writes them (seam stages-checkpoints). 57 GiB of 30B-A3B's weights took 76
-    (nemo-30b-lora-2-h200.json), 19 of a checkpoint of two layers of 8B 18 (staging-h200.json). Our
-    worker gives that back; in stock's it stays, and serves the next save.
+    A checkpoint adds what it saves, and a conversion the model, counted even where the model is
+    converted: Megatron copies both to page-locked memory before it writes them (seam
+    stages-checkpoints). Converting 57 GiB of 30B-A3B took 76 (nemo-30b-lora-2-h200.json), a
+    checkpoint of two layers of 8B 0.95 of its formula (staging-h200.json); one of experts, in more
+    pieces, may take a third more. Our worker gives that back, in stock's it stays.
     """
     recipe, own = settled.recipe, _held(settled)
     is_ours = recipe.glue.needs_plugin(recipe.precision)
@@ -217,10 +218,12 @@ def host_gib(settled: Settled) -> float:
         each += moved_bytes(settled) + asleep
     on_node = min(settled.train_gpus, recipe.cluster.gpus_per_node)
     share = on_node / settled.train_gpus
-    saving = on_node * each / GIB + share * checkpoint_gib(settled)
+    step, saved = on_node * each / GIB, share * checkpoint_gib(settled)
     dense, expert, _ = _parameters(recipe.model.shape)
-    converting = (on_node * asleep + PIECES * share * 2 * (dense + expert)) / GIB
-    return max(saving, converting)
+    converted = PIECES * share * 2 * (dense + expert) / GIB
+    if not is_ours:
+        return step + max(saved, converted)
+    return max(step + saved, on_node * asleep / GIB + converted)
 
 
 def moved_bytes(settled: Settled) -> float:
