@@ -961,87 +961,72 @@ def beside_xqa():
     )
 
 
-def trained(name, routes, products):
-    """Median seconds of training six layers of experts in 8 micro-batches of 8,192 tokens."""
-    [row] = of(
-        f"train-worker-{name}-h200",
-        lambda it: [
-            row for row in it["rows"]
-            if (row["tokens"], row["routes"], row["products"]) == (8192, routes, products)
-        ],
-    )  # fmt: skip
-    return row["train"]["median"]
+WORKERS = {"30b6": (128, "first"), "30b32": (32, "first"), "30b32-again": (32, "second"),
+           "30b16e": (16, "third")}  # fmt: skip
+ROUTES = {"replayed": "replayed, new in each step", "own": "the router's own",
+          "repeated": "given, the same again"}  # fmt: skip
 
 
-def grouped(name):
-    """The same by cuBLAS and by CUTLASS, with the router's own routes."""
-    return [trained(name, "own", products) for products in ("cublas", "cutlass")]
+def in_the_worker(name, tokens=8192):
+    """Rows of six layers of experts in NeMo RL's worker: by routes, then by library."""
+    rows = of(f"train-worker-{name}-h200", lambda it: it["rows"])
+    found = {(r["routes"], r["products"]): r for r in rows if r["tokens"] == tokens}
+    return {
+        routes: (found[routes, "cublas"], found[routes, "cutlass"])
+        for routes in ROUTES
+        if {(routes, "cublas"), (routes, "cutlass")} <= found.keys()
+    }
 
 
-def experts_trained():
-    """speed.md's seconds of both, with 32 experts and 128."""
-    few, many = grouped("30b32"), grouped("30b6")
+def by_cutlass(pair):
+    """Times as fast as by cuBLAS: training and logprobs."""
+    slow, fast = pair
+    return [slow[part]["median"] / fast[part]["median"] for part in ("train", "logprobs")]
+
+
+def experts_rows():
+    """steps.md's table of the libraries that multiply experts."""
+    for name, (experts, machine) in WORKERS.items():
+        file = f"[{machine}](../../benchmarks/results/train-worker-{name}-h200.json)"
+        for routes, pair in in_the_worker(name).items():
+            took = " | ".join(f"{each['train']['median']:.2f} s" for each in pair)
+            gains = ", ".join(f"{gain:.2f}x" for gain in by_cutlass(pair))
+            shares = ", ".join(f"{each['busy']:.0%}" for each in pair)
+            yield f"| {experts}, {file} | {ROUTES[routes]} | {took} | {gains} | {shares} |"
+
+
+def experts_busy():
+    """The GPU's least and largest share of a profiled pass, in percent."""
+    held = [each["busy"] for name in WORKERS
+            for pair in in_the_worker(name).values() for each in pair]  # fmt: skip
+    return f"It was at work for {100 * min(held):.0f} to {max(held):.0%} of a profiled pass;"
+
+
+def larger_micro_batches():
+    """What 16,384 tokens instead of 8,192 gained, and CUTLASS there, with replayed routes."""
+    small, large = (in_the_worker("30b32-again", n)["replayed"] for n in (8192, 16384))
+    gain = small[1]["train"]["median"] / large[1]["train"]["median"]
+    train, logprobs = by_cutlass(large)
     return (
-        "training of 32 experts took {:.2f} s by cuBLAS and {:.2f} s by CUTLASS, of 128 experts "
-        "{:.2f} and {:.2f} s: {:.1f} and {:.1f} times as fast. On the second machine it was {:.2f} "
-        "and {:.2f} s. With given routes that repeat it was {:.2f} to {:.2f} times as fast."
-    ).format(
-        *few, *many, few[0] / few[1], many[0] / many[1], *grouped("30b32-again"), *repeated_gains()
+        f"trained {gain:.2f} times as fast as these of 8,192; there CUTLASS trained {train:.2f} "
+        f"times as fast as cuBLAS, its logprobs {logprobs:.2f} times."
     )
 
 
-def repeated_gains():
-    """By CUTLASS over by cuBLAS with routes that repeat, all rows: the least and the largest."""
-    gains = []
-    for name in ("30b32", "30b6", "30b32-again"):
-        rows = of(f"train-worker-{name}-h200", lambda it: it["rows"])
-        for tokens in {row["tokens"] for row in rows}:
-            found = {row["products"]: row["train"]["median"] for row in rows
-                     if (row["tokens"], row["routes"]) == (tokens, "repeated")}  # fmt: skip
-            if found:
-                gains.append(found["cublas"] / found["cutlass"])
-    return min(gains), max(gains)
-
-
-def replayed_experts():
-    """By CUTLASS over by cuBLAS with replayed routes that change: training, logprobs, numbers."""
-    rows = of("train-worker-30b32-again-h200", lambda it: it["rows"])
-    found = {(row["tokens"], row["products"]): row for row in rows if row["routes"] == "replayed"}
-    train, scored = (
-        [found[n, "cublas"][part]["median"] / found[n, "cutlass"][part]["median"]
-         for n in (8192, 16384)]
-        for part in ("train", "logprobs")
-    )  # fmt: skip
-    larger = found[8192, "cutlass"]["train"]["median"] / found[16384, "cutlass"]["train"]["median"]
-    again, ours = of("train-worker-30b32-again-h200", lambda it: it["numbers"])
+def experts_numbers(name):
+    """How far gradients by CUTLASS, and by cuBLAS again, are from cuBLAS's: `0.26%`, `0.27%`."""
+    again, ours = of(f"train-worker-{name}-h200", lambda it: it["numbers"])
     assert again["logprob_largest"] == ours["logprob_largest"] == 0
-    return (
-        f"trained {train[0]:.2f} times as fast as by cuBLAS, in micro-batches of 16,384 tokens "
-        f"{train[1]:.2f} times; logprobs {scored[0]:.2f} and {scored[1]:.2f} times as fast",
-        f"trained {larger:.2f} times as fast, with replayed routes",
-        f"differed from cuBLAS's by {ours['gradient_share']:.2%} of their norm, a second pass by "
-        f"cuBLAS by {again['gradient_share']:.2%}",
-    )
+    return f"{ours['gradient_share']:.2%}", f"{again['gradient_share']:.2%}"
 
 
 def sixteen_experts():
-    """CUTLASS over cuBLAS with 16 experts and replayed routes: speed, and how gradients differ."""
-    rows = of("train-worker-30b16e-h200", lambda it: it["rows"])
-    slow, fast = (
-        next(row for row in rows if (row["routes"], row["products"]) == ("replayed", products))
-        for products in ("cublas", "cutlass")
-    )
-    gains = [slow[part]["median"] / fast[part]["median"] for part in ("train", "logprobs")]
-    again, ours = (row["gradient_share"] for row in of(
-        "train-worker-30b16e-h200", lambda it: it["numbers"]
-    ))  # fmt: skip
+    """measured.md's cell: speed with replayed routes, and how gradients differ."""
+    train, logprobs = by_cutlass(in_the_worker("30b16e")["replayed"])
+    ours, again = experts_numbers("30b16e")
     return (
-        "16 experts trained {:.2f} times as fast, logprobs {:.2f} times,".format(*gains),
-        f"With 16 experts it was {100 * ours:.2f} and {again:.2%}.",
-        "CUTLASS {:.2f} times as fast, logprobs {:.2f}; the same logprobs to the bit; ".format(
-            *gains
-        )
-        + f"gradients {ours:.2%} apart, cuBLAS's own {again:.2%}",
+        f"CUTLASS {train:.2f} times as fast, logprobs {logprobs:.2f}; the same logprobs to the "
+        f"bit; gradients {ours} apart, cuBLAS's own {again}"
     )
 
 
@@ -1136,31 +1121,6 @@ def at_work(begin, end):
     """Percent of two GPUs' seconds between two times in which a kernel ran."""
     rows = of("nemo-stock-8b-2k-2-h200", lambda it: it["gpus"])
     return f"{fmean(row[3] for row in rows if begin <= row[0] <= end):.0f}%"
-
-
-def experts_busy(name):
-    """The GPU's least and largest share of a profiled pass, in percent."""
-    rows = of(f"train-worker-{name}-h200", lambda it: it["rows"])
-    held = [100 * row["busy"] for row in rows if row["tokens"] == 8192]
-    return f"[{min(held):.0f} to {max(held):.0f}%](../../benchmarks/results/train-worker-{name}-"
-
-
-def routes_again():
-    """How many times as long training takes with the router's own routes as with given ones."""
-    times = [
-        trained(name, "own", "cublas") / trained(name, "repeated", "cublas")
-        for name in ("30b32", "30b6")
-    ]
-    again, *changed = (
-        trained("30b32-again", routes, products) / trained("30b32-again", "repeated", products)
-        for routes, products in (("own", "cublas"), ("replayed", "cublas"), ("replayed", "cutlass"))
-    )
-    return (
-        "took {:.1f} and {:.1f} times as long as given routes that repeat, on another machine "
-        "{:.1f} times".format(*times, again),
-        "replayed routes that change took cuBLAS {:.2f} times as long as routes that repeat, "
-        "CUTLASS {:.2f}.".format(*changed),
-    )
 
 
 def experts_by_xqa():
@@ -1608,21 +1568,20 @@ SAID = {
         ),
         lambda: f"The plan says {planned_gain(H100S):.2f}. BF16 sampled",
         lambda: f"So `fp8-kv-attn` gained {kv_on_four()} times.",
-        experts_trained,
-        *(partial(lambda n: replayed_experts()[n], n) for n in range(3)),
+        lambda: missing_rows(experts_rows(), "docs/research/steps.md"),
+        experts_busy,
+        larger_micro_batches,
+        lambda: "differed from cuBLAS's by {} of their norm, a second pass by cuBLAS by {}.".format(
+            *experts_numbers("30b32-again")
+        ),
+        lambda: "With 16 experts it was {} and {}.".format(*experts_numbers("30b16e")),
         grouped_step,
-        *(partial(lambda n: sixteen_experts()[n], n) for n in range(2)),
-        lambda: experts_busy("30b16e"),
         *(partial(lambda n: all_of_30b()[n], n) for n in range(3)),
         *(partial(lambda n: all_of_30b_planned()[n], n) for n in range(2)),
         lambda: missing_rows(beside_their_training(), "docs/research/steps.md"),
         lambda: "for {} of our seconds and {} of theirs".format(
             at_work("18:53:09", "18:54:28"), at_work("19:00:01", "19:02:19")
         ),
-        lambda: experts_busy("30b32-again"),
-        lambda: experts_busy("30b32"),
-        lambda: experts_busy("30b6"),
-        *(partial(lambda n: routes_again()[n], n) for n in range(2)),
         six_layers,
         six_layers_planned,
         six_layers_token,
@@ -1790,7 +1749,7 @@ SAID = {
         ),
     ],
     "docs/research/measured.md": [
-        lambda: sixteen_experts()[2],
+        sixteen_experts,
         lambda: all_of_30b()[3],
         lambda: (
             "one of {:.1f} GiB by formula leaves {:.1f} taken with NeMo RL's `save_checkpoint`, "
