@@ -460,6 +460,22 @@ def moved():
     return found
 
 
+def stock_on_eight():
+    """What plans say of 8 H100: seconds of stock's optimizer, and how much ours gains over it."""
+    gains, optimizer = [], 0.0
+    for tokens in (2048, 4096):
+        line = ("model=llama31-8b", "backend=nemo", f"grpo.max_new_tokens={tokens}")
+        stock = ("precision=fp8-linear", "glue=stock", "model.memory.optimizer=move")
+        [theirs], [ours] = (compose_plans([*line, *words], lambda _: MAIN)
+                            for words in (stock, (f"precision={KV}",)))  # fmt: skip
+        optimizer = step_seconds(theirs.settled).optimizer
+        gains.append(step_seconds(theirs.settled).total / step_seconds(ours.settled).total)
+    return (
+        f"one pace for a node, {optimizer:.0f} s here. By them ours would be {gains[0]:.2f} times "
+        f"as fast at 2k, {gains[1]:.2f} at 4k,"
+    )
+
+
 def beside_theirs():
     """README's step of ours on four H100s, and of NeMo RL's own recipe."""
     plain, ours, theirs = (
@@ -1562,6 +1578,7 @@ SAID = {
             cut_step("NeMo RL's"), cut_step(KV)
         ),
         lambda: "In these two steps {:.0f} and {:.0f} s of theirs moved".format(*moved()),
+        stock_on_eight,
         lambda: (
             f"gained {real_gain('step', H100S)}**, its rollout "
             f"{real_gain('rollout', H100S).removesuffix(' times')}. The plan says "

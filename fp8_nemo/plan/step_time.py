@@ -104,8 +104,11 @@ NVLINK = 360e9
 PINNED = 50e9
 """Bytes a second of page-locked copies between host and GPU (49 and 51e9 of Adam's moments,
 move-optimizer-h100.json)."""
-PAGEABLE = Reached(1.36e9, 5.5e9)
-"""The same as NeMo RL moves the optimizer: to the host, and back (step-check-h200.json)."""
+PAGEABLE, PAGEABLE_ALONE = Reached(2.7e9, 11e9), 0.65
+"""The same of a whole node as NeMo RL moves the optimizer, to the host and back, and the share of
+it that one GPU reaches. To the host, two H200s had 2.9 and 2.4e9, four H100s 3.0e9
+(step-check-h200.json, real-steps-8b-stock-2k-2-h200.json, real-steps-8b-4-h100.json), one H100 0.65
+of these (16 s both ways, real-steps-8b8-stock-h100.json). More GPUs were not timed."""
 DOUBLED = 1.04
 """Factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor V2. With
 two H100s an engine BF16 took 1.05 and 1.10 times what a plan without it says (8B and experts:
@@ -344,4 +347,6 @@ def _optimizer_seconds(settled: Settled) -> float:
     moved, recipe = moved_bytes(settled), settled.recipe
     if recipe.glue.needs_plugin(recipe.precision):
         return 2 * moved / PINNED
-    return moved / PAGEABLE.forward + moved / PAGEABLE.backward
+    gpus = min(settled.train_gpus, recipe.cluster.gpus_per_node)
+    share = min(1.0, PAGEABLE_ALONE * gpus)
+    return gpus * moved / share * (1 / PAGEABLE.forward + 1 / PAGEABLE.backward)

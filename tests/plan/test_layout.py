@@ -243,6 +243,23 @@ def test_seconds_follow_work_and_rates():
     assert 0 < step_seconds(ours.settled).optimizer < 1  # its worker has to be ours
 
 
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("8b-stock-2k-2-h200", ["precision=fp8-e2e", "cluster.gpus_per_node=2"]),
+        ("8b-4-h100", ["precision=fp8-linear", "cluster.gpus_per_node=4"]),
+        ("8b8-stock-h100", ["precision=fp8-e2e", "cluster.gpus_per_node=1",
+                            "model.shape.layers=8"]),
+    ],
+)  # fmt: skip
+def test_stocks_worker_moves_the_optimizer_as_long_as_nemo_rls_recipes_did(file, words):
+    found = json.loads((RESULTS / f"real-steps-{file}.json").read_text())
+    [theirs], ours = found["stock"], found["rows"][-1]
+    took = sum(theirs[part] - ours[part] for part in ("refit", "rest"))
+    stock = plan(*words, "cluster.gpu=h200", "glue=stock", "model.memory.optimizer=move")
+    assert step_seconds(stock.settled).optimizer == pytest.approx(took, rel=0.17)
+
+
 def test_an_fp8_step_is_compared_with_the_best_layout_of_bf16():
     told = dict(decision(plan("precision=fp8-e2e-kv-attn", "cluster.gpu=h200"), MAIN))["step"]
     assert "times as fast as BF16" in told
