@@ -1089,6 +1089,14 @@ def staged():
     return of("staging-h200", lambda it: it["state"]), *left
 
 
+def host_gb(gpu, gpus):
+    """GB of host memory of 8B in BF16, in hundreds, with 25 GiB a GPU for processes."""
+    words = ("model=llama31-8b", "precision=bf16", f"cluster.gpu={gpu}")
+    [found] = compose_plans([*words, "backend=nemo", f"cluster.gpus_per_node={gpus}"],
+                            lambda _: MAIN)  # fmt: skip
+    return round((host_gib(found.settled) + 25 * gpus) * 1.074, -2)
+
+
 def host_memory_before_and_now(*words):
     """GiB that plans count: without a checkpoint's copy, as they had, and with it."""
     [found] = compose_plans(["backend=nemo", *words], lambda _: MAIN)
@@ -1545,6 +1553,10 @@ SAID = {
         node_hours,
         estimated_on_h100,
         experts_step,
+        lambda: "on 2 GPUs {:.0f} GB of host memory, on 4 {:.0f} GB, by".format(
+            host_gb("h200", 2), host_gb("h100", 4)
+        ),
+        lambda: f"| 8 H100 or H200; {host_gb('h100', 8) / 1000:.0f} TB of host memory,",
         lambda: f"{disk('llama31-8b')} GB",
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],
