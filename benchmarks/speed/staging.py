@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +24,8 @@ from threading import Event, Thread
 from typing import Any
 
 from benchmarks import record
-from benchmarks.speed.train import free_port
-from benchmarks.speed.train_worker import batch_of, packed, plan_of, worker_of
-from fp8_nemo.launch.driver import prepare
+from benchmarks.speed.train_worker import alone, batch_of, packed, worker_of
 from fp8_nemo.launch.room import room
-from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.memory import GIB, checkpoint_gib, trained_parameters
 
 LENGTH = 2048
@@ -78,18 +73,8 @@ def main() -> None:
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo; they win")
     options = parser.parse_args()
     options.length, options.sequences = LENGTH, 8
-    record.need("nemo_rl", "megatron", "transformer_engine")
-    usual = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
-    for name, value in (usual | {"MASTER_PORT": free_port()}).items():
-        os.environ.setdefault(name, str(value))
-    plan = plan_of(options)
-    root = root_of(plan.recipe)
-    if root is None or plan.nemo is None:
-        parser.error("set NEMO_RL_ROOT to a clone of NVIDIA-NeMo/RL")
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
-        prepare(plan, root)
-        os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = scratch
+    with alone(parser, options, options.folder) as (plan, scratch):
         import nemo_rl.models.policy.workers.megatron_policy_worker as stock
         import torch
 
@@ -108,7 +93,7 @@ def main() -> None:
             )  # fmt: skip
             print(rows[-1], flush=True)
 
-        (worker, config), row = watched(lambda: worker_of(plan, Path(scratch)), taken)
+        (worker, config), row = watched(lambda: worker_of(plan, scratch), taken)
         keep("conversion, ours", row)
         _, row = watched(lambda: train(worker, config, plan), taken)
         keep("a trained step", row)
@@ -117,7 +102,7 @@ def main() -> None:
             "checkpoint, ours": type(worker).save_checkpoint,
         }
         for n, (what, save) in enumerate(saves.items()):
-            folder = Path(scratch, f"step_{n}")
+            folder = scratch / f"step_{n}"
             work = (save, worker, str(folder / "weights"), str(folder / "optimizer"))
             _, row = watched(lambda work=work: work[0](*work[1:]), taken)
             keep(what, row)

@@ -28,6 +28,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +74,31 @@ def plan_of(options: argparse.Namespace) -> Plan:
     ]
     [plan] = compose_plans([*cell, *options.arguments], host_of)
     return plan
+
+
+@contextmanager
+def alone(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, folder: Path | None = None
+) -> Iterator[tuple[Plan, Path]]:
+    """Make this process the only rank of a plan: the plan, and a folder for what it writes.
+
+    Args:
+        parser: says what is missing, and ends the process.
+        options: of the command line.
+        folder: in which the folder is made, for as long as the block runs; the system's if None.
+    """
+    record.need("nemo_rl", "megatron", "transformer_engine")
+    usual = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
+    for name, value in (usual | {"MASTER_PORT": free_port()}).items():
+        os.environ.setdefault(name, str(value))
+    plan = plan_of(options)
+    root = root_of(plan.recipe)
+    if root is None or plan.nemo is None:
+        parser.error("set NEMO_RL_ROOT to a clone of NVIDIA-NeMo/RL")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        prepare(plan, root)
+        os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = scratch
+        yield plan, Path(scratch)
 
 
 def worker_of(plan: Plan, folder: Path) -> tuple[Any, Any]:
@@ -328,19 +354,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo; they win")
     options = parser.parse_args()
-    record.need("nemo_rl", "megatron", "transformer_engine")
-    usual = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
-    for name, value in (usual | {"MASTER_PORT": free_port()}).items():
-        os.environ.setdefault(name, str(value))
-    plan = plan_of(options)
-    root = root_of(plan.recipe)
-    if root is None or plan.nemo is None:
-        parser.error("set NEMO_RL_ROOT to a clone of NVIDIA-NeMo/RL")
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        prepare(plan, root)
-        os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = scratch
-        worker, config = worker_of(plan, Path(scratch))
+    with alone(parser, options) as (plan, scratch):
+        worker, config = worker_of(plan, scratch)
         for row in rows_of(worker, config, plan, options):
             rows.append(row | {"busy": row["device"]["busy"] / row["device"]["seconds"]})
             record.keep(
