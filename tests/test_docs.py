@@ -549,7 +549,7 @@ def pays_from():
 def estimated_on_h100():
     """What README says first of 8 H100."""
     short, long = (planned("h100", tokens)[KV] for tokens in (4096, 8192))
-    return f"to gain {long} times at 8k, {short} at 4k. Timed"
+    return f"to gain {long} times at 8k, {short} at 4k. Timed only"
 
 
 def planned_gain(pair):

@@ -19,16 +19,18 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 from benchmarks import record
-from benchmarks.speed.train_worker import alone, batch_of, packed, worker_of
+from benchmarks.speed.train_worker import add_options, alone, batch_of, packed, worker_of
 from fp8_nemo.launch.room import room
 from fp8_nemo.plan.memory import GIB, checkpoint_gib, trained_parameters
+from fp8_nemo.plan.plan import Plan
 
-LENGTH = 2048
+LENGTH, SEQUENCES = 2048, 8
 EVERY = 0.05
 """Seconds between two looks at the host's memory."""
 
@@ -53,11 +55,11 @@ def watched(work: Callable[[], Any], taken: Callable[[], float]) -> tuple[Any, d
     return found, {"most": max(seen), "left": taken(), "seconds": seconds}
 
 
-def train(worker: Any, config: Any, plan: Any) -> None:
+def train(worker: Any, config: Any, plan: Plan) -> None:
     """Train once, so that there is a state of the optimizer to save."""
     from nemo_rl.algorithms.loss import ClippedPGLossFn
 
-    shard = packed(config, batch_of(plan, 8, LENGTH), 8 * LENGTH)
+    shard = packed(config, batch_of(plan, SEQUENCES, LENGTH), SEQUENCES * LENGTH)
     worker.prepare_for_training()
     worker.train(shard, ClippedPGLossFn(config.loss_fn), gbs=shard.size)
 
@@ -65,14 +67,10 @@ def train(worker: Any, config: Any, plan: Any) -> None:
 def main() -> None:
     """Make the worker, train, save twice, write the file after each row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    record.add_options(parser)
-    parser.add_argument("--path", type=Path, required=True, help="the model's weights")
-    parser.add_argument("--model", default="llama31-8b", help="an option of conf/model")
-    parser.add_argument("--layers", type=int, required=True, help="of the model in --path")
+    add_options(parser, "llama31-8b")
     parser.add_argument("--folder", type=Path, help="on a disk, for what is written; /tmp if unset")
-    parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo; they win")
+    parser.set_defaults(length=LENGTH, sequences=SEQUENCES)
     options = parser.parse_args()
-    options.length, options.sequences = LENGTH, 8
     rows: list[dict[str, Any]] = []
     with alone(parser, options, options.folder) as (plan, scratch):
         import nemo_rl.models.policy.workers.megatron_policy_worker as stock
@@ -93,9 +91,9 @@ def main() -> None:
             )  # fmt: skip
             print(rows[-1], flush=True)
 
-        (worker, config), row = watched(lambda: worker_of(plan, scratch), taken)
+        (worker, config), row = watched(partial(worker_of, plan, scratch), taken)
         keep("conversion, ours", row)
-        _, row = watched(lambda: train(worker, config, plan), taken)
+        _, row = watched(partial(train, worker, config, plan), taken)
         keep("a trained step", row)
         saves = {
             "checkpoint, NeMo RL's": stock.MegatronPolicyWorkerImpl.save_checkpoint,
@@ -103,8 +101,8 @@ def main() -> None:
         }
         for n, (what, save) in enumerate(saves.items()):
             folder = scratch / f"step_{n}"
-            work = (save, worker, str(folder / "weights"), str(folder / "optimizer"))
-            _, row = watched(lambda work=work: work[0](*work[1:]), taken)
+            places = str(folder / "weights"), str(folder / "optimizer")
+            _, row = watched(partial(save, worker, *places), taken)
             keep(what, row)
     record.show(f"{options.model}, GiB of the host", rows)
 

@@ -61,6 +61,15 @@ class Case(NamedTuple):
     products: str
 
 
+def add_options(parser: argparse.ArgumentParser, model: str) -> None:
+    """Add what a bench of the worker takes: its file, the model, and arguments of the cell."""
+    record.add_options(parser)
+    parser.add_argument("--path", type=Path, required=True, help="the model's weights")
+    parser.add_argument("--model", default=model, help="an option of conf/model")
+    parser.add_argument("--layers", type=int, required=True, help="of the model in --path")
+    parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo; they win")
+
+
 def plan_of(options: argparse.Namespace) -> Plan:
     """Plan the model on one GPU, nothing recomputed; the command line's arguments win."""
     cell = [
@@ -343,16 +352,12 @@ def seconds_of(work: Any) -> float:
 def main() -> None:
     """Start the worker, measure, print a table, write the file after each row."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    record.add_options(parser)
-    parser.add_argument("--path", type=Path, required=True, help="the model's weights")
-    parser.add_argument("--model", default="qwen3-30b-a3b", help="an option of conf/model")
-    parser.add_argument("--layers", type=int, required=True, help="of the model in --path")
+    add_options(parser, "qwen3-30b-a3b")
     parser.add_argument("--tokens", default="8192,16384", help="of a micro-batch, several of them")
     parser.add_argument("--products", default="cublas,cutlass", help="of experts, one or both")
     parser.add_argument("--sequences", type=int, default=64, help="whole eights")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each")
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo; they win")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with alone(parser, options) as (plan, scratch):
