@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from datetime import datetime
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -1089,6 +1090,25 @@ def staged():
     return of("staging-h200", lambda it: it["state"]), *left
 
 
+def converted():
+    """GiB page-locked by a conversion of 30B-A3B, and GiB of it that stayed."""
+    held = of("nemo-30b-lora-again-2-h200", lambda it: it["host"]["page-locked"])
+    return held["converting"] - held["asleep"], held["after"] - held["asleep"]
+
+
+def all_of_30b_again():
+    """Seconds of its first step, and of the set-up, on another machine."""
+    seconds = of("nemo-30b-lora-again-2-h200", lambda it: it["seconds"])
+    return seconds["step 1"]["step"], seconds["setup"]
+
+
+def fusion_wait():
+    """Minutes and seconds between two lines of BF16's engine."""
+    lines = of("nemo-30b-lora-again-2-h200", lambda it: it["seconds"]["bf16 engine"])
+    began, ended = (datetime.strptime(clock, "%H:%M:%S") for clock, _ in lines)
+    return divmod((ended - began).seconds, 60)
+
+
 def host_gb(gpu, gpus):
     """GB of host memory of 8B in BF16, in hundreds, with 25 GiB a GPU for processes."""
     words = ("model=llama31-8b", "precision=bf16", f"cluster.gpu={gpu}")
@@ -1576,7 +1596,9 @@ SAID = {
         gain_errors,
         *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),
     ],
+    "docs/nemo.md": [lambda: f"Ours gave all but [{converted()[1]:.1f} GiB]"],
     "docs/research/steps.md": [
+        lambda: "the first step took {:.1f} s, the set-up {:.0f}, and".format(*all_of_30b_again()),
         *(
             partial(lambda n, name: exact_phases(name)[n], *each)
             for each in product(range(3), (ALIKE, ALIKE_2K))
@@ -1764,6 +1786,11 @@ SAID = {
     ],
     "docs/peers.md": [saved],
     "docs/research/log.md": [
+        lambda: "[{} minutes and {} seconds]".format(*fusion_wait()),
+        lambda: "had {:.1f} GiB page-locked. When our worker had".format(*converted()),
+        lambda: "all but {1:.1f} were free again".format(*converted()),
+        lambda: f"made one step, {all_of_30b_again()[0]:.1f} s with compilation, and",
+        lambda: f"NeMo RL's set-up {all_of_30b_again()[1]:.0f} with the",
         lambda: (
             "A checkpoint of {:.1f} GiB, by formula, left [{:.1f} taken with NeMo RL's save; "
             "{:.1f} after ours]"

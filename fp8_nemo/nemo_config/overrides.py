@@ -19,6 +19,7 @@ from fp8_nemo.nemo_config.keys import (
     GENERATION,
     MEGATRON,
     ONLY_IF_KNOWN,
+    PASSES,
     PEFT,
     PINNED,
     VLLM,
@@ -229,6 +230,10 @@ def _rollout(settled: Settled) -> dict[str, Any]:
         found[f"{VLLM_KWARGS}.moe_backend"] = "triton"  # others relayout at a refit
     if layout.kv_cache_gib is not None:
         found[f"{VLLM_KWARGS}.kv_cache_memory_bytes"] = int(layout.kv_cache_gib * GIB)
+    if layout.rollout_tensor > 1:
+        # Its kernels want NVLink multicast, without which the engine dies, or decodes ten times
+        # as slowly (vLLM #48071), and compile for minutes before a first step.
+        found[f"{PASSES}.fuse_allreduce_rms"] = False
     if fp8 and layout.rollout_tensor > 1 and not recipe.glue.has_receiver:
         # NeMo RL patches vLLM's workers for FP8 through Ray executor V1 only (seam executor-v1).
         # Our engine's are patched under V2 too, vLLM's default, which schedules asynchronously

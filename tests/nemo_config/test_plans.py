@@ -600,6 +600,7 @@ FORBIDDEN = [
 ]
 AT, KWARGS = "nemo.policy.megatron_cfg", "nemo.policy.generation.vllm_kwargs"
 COMPILATION = f"{KWARGS}.compilation_config"
+FUSION = f"{COMPILATION}.pass_config.fuse_allreduce_rms"
 UNPACKED = "+nemo.policy.sequence_packing.enabled=false"
 ASYNCHRONOUS = ("grpo.max_sample_age=1", "cluster.rollout_gpus=4", "correction=tis")
 REJECTED_LATER = [
@@ -1212,6 +1213,20 @@ def test_an_engine_of_two_gpus_gets_the_model_runner_that_survives_there():
     name = "VLLM_USE_V2_MODEL_RUNNER"
     assert name not in plan("model=llama31-8b").nemo.environment
     assert plan("model=llama31-8b", "model.parallel.rollout_tensor=2").nemo.environment[name] == "0"
+
+
+@pytest.mark.parametrize(
+    ("words", "fuses"),
+    [
+        (["model.parallel.rollout_tensor=1"], None),
+        (["model.parallel.rollout_tensor=2"], False),
+        (["model.parallel.rollout_tensor=2", "glue=stock"], False),
+        (["model.parallel.rollout_tensor=2", f"+{FUSION}=true"], True),
+    ],
+)
+def test_an_engine_of_two_gpus_does_not_fuse_all_reduce_and_norm_unless_told_to(words, fuses):
+    written = overrides("model=llama31-8b", "precision=bf16", *words)
+    assert written.get(FUSION.removeprefix("nemo.")) is fuses
 
 
 def test_experts_that_train_in_16_bits_are_multiplied_by_one_launch():

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp8_nemo.nemo_config.host import Host
-from fp8_nemo.nemo_config.keys import COMPILATION, GENERATION, MEGATRON, VLLM, VLLM_KWARGS
+from fp8_nemo.nemo_config.keys import GENERATION, MEGATRON, PASSES, VLLM, VLLM_KWARGS
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import ALIGNMENT_UNTRIED, Limit
 from fp8_nemo.recipe.options.model import Shape
@@ -19,7 +19,6 @@ from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import Settled
 
-PASSES = f"{COMPILATION}.pass_config"
 NORMS = [f"{VLLM_KWARGS}.ir_op_priority.{name}" for name in ("rms_norm", "fused_add_rms_norm")]
 FUSIONS = {
     f"{MEGATRON}.apply_rope_fusion": "megatron/core/models/common/embeddings/rope_utils.py",
