@@ -82,7 +82,7 @@ def _script() -> str:
 def kernels(work: Callable[[], Any]) -> list[tuple[str, float]]:
     """Return name and milliseconds of each kernel and copy of some work on its device.
 
-    None where the profiler does not start: the times beside it are worth having.
+    Empty where the profiler does not start: the times beside it are worth having.
     """
     from torch.profiler import ProfilerActivity, profile
 

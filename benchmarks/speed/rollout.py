@@ -2,7 +2,8 @@
 
 python -m benchmarks.speed.rollout --out benchmarks/results/rollout-8b-h200.json [--gpus 0,1,2,3]
     [--model llama31-8b] [--precisions bf16,fp8-kv-attn] [--points 64x1024,32x8192] [--limited
-    128x256+768 | none] [--tensor 2] [--caches outputs/caches] [--eager] [--nemo] [--small]
+    128x256+768 | none] [--tensor 2] [--caches outputs/caches] [--decode fa3] [--eager] [--nemo]
+    [--small]
 
 One process per precision, one after the other, or side by side with one GPU each. The engine runs
 inside that process, with statistics on and CUDA graphs, as in NeMo RL's worker; `--nemo` is that
@@ -47,6 +48,7 @@ from benchmarks import record
 from benchmarks.speed import rollout_engine
 from benchmarks.speed.capacity import decode_floor, kv_capacity
 from benchmarks.speed.rollout_engine import Engine, Point, TooFewSteps
+from fp8_nemo.nemo import decode
 from fp8_nemo.nemo.marlin.layout import holds_four_bits
 from fp8_nemo.nemo.marlin.layout import quantization as four_bits
 from fp8_nemo.nemo_config.overrides import path_variables
@@ -178,6 +180,7 @@ class Bench:
         engine = "NeMo RL" if options.nemo else "vLLM"
         self.names = {"model": options.model, "precision": options.precision, "engine": engine}
         self.names |= {"tensor": options.tensor} if options.tensor > 1 else {}
+        self.names |= {"decode": options.decode} if self.precision.cache.is_quantized else {}
         self.failed = False
 
     def measure(self, call: Callable[..., Any], start: float) -> None:
@@ -254,6 +257,8 @@ class Bench:
         start = time.perf_counter()
         from vllm import LLM
 
+        if self.names.get("decode") == "xqa":
+            decode.register()
         arguments = engine_arguments(self.shape, self.variant, self.precision, folder, self.options)
         engine = Engine(LLM(**arguments), self.shape.vocab)
         self.measure(lambda name, *given: getattr(engine, name)(*given), start)
@@ -458,6 +463,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--caches", type=Path, default=Path("outputs/caches"))
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--nemo", action="store_true", help="through NeMo RL's worker, on one GPU")
+    kernel = "glue.decode, over an FP8 cache; fa3 with --nemo or --tensor"
+    parser.add_argument("--decode", default="xqa", choices=("xqa", "fa3"), help=kernel)
     if "--small" in words:
         small = {"model": "small-llama", "points": _points("8x128,16x256"), "share": 0.3}
         parser.set_defaults(**small, limited=Point(32, 64, 192))
@@ -466,6 +473,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         parser.error("--tensor: of one --precision, through vLLM itself")
     if options.nemo and FOUR_BITS in (options.precision or options.precisions):
         parser.error(f"--nemo: NeMo RL itself has no {FOUR_BITS}; its worker is ours")
+    if options.nemo or options.tensor > 1:  # vLLM's processes, which this one cannot change
+        options.decode = "fa3"
     return options
 
 

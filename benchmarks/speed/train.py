@@ -267,9 +267,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("arguments", nargs="*", help="of the cell, as for recipes.grpo; they win")
     options = parser.parse_args()
-    usual = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
-    for name, value in (usual | {"MASTER_PORT": free_port()}).items():
-        os.environ.setdefault(name, str(value))
+    be_only_rank()
     for tokens in map(int, options.tokens.split(",")):
         if tokens % (128 * options.sequences):
             parser.error(f"--tokens {tokens}: not {options.sequences} sequences of whole 128s")
@@ -314,11 +312,16 @@ def main() -> None:
     raise SystemExit(len(whole) < len(rows) if os.environ["RANK"] == "0" else 0)
 
 
-def free_port() -> int:
-    """Return a port for one process alone: several of these run side by side."""
+def be_only_rank() -> None:
+    """Let torch.distributed find this process alone, unless a launcher has said otherwise.
+
+    Its port is free: several of these run side by side.
+    """
     with socket.socket() as found:
         found.bind(("localhost", 0))
-        return found.getsockname()[1]
+        usual = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
+        for name, value in (usual | {"MASTER_PORT": found.getsockname()[1]}).items():
+            os.environ.setdefault(name, str(value))
 
 
 def forget() -> None:

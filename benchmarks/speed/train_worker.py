@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import record
 from benchmarks.speed.decode_kernels import RANGES, Kernel, busy
-from benchmarks.speed.train import by_kind, free_port
+from benchmarks.speed.train import be_only_rank, by_kind
 from fp8_nemo.launch.driver import prepare
 from fp8_nemo.nemo_config.checkout import config_of, host_of
 from fp8_nemo.nemo_config.host import root_of
@@ -97,9 +97,7 @@ def alone(
         folder: in which the folder is made, for as long as the block runs; the system's if None.
     """
     record.need("nemo_rl", "megatron", "transformer_engine")
-    usual = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
-    for name, value in (usual | {"MASTER_PORT": free_port()}).items():
-        os.environ.setdefault(name, str(value))
+    be_only_rank()
     plan = plan_of(options)
     root = root_of(plan.recipe)
     if root is None or plan.nemo is None:

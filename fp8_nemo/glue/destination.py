@@ -102,7 +102,11 @@ class Destination:
         return torch.cat(scales).view(torch.int32).long()
 
     def placed(self, name: str, part: Tensor) -> Placed:
-        """Place a tensor where the engine's part of that name stands in the whole."""
+        """Place a tensor where the engine's part of that name stands in the whole.
+
+        Raises:
+            RefitError: the part begins or ends within a word of four bytes of the whole.
+        """
         try:
             return placed(part, self.held[name].shape, self.parts[name].of_wire)
         except ValueError as error:

@@ -145,6 +145,9 @@ def own_ray() -> Iterator[None]:
 
     NeMo RL attaches to any cluster that it finds on the machine, so two runs side by side would
     share GPUs; `RAY_ADDRESS` prevents this. `CUDA_VISIBLE_DEVICES` names the run's GPUs.
+
+    Raises:
+        RuntimeError: Ray did not start.
     """
     if os.environ.get("RAY_ADDRESS"):
         yield

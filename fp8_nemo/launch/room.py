@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from fp8_nemo.plan.memory import GIB, checkpoint_gib, host_gib
+from fp8_nemo.plan.memory import GIB, checkpoint_gib, node_gib
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS
 from fp8_nemo.runs.run_dir import checkpoints, run_path
@@ -37,11 +37,11 @@ def short_of(plan: Plan, free: Room) -> Iterator[str]:
         return
     if free["shm"] < LEAST_SHM_GIB:
         yield f"/dev/shm needs {LEAST_SHM_GIB:.0f} GiB for Ray, {free['shm']:.1f} are free"
-    if free["memory"] < (needed := host_gib(plan.settled)):
+    if free["memory"] < (needed := node_gib(plan.settled)):
         less = "grpo.kl_penalty=0 needs no reference policy, " if plan.settled.kl_penalty else ""
         yield (
-            f"a node's memory: the plan page-locks {needed:,.0f} GiB, {free['memory']:,.0f} are "
-            f"free; {less}take more nodes (cluster.nodes), or nodes with more"
+            f"a node's memory: the plan takes {needed:,.0f} GiB, {free['memory']:,.0f} are free; "
+            f"{less}take more nodes (cluster.nodes), or nodes with more"
         )
     saved = len(checkpoints(run_path(plan)))
     needed = max(1, KEPT_CHECKPOINTS + 1 - saved) * checkpoint_gib(plan.settled)

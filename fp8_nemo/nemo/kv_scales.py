@@ -175,7 +175,11 @@ class _Watch:
     def before_attention(
         self, layer: int, _: nn.Module, arguments: tuple, options: dict[str, Any]
     ) -> None:
-        """Observe one layer's micro-batch, Q, K and V `[R, H, D]` or `[T, S, H, D]`; a hook."""
+        """Observe one layer's micro-batch, Q, K and V `[R, H, D]` or `[T, S, H, D]`; a hook.
+
+        Raises:
+            RecalibrateError: it has more sequences than the batch has left.
+        """
         query, packed = arguments[0], options.get("packed_seq_params")
         count = query.shape[1] if packed is None else len(_starts(packed)) - 1
         first = self.seen[layer]
@@ -193,7 +197,11 @@ class _Watch:
         self.observer.observe_rows(layer, qkv, self.masks[key])
 
     def close(self) -> None:
-        """Check that every layer took the whole batch."""
+        """Check that every layer took the whole batch.
+
+        Raises:
+            RecalibrateError: one took fewer or more sequences.
+        """
         for layer, count in self.seen.items():
             if count != len(self.lengths):
                 raise RecalibrateError(

@@ -26,6 +26,7 @@ from fp8_nemo.plan.memory import (
     host_gib,
     kv_cache_tokens,
     memory_per_gpu,
+    node_gib,
     trained_parameters,
 )
 from fp8_nemo.plan.model import Counts, count
@@ -309,7 +310,7 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
     memory = memory_per_gpu(settled)
     yield memory.text(memory.worst)
     yield f"KV cache of an engine {kv_cache_tokens(settled, memory):,} tokens"
-    yield f"host memory {host_gib(settled):,.0f} GiB a node, and what processes take"
+    yield f"host memory {node_gib(settled):,.0f} GiB a node, {host_gib(settled):,.0f} page-locked"
     saved = checkpoint_gib(settled)
     yield f"a checkpoint {saved:,.0f} GiB, {KEPT_CHECKPOINTS} kept while one is written"
     if OPTIMIZER_ALWAYS_MOVED in host.defects or settled.layout.keeps_optimizer:

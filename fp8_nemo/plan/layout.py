@@ -131,7 +131,7 @@ def _candidates(settled: Settled, host: Host) -> Iterator[Layout]:
 def _with_batches(settled: Settled) -> Iterator[Layout]:
     """Yield a layout with each training micro-batch that fits, and the largest logprob batch."""
     given, own, memory = settled.layout, settled.own, settled.recipe.model.memory
-    sizes = [n for n in (4, 2, 1) if n == 1 or n * settled.sequence_tokens <= MOST_TOKENS]
+    sizes = [n for n in (16, 8, 4, 2, 1) if n == 1 or n * settled.sequence_tokens <= MOST_TOKENS]
     trains = [given.micro_batch] if MICRO_BATCH in own or memory.micro_batch else sizes
     scores = [given.logprob_batch] if LOGPROB_BATCH in own or memory.logprob_batch else sizes
     for size in trains:

@@ -32,6 +32,9 @@ PACKETS = 2 * 0.02
 PIECES = 4 / 3
 """Host memory over bytes, of many pieces that PyTorch page-locks in powers of two: the mean of
 sizes spread evenly between two powers."""
+PROCESSES_GIB = 11.0
+"""Host memory for each GPU beside what is page-locked, system and Ray included: 22 GiB of two GPUs
+at work with all of 30B-A3B (nemo-30b-lora-again-2-h200.json)."""
 HEADROOM = 0.1
 WHOLE_LOGIT = 14
 """Bytes of one logit while a loss or a logprob pass works on all of a micro-batch's: in BF16, and
@@ -188,7 +191,7 @@ def _kept(settled: Settled, own: Held) -> dict[str, float]:
 
 
 def host_gib(settled: Settled) -> float:
-    """Estimate the host memory in GiB that a run takes on one node, nearly all of it page-locked.
+    """Estimate the page-locked host memory in GiB that a run takes on one node.
 
     A step holds the trained weights and moments of every GPU's trainer, and the engine's weights,
     which vLLM keeps there while it sleeps, in many pieces: PyTorch page-locks a power of two (9 GiB
@@ -224,6 +227,11 @@ def host_gib(settled: Settled) -> float:
     if not is_ours:
         return step + max(saved, converted)
     return max(step + saved, on_node * asleep / GIB + converted)
+
+
+def node_gib(settled: Settled) -> float:
+    """Estimate all the host memory in GiB that a run takes on one node."""
+    return host_gib(settled) + PROCESSES_GIB * settled.recipe.cluster.gpus_per_node
 
 
 def moved_bytes(settled: Settled) -> float:

@@ -114,7 +114,7 @@ def test_a_node_without_room_for_an_8b_run_is_told_what_it_needs(tmp_path):
     small = {"gpus": [H100 | {"used": 1.0}] * 8, "room": FREE | {"memory": 100.0, "disk": 200.0}}
     [problem] = problems(plan, **small)
     memory, disk = problem.split("; outputs=")
-    assert memory.startswith("a node's memory: the plan page-locks ") and "100 are free" in memory
+    assert memory.startswith("a node's memory: the plan takes ") and "100 are free" in memory
     assert disk.startswith(f"{tmp_path}: checkpoints will take 314 GiB, 200 are free")
     for step in (10, 20):
         (run_path(plan) / "checkpoints" / f"step_{step}").mkdir(parents=True)

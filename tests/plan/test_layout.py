@@ -21,6 +21,7 @@ from fp8_nemo.plan.memory import (
     host_gib,
     kv_cache_tokens,
     memory_per_gpu,
+    node_gib,
 )
 from fp8_nemo.plan.own.other_ways import EXACT, precisions
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
@@ -304,6 +305,10 @@ def test_a_conversion_takes_more_of_the_host_than_a_step_of_adapters_does():
     [adapters] = compose_plans(words, lambda recipe: MAIN)
     run = json.loads((RESULTS / "nemo-30b-lora-2-h200.json").read_text())["host"]
     assert host_gib(adapters.settled) == pytest.approx(run["asleep"] + run["converted"], rel=0.06)
+    again = json.loads((RESULTS / "nemo-30b-lora-again-2-h200.json").read_text())["host"]
+    most = max(used - files for at, used, _, files in again["rows"] if at < 1000) / 1024
+    assert node_gib(adapters.settled) == pytest.approx(most, rel=0.02)
+    assert again["page-locked"]["after"] - again["page-locked"]["asleep"] < 1
 
 
 def test_the_rates_are_those_of_the_results_file_and_hold_where_nothing_was_fitted():
