@@ -1123,11 +1123,11 @@ def fusion_wait():
 
 
 def host_gb(gpu, gpus):
-    """GB of host memory of 8B in BF16, in hundreds."""
+    """GB of host memory of 8B in BF16, in steps of 50."""
     words = ("model=llama31-8b", "precision=bf16", f"cluster.gpu={gpu}")
     [found] = compose_plans([*words, "backend=nemo", f"cluster.gpus_per_node={gpus}"],
                             lambda _: MAIN)  # fmt: skip
-    return round(node_gib(found.settled) * 1.074, -2)
+    return 50 * math.ceil(node_gib(found.settled) * 1.074 / 50)
 
 
 def host_memory_before_and_now(*words):
@@ -1610,9 +1610,11 @@ SAID = {
         gain_errors,
         *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),
     ],
-    "docs/nemo.md": [lambda: f"Ours gave all but [{converted()[1]:.1f} GiB]"],
+    "docs/nemo.md": [lambda: "Ours gave [all but {1:.1f} of {0:.0f} GiB]".format(*converted())],
     "docs/research/steps.md": [
-        lambda: "the first step took {:.1f} s, the set-up {:.0f}, and".format(*all_of_30b_again()),
+        lambda: "the first step took {:.1f} s, the set-up {:.0f} s, conv".format(
+            *all_of_30b_again()
+        ),
         *(
             partial(lambda n, name: exact_phases(name)[n], *each)
             for each in product(range(3), (ALIKE, ALIKE_2K))

@@ -231,8 +231,9 @@ def _rollout(settled: Settled) -> dict[str, Any]:
     if layout.kv_cache_gib is not None:
         found[f"{VLLM_KWARGS}.kv_cache_memory_bytes"] = int(layout.kv_cache_gib * GIB)
     if layout.rollout_tensor > 1:
-        # Its kernels want NVLink multicast, without which the engine dies, or decodes ten times
-        # as slowly (vLLM #48071), and compile for minutes before a first step.
+        # Its kernels want NVLink multicast. Without it an engine dies, or decodes ten times as
+        # slowly (vLLM #48071, #48075); and its workspaces took four minutes of a start
+        # (nemo-30b-lora-again-2-h200.json).
         found[f"{PASSES}.fuse_allreduce_rms"] = False
     if fp8 and layout.rollout_tensor > 1 and not recipe.glue.has_receiver:
         # NeMo RL patches vLLM's workers for FP8 through Ray executor V1 only (seam executor-v1).

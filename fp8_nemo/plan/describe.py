@@ -310,7 +310,8 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
     memory = memory_per_gpu(settled)
     yield memory.text(memory.worst)
     yield f"KV cache of an engine {kv_cache_tokens(settled, memory):,} tokens"
-    yield f"host memory {node_gib(settled):,.0f} GiB a node, {host_gib(settled):,.0f} page-locked"
+    locked = host_gib(settled)
+    yield f"host memory {node_gib(settled):,.0f} GiB a node, of these {locked:,.0f} page-locked"
     saved = checkpoint_gib(settled)
     yield f"a checkpoint {saved:,.0f} GiB, {KEPT_CHECKPOINTS} kept while one is written"
     if OPTIMIZER_ALWAYS_MOVED in host.defects or settled.layout.keeps_optimizer:

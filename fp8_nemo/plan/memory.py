@@ -33,8 +33,8 @@ PIECES = 4 / 3
 """Host memory over bytes, of many pieces that PyTorch page-locks in powers of two: the mean of
 sizes spread evenly between two powers."""
 PROCESSES_GIB = 11.0
-"""Host memory for each GPU beside what is page-locked, system and Ray included: 22 GiB of two GPUs
-at work with all of 30B-A3B (nemo-30b-lora-again-2-h200.json)."""
+"""Host memory for each GPU beside what is page-locked, system and Ray included: 22 GiB with two
+GPUs and all of 30B-A3B (nemo-30b-lora-again-2-h200.json). More GPUs were not measured."""
 HEADROOM = 0.1
 WHOLE_LOGIT = 14
 """Bytes of one logit while a loss or a logprob pass works on all of a micro-batch's: in BF16, and
