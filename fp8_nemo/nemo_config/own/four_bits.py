@@ -7,6 +7,7 @@ repacked.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from fp8_nemo.glue.wire import fused_with, is_fp8_weight, named_shapes
 from fp8_nemo.nemo_config.seams import SEAMS
@@ -97,6 +98,7 @@ def _of_options(recipe: Recipe) -> Iterator[Limit]:
     )
 
 
+@cache
 def _padded(shape: Shape, precision: Precision) -> str | None:
     """Return the first weight whose fused linear Marlin would pad; None if there is none."""
     named = named_shapes(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fp8_nemo.recipe.options.cluster import Cluster, Logging
@@ -52,7 +53,7 @@ class Recipe:
         """Return `local` or `nemo`: the model's, unless the recipe names one."""
         return self.model.backend if self.backend == "auto" else self.backend
 
-    @property
+    @cached_property
     def decode_is_chosen(self) -> bool:
         """Return whether `glue.decode` has a meaning: by format, heads, and what else attends."""
         shape, cache = self.model.shape, self.precision.has_one_kv_scale
@@ -61,7 +62,7 @@ class Recipe:
         is_flash = all(str(own.get(key) or FLASH).upper() == FLASH for key in ATTENTION)
         return self.chosen_backend == "nemo" and cache and is_tried and is_flash
 
-    @property
+    @cached_property
     def decodes_by_xqa(self) -> bool:
         """Return whether decode steps attend by XQA, which only Hopper GPUs have."""
         return self.cluster.has_hopper and self.decode_is_chosen and self.glue.decode == "xqa"
