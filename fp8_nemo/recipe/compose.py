@@ -59,6 +59,7 @@ SLURM_WORDS = ("cluster.time", "cluster.account", "cluster.partition", "cluster.
 WRONG_KIND = (ValueError, TypeError, AttributeError, AssertionError, RecursionError)
 UNREADABLE = (*WRONG_KIND, OSError, YAMLError)
 """What Hydra raises of a file whose `defaults` is no list, that is not UTF-8, or names itself."""
+UNREAD = HydraException, OmegaConfBaseException, *UNREADABLE
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -143,13 +144,21 @@ def read_options(group: str) -> dict[str, Any]:
 
     One that cannot be read, a site's own perhaps, is left out: who chooses it is told.
     """
-    found = dict[str, Any]()
+    names, found = option_names(group), dict[str, Any]()
     with initialize_config_module(MODULE, version_base="1.3"):
-        for name in option_names(group):
-            with suppress(HydraException, OmegaConfBaseException, *UNREADABLE):
-                tree = hydra_compose(f"{group}/{name}")[group]
-                found[name] = OmegaConf.to_object(OmegaConf.merge(_structured()[group], tree))
+        with suppress(*UNREAD):
+            return _together(group, names)
+        for name in names:
+            with suppress(*UNREAD):
+                found |= _together(group, [name])
     return found
+
+
+def _together(group: str, names: list[str]) -> dict[str, Any]:
+    """Read options in one composition, which takes Hydra as long as that of one."""
+    tree = hydra_compose(overrides=[f"+{group}@_{n}={name}" for n, name in enumerate(names)])
+    held = [OmegaConf.merge(_structured()[group], tree[f"_{n}"]) for n in range(len(names))]
+    return dict(zip(names, map(OmegaConf.to_object, held), strict=True))
 
 
 def compose_cells(arguments: Iterable[str]) -> list[Cell]:
@@ -264,7 +273,7 @@ def _sweep_of(overrides: list[Override], loader: ConfigLoader) -> list[Override]
         raise ComposeError([f"{', '.join(chosen)}: one sweep at a time"])
     try:
         found = hydra_compose(CONFIG, chosen, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, *UNREADABLE) as error:
+    except UNREAD as error:
         raise ComposeError([f"{chosen[0]}: {first_line(error)}"]) from error
     params = found.hydra.sweeper.params or {}
     typed = {each.key_or_group for each in overrides}
