@@ -22,9 +22,12 @@ ROOT = Path(__file__).parents[3]
 OUT = ["--out", "x.json"]
 
 VLLM = '''
+import sys
 import time
 from types import SimpleNamespace as N
 import torch
+
+attends = sys.modules["vllm.v1.attention.backends"] = N(flash_attn=N(flash_attn_varlen_func=len))
 
 SamplingParams = N
 KERNELS = {"auto": "UnquantizedLinearMethod", "cutlass": "CutlassFp8BlockScaledMMKernel"}
@@ -40,6 +43,8 @@ class LLM:
     """Prompts one step each, then a token a millisecond; preempts once where blocks lack."""
     def __init__(self, **arguments):
         self.pool, self.arguments = Pool(), arguments
+        by_xqa = hasattr(attends.flash_attn.flash_attn_varlen_func, "by_xqa")
+        assert by_xqa == (arguments["kv_cache_dtype"] == "fp8")
         cache = N(num_gpu_blocks=5000, block_size=16, kv_cache_size_tokens=79984)
         core = N(engine_core=N(scheduler=N(kv_cache_manager=N(block_pool=self.pool))))
         self.llm_engine = N(logger_manager=N(), vllm_config=N(cache_config=cache), engine_core=core)
@@ -189,6 +194,7 @@ def test_four_bits_are_filled_with_codes_and_scales_that_marlin_reads_as_the_spr
 def test_an_engine_over_several_gpus_is_asked_for_and_its_rows_are_its_own():
     words = [*OUT, "--precision", "bf16", "--points", "8x64", "--limited", "none"]
     two, one = bench.parse([*words, "--tensor", "2"]), bench.parse(words)
+    assert (two.decode, one.decode) == ("fa3", "xqa")
     plan = bench.plan_of(one, Path("f"))
     shape, precision, variant = plan.recipe.model.shape, plan.recipe.precision, bench.VARIANTS
     given = [bench.engine_arguments(shape, variant["bf16"], precision, Path("f"), each)
@@ -354,6 +360,7 @@ def test_the_command_measures_every_precision_side_by_side_into_one_file(tmp_pat
     assert rate == pytest.approx(4 / resident["seconds_per_step"]["median"])
     assert 32 + 64 < resident["context"] < 32 + 200
     limited = {name: rows[name, "limited", 16] for name in ("bf16", "fp8-kv-attn")}
+    assert [each.get("decode") for each in limited.values()] == [None, "xqa"]
     assert limited["bf16"]["kv_bytes"] == limited["fp8-kv-attn"]["kv_bytes"]
     assert limited["bf16"]["preemptions"]["median"] == 1
     assert limited["fp8-kv-attn"]["preemptions"]["median"] == 0
