@@ -338,8 +338,8 @@ def _recipe_of(cell: list[str], trees: Trees) -> tuple[Recipe | None, list[str]]
     recipe = OmegaConf.to_object(config)
     assert isinstance(recipe, Recipe)
     try:
-        recipe.cluster = with_interpreter(recipe.cluster, os.environ)
-        recipe.model = read_shape(recipe.model, cell)
+        cluster = with_interpreter(recipe.cluster, os.environ)
+        recipe = dataclasses.replace(recipe, cluster=cluster, model=read_shape(recipe.model, cell))
     except ModelError as error:
         return None, [str(error)]
     return recipe, [str(each) for each in mistakes(recipe)]
