@@ -1,4 +1,4 @@
-"""Compare, poison and read an engine's tensors, into which refits land.
+"""Compare, fill, poison and read an engine's tensors, into which refits land.
 
 An engine under tensor or expert parallelism holds a part of what is sent; a `Part` says which.
 Thousands of tensors are poisoned and looked at in a few launches, and digested in one: names are
@@ -111,6 +111,22 @@ class Destination:
             return placed(part, self.held[name].shape, self.parts[name].of_wire)
         except ValueError as error:
             raise RefitError([f"{name}: {error}"]) from error
+
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy tensors of the wire to their places, a rank's part of each, in a few launches.
+
+        Args:
+            tensors: whole, in the type that the engine holds, by names of `parts`.
+        """
+        pairs = [(self.parts[name], tensor) for name, tensor in tensors]
+        copies = [(part.tensor, x[part.of_wire] if part.of_wire else x) for part, x in pairs]
+        by_way: dict[tuple[int, bool], list[tuple[Tensor, Tensor]]] = {}
+        for to, tensor in copies:  # one launch takes many of one size whose values lie alike
+            lie_alike = to.is_contiguous() and tensor.is_contiguous()
+            by_way.setdefault((to.itemsize, lie_alike), []).append((to, tensor))
+        for (size, _), some in by_way.items():
+            bits = INTEGERS[size]
+            torch._foreach_copy_([x.view(bits) for x, _ in some], [x.view(bits) for _, x in some])
 
     def poison(self, names: Iterable[str]) -> None:
         """Write NaN, which no trainer sends, into block scales and both ends of the rest.

@@ -143,6 +143,7 @@ def fused_module(projection: str) -> tuple[str, tuple[str, ...]]:
     return _FUSED.get(projection, (projection, (projection,)))
 
 
+@lru_cache(maxsize=2**16)
 def fused_with(name: str) -> tuple[str, ...]:
     """Return the weights that vLLM fuses with one, itself among them, in order; of a dense layer.
 

@@ -282,6 +282,8 @@ class EngineMemory:
         self.attentions: list[Any] = []
         self.known_at: list[tuple | None] = []
         self.known: Destination | None = None
+        self.proven: Destination | None = None
+        """What the last refit was proven to fill, byte by byte."""
         self.specs: dict[Precision, dict[str, WireSpec]] = {}
 
     @cached_property

@@ -7,6 +7,10 @@ No line of NeMo RL or vLLM changes, whichever executor runs the workers.
 The stream proves that our receiver is in place: it opens with a sentinel that only our receiver
 removes, and vLLM's own loader stops at a name that it does not know.
 
+A first refit is loaded by vLLM's own loader, and its bytes prove where each tensor of the wire
+lies. Later ones are copied there directly, since that loader looks every name up anew: 37,000 of
+Qwen3-30B-A3B, each refit. Their bytes are proven as the first one's are.
+
 A receiver that stopped half-way would leave the sender waiting, 120 seconds for an answer or for
 ever in a broadcast. So the receiver keeps an error, takes the stream to its end, and then raises.
 """
@@ -28,8 +32,9 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue import wire as weights
+from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger, RefitProof
-from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
+from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
 from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo import aligned, decode
@@ -174,6 +179,8 @@ class Refit:
         self.engine, self.settings = engine, settings
         self.failed: Exception | None = None
         self.ledger: Ledger | None = None
+        self.places: Destination | None = None
+        """Where an earlier refit was proven to lie; None before one, and if anything moved."""
         self.staging = Staging(engine.model, settings.shape, settings.precision)
         try:
             engine.look_again()
@@ -181,6 +188,7 @@ class Refit:
             if settings.glue.verify != "off":
                 sent, now = engine.sent(settings.wire_precision), engine.last_seen()
                 self.ledger = Ledger(sent, now, verify=settings.glue.verify, number=number)
+                self.places = now if now is engine.proven else None
                 if torch.cuda.is_available():  # NCCL's receiver loads on streams of its own
                     torch.cuda.synchronize()  # so the poison must be in before
         except Exception as error:  # raised when the stream has ended
@@ -234,6 +242,7 @@ class Refit:
         if self.ledger is None:
             return None
         proof = self.ledger.close(self.engine.destination)
+        self.engine.proven = self.ledger.destination if self.ledger.is_digested else None
         assert self.ledger.manifest is not None  # else it would not have closed
         sent = self.ledger.manifest.kv_scales
         if broken := list(_stale_host_copies(self.engine.attentions, sent)):
@@ -256,7 +265,7 @@ class Refit:
         self, tensors: list[tuple[str, Tensor]], load_as_stock: Callable[[list], None]
     ) -> None:
         if self.settings.wire_precision == self.settings.precision:  # it travels as it is held
-            self.engine.model.load_weights(weights=tensors)
+            self._load_as_held(tensors)
         elif self.settings.glue.quantize == "stock":
             load_as_stock(tensors)
         else:
@@ -272,7 +281,16 @@ class Refit:
             if self.ledger is not None:
                 self.ledger.loading(quantized)
             found += quantized
-        self.engine.model.load_weights(weights=found)
+        self._load_as_held(found)
+
+    def _load_as_held(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """Copy tensors to their proven places; vLLM loads KV scales, and all of a first refit."""
+        if self.places is not None:  # an expert of another rank has no part here
+            parts, scales = self.places.parts, KV_SUFFIXES
+            self.places.fill(p for p in tensors if p[0] in parts and not p[0].endswith(scales))
+            tensors = [pair for pair in tensors if pair[0].endswith(scales)]
+        if tensors:
+            self.engine.model.load_weights(weights=tensors)
 
 
 def _reason(error: Exception) -> str:

@@ -24,6 +24,7 @@ from fp8_nemo.plan.speed import (
 )
 from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Precision
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.settled import Settled
 
 PROMPT = 256
@@ -70,6 +71,7 @@ LAUNCH = {
     ("experts", "bf16"): Reached(9e-3, 42e-3),
     ("experts", "fp8"): Reached(11e-3, 14e-3),
     ("grouped", "bf16"): Reached(5e-3, 19e-3),
+    ("frozen", "bf16"): Reached(5e-3, 7e-3),
 }
 """Least seconds of a layer's pass: what the host needs to launch it, beside `LAUNCH_EXPERT`. Not
 fitted: read off by hand (bench-train-8b-tp2-h200.json; of experts, train-worker-30b*-h200.json and,
@@ -78,11 +80,14 @@ LAUNCH_EXPERT = {
     ("experts", "bf16"): Reached(0.14e-3, 0.10e-3),
     ("experts", "fp8"): Reached(0.085e-3, 0.28e-3),
     ("grouped", "bf16"): Reached(0.15e-3, 0.03e-3),
+    ("frozen", "bf16"): Reached(0.15e-3, 0.03e-3),
 }
 """What each expert that a GPU holds adds to it; `grouped`: by CUTLASS (`settled.GROUPED`). With the
 router's own routes a layer of 32 of Qwen3-30B-A3B's experts took cuBLAS 14 ms forward and 44
 backward, CUTLASS 10 and 24. With all 128 it was 31 and 50, and 26 and 19. Repetitions vary by a
-third, so the slopes are rough. A second host took 0.54 to 0.78 times as long with
+third, so the slopes are rough. `frozen` has no gradients of experts' weights: with LoRA of attention
+64 experts by CUTLASS took 9 ms backward, by two runs' training less two of their logprob passes
+(real-steps-30b-lora-2-h200.json); `grouped` has 21. A second host took 0.54 to 0.78 times as long with
 CUTLASS (train-worker-30b32-again-h200.json). Fewer experts were not timed in NeMo RL's worker, nor
 FP8 with routes that change."""
 PAUSE = 0.053 / 32
@@ -304,6 +309,8 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
     kind = "tensor" if layout.tensor > 1 else "dense"
     if shape.experts:
         kind = "grouped" if settled.groups_experts else "experts"
+        if settled.groups_experts and _freezes_experts(recipe):
+            kind = "frozen"
     host = LAUNCH[kind, name][way]
     if shape.experts:
         host += LAUNCH_EXPERT[kind, name][way] * shape.experts / layout.expert
@@ -314,6 +321,12 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
 def _products(settled: Settled, way: int) -> int:
     """Count the products of one weight: a frozen one needs no gradient of its own."""
     return 2 if way and not settled.recipe.lora.is_on else 1
+
+
+def _freezes_experts(recipe: Recipe) -> bool:
+    """Return whether no gradient is made in experts: adapters are elsewhere."""
+    trained = adapters(recipe.model.shape, recipe.lora)
+    return recipe.lora.is_on and not any(each.in_experts for each in trained)
 
 
 def _adapter_seconds(settled: Settled, way: int) -> float:

@@ -630,6 +630,10 @@ def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
         assert len(found["landed"]) == 8
         if "bf16" not in cell:
             assert all(count > 0 for count in found["landed"].values())
+        for key, (equal, loaded) in found["again"].items():
+            quantize, _, verify = key.split()
+            is_copied = verify == "bytes" and (quantize == "fused" or "bf16" in cell)
+            assert (equal > 0, loaded == 0) == (verify == "bytes", is_copied), key
         assert len(found["refused"]) == 2 + ("kv" in cell) + ("qwen25" in cell)
         for name, message in found["refused"].items():
             assert f"{name}: never arrived" in message

@@ -287,6 +287,43 @@ def test_kv_scales_survive_the_waking_of_the_cache_refit_after_refit(glue):
                 assert scale.item() == pytest.approx(torch.tensor(sent).item(), rel=rough)
 
 
+@pytest.mark.parametrize(("verify", "is_copied"), [("bytes", True), ("names", False)])
+@pytest.mark.parametrize("transfer", ["fp8", "bf16"])
+def test_a_second_refit_is_copied_to_where_the_first_was_proven_and_vllm_loads_scales(
+    transfer, verify, is_copied
+):
+    run = told(Glue(transfer=transfer, verify=verify))
+    worker = worker_of(run)
+    engine = worker.model_runner.model
+    worker.wire = wire_of(run)
+    worker.update_weights_via_ipc_zmq()
+    assert set(engine.loaded) > set(KV)
+    engine.loaded.clear()
+    worker.wire = wire_of(run, weights_of(7), number=2)
+    worker.update_weights_via_ipc_zmq()
+    assert (set(engine.loaded) == set(KV)) == is_copied
+    other = worker_of(run)
+    other.wire = wire_of(run, weights_of(7))
+    other.update_weights_via_ipc_zmq()
+    wanted = other.model_runner.model.tensors
+    for name, tensor in engine.tensors.items():
+        assert torch.equal(tensor.float(), wanted[name].float()), name
+
+
+def test_after_a_tensor_has_moved_vllm_loads_again():
+    run = told()
+    worker = worker_of(run)
+    worker.wire = wire_of(run)
+    worker.update_weights_via_ipc_zmq()
+    engine = worker.model_runner.model
+    engine.put("model.norm.weight", torch.zeros(256, dtype=torch.bfloat16))
+    worker.fp8_nemo_engine.destination()  # as a refit's end looks
+    engine.loaded.clear()
+    worker.wire = wire_of(run, number=2)
+    worker.update_weights_via_ipc_zmq()
+    assert Q in engine.loaded
+
+
 def test_scales_that_are_lost_are_named_even_if_they_have_not_changed():
     run = told()
     worker = worker_of(run)

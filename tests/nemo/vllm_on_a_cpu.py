@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -183,6 +184,23 @@ def worker_of(stock, settings, model, config):
     return worker
 
 
+@contextmanager
+def watched(model):
+    """Yield the names that vLLM's own loader gets meanwhile."""
+    seen, load = set(), model.load_weights
+
+    def watching(weights):
+        pairs = [*weights]
+        seen.update(name for name, _ in pairs)
+        return load(pairs)
+
+    model.load_weights = watching
+    try:
+        yield seen
+    finally:
+        del model.load_weights
+
+
 def main():
     name, precision, rank, size, port, experts = sys.argv[1:]
     vllm.platforms._current_platform = Hopper()
@@ -206,7 +224,7 @@ def main():
     scales = {n: 0.01 + i / 300 for layer in range(shape.layers)
               for i, n in enumerate(kv_scale_names(layer))} if kv else None  # fmt: skip
 
-    def wire(run, salt, lost=None):
+    def wire(run, salt, lost=None, number=1):
         draw = torch.Generator().manual_seed(salt)
         named = {
             n: (torch.randn(s, generator=draw) * 0.05).bfloat16()
@@ -214,11 +232,11 @@ def main():
         }
         stream = refit_stream(
             named.items(), run.wire_precision, scales, num_layers=shape.layers,
-            verify=run.glue.verify, number=1,  # each worker is new
+            verify=run.glue.verify, number=number,
         )  # fmt: skip
         return [pair for pair in stream if pair[0] != lost]
 
-    found = {"landed": {}, "refused": {}}
+    found = {"landed": {}, "again": {}, "refused": {}}
     glues = [
         Glue("x", quantize, transfer, verify)
         for quantize in ("fused", "stock")
@@ -232,6 +250,11 @@ def main():
         worker.update_weights_via_ipc_zmq()
         key = f"{glue.quantize} {glue.transfer} {glue.verify}"
         found["landed"][key] = worker.fp8_nemo_report()["verified_weights"]
+        with watched(model) as loaded:
+            worker.wire = wire(run, 100 + salt, number=2)
+            worker.update_weights_via_ipc_zmq()
+        equal = worker.fp8_nemo_report()["equal_digests"]
+        found["again"][key] = [equal, len(loaded - {*(scales or ())})]
     run = dataclasses.replace(settings, glue=Glue())
     lost = ["model.layers.1.self_attn.q_proj.weight"]
     lost.append("model.embed_tokens.weight" if shape.tied else "lm_head.weight")
