@@ -1070,18 +1070,30 @@ def all_of_30b():
     )
 
 
-def all_of_30b_planned():
-    """What a plan says of that step, whose micro-batches were of four answers."""
-    words = ["model=qwen3-30b-a3b", "lora=attention", "precision=fp8-kv-attn", "cluster.gpu=h200"]
-    words += ["cluster.gpus_per_node=2", "grpo.prompts_per_step=16", "grpo=demo", "backend=nemo"]
-    words += ["grpo.generations_per_prompt=8", "grpo.max_new_tokens=1984", "grpo.kl_penalty=0"]
-    words += ["model.memory.micro_batch=4", "model.memory.logprob_batch=4"]
-    [found] = compose_plans([*words, "+nemo.data.max_input_seq_length=64"], lambda _: MAIN)
-    said = step_seconds(found.settled)
-    return (
-        f"where the plan says {said.total:.0f} for a step that does not.",
-        f"the plan says {said.refit:.0f}, {said.rollout:.0f} and {said.logprob:.0f}. The",
-    )
+def all_of_30b_pair():
+    """steps.md's table of all of 30B-A3B with LoRA, and what it says of the pair."""
+    plain, fp8 = (real("30b-lora-2-h200")[name] for name in ("bf16", KV))
+    phases = ("rollout", "rollout"), ("logprobs", "logprob"), ("training", "train")
+    rows = [
+        f"| {name} | {plain[phase]:.1f} s | {plain['plan'][phase]:.1f} s | {fp8[phase]:.1f} s | "
+        f"{fp8['plan'][phase]:.1f} s |"
+        for name, phase in (*phases, ("refit", "refit"), ("**step**", "step"))
+    ]
+    runs = of("nemo-30b-lora-pair-2-h200", lambda it: it["runs"])
+    counted = [[row for row in run["rows"] if row["step"] > 1] for run in runs]
+    rerouted = [fmean(row["replay/rerouted_fraction"] for row in rows) for rows in counted]
+    of_plain, of_fp8 = sorted(rerouted)
+    seconds = of("nemo-30b-lora-pair-2-h200", lambda it: it["seconds"])
+    return [
+        *rows,
+        f"| between phases | {plain['rest']:.1f} s | | {fp8['rest']:.1f} s | |",
+        f"took {fp8['step']:.1f} s with `fp8-kv-attn` and {plain['step']:.1f} s in BF16, "
+        f"{plain['step'] / fp8['step']:.2f} times as fast",
+        f"{of_fp8:.0%} of FP8's are not the trainer's own, {of_plain:.1%} of BF16's",
+        f"took {seconds[KV]['setup']:.0f} s in FP8 and {seconds['bf16']['setup']:.0f} in BF16. "
+        f"The model was converted beside it, on the CPU, in {seconds['conversion']['written']} s",
+        f"in [93](../../benchmarks/results/nemo-30b-lora-2-h200.json) and [{all_of_30b_again()[0]:.1f} s](",
+    ]
 
 
 def staged():
@@ -1612,9 +1624,7 @@ SAID = {
     ],
     "docs/nemo.md": [lambda: "Ours gave [all but {1:.1f} of {0:.0f} GiB]".format(*converted())],
     "docs/research/steps.md": [
-        lambda: "the first step took {:.1f} s, the set-up {:.0f} s, conv".format(
-            *all_of_30b_again()
-        ),
+        lambda: missing_rows(all_of_30b_pair(), "docs/research/steps.md"),
         *(
             partial(lambda n, name: exact_phases(name)[n], *each)
             for each in product(range(3), (ALIKE, ALIKE_2K))
@@ -1643,8 +1653,6 @@ SAID = {
         ),
         lambda: "With 16 experts it was {} and {}.".format(*experts_numbers("30b16e")),
         grouped_step,
-        *(partial(lambda n: all_of_30b()[n], n) for n in range(3)),
-        *(partial(lambda n: all_of_30b_planned()[n], n) for n in range(2)),
         lambda: missing_rows(beside_their_training(), "docs/research/steps.md"),
         lambda: "for {} of our seconds and {} of theirs".format(
             at_work("18:53:09", "18:54:28"), at_work("19:00:01", "19:02:19")

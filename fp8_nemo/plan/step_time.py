@@ -85,11 +85,11 @@ LAUNCH_EXPERT = {
 """What each expert that a GPU holds adds to it; `grouped`: by CUTLASS (`settled.GROUPED`). With the
 router's own routes a layer of 32 of Qwen3-30B-A3B's experts took cuBLAS 14 ms forward and 44
 backward, CUTLASS 10 and 24. With all 128 it was 31 and 50, and 26 and 19. Repetitions vary by a
-third, so the slopes are rough. `frozen` has no gradients of experts' weights: with LoRA of attention
-64 experts by CUTLASS took 9 ms backward, by two runs' training less two of their logprob passes
-(real-steps-30b-lora-2-h200.json); `grouped` has 21. A second host took 0.54 to 0.78 times as long with
-CUTLASS (train-worker-30b32-again-h200.json). Fewer experts were not timed in NeMo RL's worker, nor
-FP8 with routes that change."""
+third, so the slopes are rough. A second host took 0.54 to 0.78 times as long with CUTLASS
+(train-worker-30b32-again-h200.json). Fewer experts were not timed in NeMo RL's worker, nor FP8 with
+routes that change. `frozen`: experts get no gradients, as LoRA trains attention. 64 of them took
+CUTLASS 9 ms backward where `grouped` has 21: two runs' training less two of their logprob passes
+(real-steps-30b-lora-2-h200.json)."""
 PAUSE = 0.053 / 32
 """Seconds that NeMo RL's host adds to each micro-batch of training for each layer, with the GPU
 idle: with 8B's 32, 33 of two answers took 1.7 s less than 64 of one (real-steps-8b-2-h200.json). By

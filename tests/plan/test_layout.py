@@ -197,7 +197,10 @@ def test_the_plan_says_what_to_take_where_its_own_precision_gains_too_little():
     [small] = compose_plans(["model=llama32-1b", fp8, "grpo=one-gpu"], lambda recipe: MAIN)
     assert dict(precisions(small, MAIN))["take"].startswith("precision=bf16: ")
     [experts] = compose_plans(["model=qwen3-30b-a3b", fp8], lambda recipe: MAIN)
-    assert "no whole step of FP8 experts was timed" in dict(precisions(experts, MAIN))["precisions"]
+    assert (
+        "FP8 experts were timed in one pair of runs alone"
+        in dict(precisions(experts, MAIN))["precisions"]
+    )
     assert "too little to risk" in dict(precisions(experts, MAIN))["take"]
     linear = ["model=qwen3-30b-a3b", "precision=fp8-linear"]
     [experts] = compose_plans(linear, lambda recipe: MAIN)
@@ -384,7 +387,11 @@ SIX_LAYERS = (
     "grpo.max_new_tokens=1984", "cluster.gpus_per_node=1", "cluster.gpu=h200")  # fmt: skip
 EXPERTS_6 = {"30b6-h200": (*SIX_LAYERS, BY_CUBLAS), "30b6-grouped-h200": SIX_LAYERS}
 """Likewise, six of 48 layers, at the host's pace; the second by CUTLASS."""
-CELLS = TIMED | ALIGNED | BY_XQA | EXPERTS_6 | {"8b16-h200": ONE_H200}
+ALL_EXPERTS = {"30b-lora-2-h200": (
+    "model=qwen3-30b-a3b", "lora=attention", "grpo.prompts_per_step=16",
+    "grpo.max_new_tokens=1984", "cluster.gpus_per_node=2", "cluster.gpu=h200")}  # fmt: skip
+"""Likewise, all 48 layers with LoRA of attention."""
+CELLS = TIMED | ALIGNED | BY_XQA | EXPERTS_6 | ALL_EXPERTS | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
 
 
@@ -395,7 +402,7 @@ def timed(name):
     for row in json.loads((RESULTS / f"real-steps-{name}.json").read_text())["rows"]:
         words = ("data=arithmetic", "grpo=demo", "grpo.generations_per_prompt=8", *CELLS[name])
         align = ["precision.align=exact"] * (name in ALIGNED and row["precision"] != "bf16")
-        decode = [] if name in BY_XQA | EXPERTS_6 else ["glue.decode=fa3"]
+        decode = [] if name in BY_XQA | EXPERTS_6 | ALL_EXPERTS else ["glue.decode=fa3"]
         ran = plan(f"precision={row['precision']}", "+nemo.data.max_input_seq_length=64", *words,
                    *align, *decode)  # fmt: skip
         found.append((row, dataclasses.replace(ran.settled, layout=Layout(**row["layout"]))))
@@ -423,6 +430,23 @@ def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name, near):
     (said_of_bf16, bf16), *of_fp8 = steps  # where NeMo RL's own ran beside it, FP8 alone
     for said_of_it, it in of_fp8:
         assert said_of_bf16 / said_of_it == pytest.approx(bf16 / it, rel=0.06)
+
+
+def test_a_step_of_all_experts_with_lora_took_what_a_plan_says_within_a_fifth():
+    steps = {}
+    for row, settled in timed("30b-lora-2-h200"):
+        said = step_seconds(settled, Lengths(17, row["answer"]))
+        assert said.rollout == pytest.approx(row["rollout"], rel=0.12)
+        assert said.train == pytest.approx(row["train"], rel=0.28)
+        assert said.total == pytest.approx(row["step"], rel=0.18)
+        assert said._asdict() | {"step": said.total} == pytest.approx(row["plan"])
+        more = dataclasses.replace(settled.recipe.lora, target_modules=["linear_fc1"])
+        recipe = dataclasses.replace(settled.recipe, lora=more)
+        in_experts = dataclasses.replace(settled, recipe=recipe)
+        assert step_seconds(in_experts, Lengths(17, row["answer"])).train > 1.2 * said.train
+        steps[row["precision"]] = said.total, row["step"]
+    (said_of_bf16, bf16), (said_of_fp8, fp8) = steps["bf16"], steps["fp8-kv-attn"]
+    assert 1 < said_of_bf16 / said_of_fp8 < 1.11 * bf16 / fp8  # a refit's names cost FP8 its gain
 
 
 def test_a_step_of_8b_on_four_h100_took_what_a_plan_says_but_for_the_driver():
