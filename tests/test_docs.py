@@ -1092,7 +1092,8 @@ def all_of_30b_pair():
         f"{of_fp8:.0%} of FP8's are not the trainer's own, {of_plain:.1%} of BF16's",
         f"took {seconds[KV]['setup']:.0f} s in FP8 and {seconds['bf16']['setup']:.0f} in BF16. "
         f"The model was converted beside it, on the CPU, in {seconds['conversion']['written']} s",
-        f"in [93](../../benchmarks/results/nemo-30b-lora-2-h200.json) and [{all_of_30b_again()[0]:.1f} s](",
+        "in [93](../../benchmarks/results/nemo-30b-lora-2-h200.json) and "
+        f"[{all_of_30b_again()[0]:.1f} s](",
     ]
 
 
