@@ -92,16 +92,24 @@ CACHES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
 """Variables of compilers that work while a run starts, and the folders that they get."""
+VLLM_CACHE = "VLLM_CACHE_ROOT"
+"""Of vLLM's compiled model, a minute of an engine's start. Two runs may not share a folder (vLLM
+#18851); NeMo RL gives each engine of a run its own below it (vllm_worker.py)."""
 
 
-def keep_caches(outputs: Path) -> None:
+def keep_caches(outputs: Path, run: Path) -> None:
     """Keep what a job's compilers make below outputs: a container's own disk goes with the job.
 
     Minutes of each start depend on it. A variable that the user has set keeps its value; a folder
     of `outputs/.cache` that is another user's alone is left to them.
+
+    Args:
+        outputs: of the recipe.
+        run: its run directory.
     """
     folder = outputs.absolute() / ".cache"
-    for variable, name in CACHES.items():
+    own = {VLLM_CACHE: f"vllm/{'-'.join(run.parts[-3:])}"}  # model, cell, seed and hash
+    for variable, name in (CACHES | own).items():
         if variable in os.environ:
             continue
         with suppress(OSError):
@@ -120,7 +128,7 @@ def prepare(plan: Plan, root: Path) -> None:
         if os.environ.setdefault(name, value) != value:
             print(f"{name}={os.environ[name]}: as the environment has it, the plan says {value}")
     if plan.recipe.cluster.kind == "slurm":
-        keep_caches(Path(plan.recipe.outputs))
+        keep_caches(Path(plan.recipe.outputs), run_dir.run_path(plan))
     os.environ.pop(VARIABLE, None)  # inherited if another run started this one
     os.environ |= settings_of(plan.recipe).to_environment()
     os.environ[session.CONVERSIONS] = str(session.conversion_dir(plan.recipe))

@@ -183,7 +183,8 @@ def test_a_jobs_compilers_keep_their_work_below_outputs_unless_the_user_says_whe
     monkeypatch, tmp_path
 ):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    kept = {name: value for name, value in os.environ.items() if name not in driver.CACHES}
+    ours = {*driver.CACHES, driver.VLLM_CACHE}
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
     line = [*NEMO, "model=tiny-llama", f"outputs={tmp_path}/outputs"]
     for cluster, said in (("here", None), ("slurm", f"{tmp_path}/outputs/.cache/triton")):
         monkeypatch.setattr(os, "environ", {**kept, "DG_JIT_CACHE_DIR": "/mine"})
@@ -192,8 +193,17 @@ def test_a_jobs_compilers_keep_their_work_below_outputs_unless_the_user_says_whe
         assert os.environ.get("TRITON_CACHE_DIR") == said
         assert os.environ["DG_JIT_CACHE_DIR"] == "/mine"
     assert {path.name for path in (tmp_path / "outputs" / ".cache").iterdir()} == {
-        "triton", "flashinfer",
+        "triton", "flashinfer", "vllm",
     }  # fmt: skip
+    [plan] = compose_plans([*line, *words])
+    monkeypatch.setattr(os, "environ", kept)
+    driver.prepare(plan, tmp_path)
+    [other] = compose_plans([*line, *words, "seed=2"])
+    first = Path(os.environ.pop(driver.VLLM_CACHE))
+    driver.prepare(other, tmp_path)
+    second = Path(os.environ[driver.VLLM_CACHE])
+    assert first != second, "vLLM's compiler breaks a folder that two runs write"
+    assert first.is_dir() and first.is_relative_to(tmp_path / "outputs" / ".cache" / "vllm")
 
 
 def test_a_run_names_the_tiles_of_the_package_that_runs_and_a_plan_none(monkeypatch, tmp_path):
