@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_nemo.glue import refit
 from fp8_nemo.glue import wire as weights
-from fp8_nemo.glue.destination import Destination, Sample
+from fp8_nemo.glue.destination import Destination, Part, Sample
 from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL
 from fp8_nemo.glue.quantize import quantize_blocks, quantize_nvfp4
@@ -645,6 +645,37 @@ def test_what_never_arrived_is_named_though_the_engine_has_become_another():
     with fails(Q) as error:
         ledger.close(lambda: Destination({EMBED: torch.zeros(2, 4)}, expected))
     assert "never arrived" in str(error.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_ranks_parts_are_filled_from_whole_tensors_and_nothing_beside_them_is_touched(rank):
+    specs = weights.wire_specs(
+        {"a.weight": (4, 8), "b.weight": (6, 8), "c.weight": (8,)}, BF16_KV, L
+    )
+    held = {n: spec for n, spec in specs.items() if n.endswith(".weight")}
+    held["s"] = weights.WireSpec("float32", (2, 4))
+    rows, columns = slice(2 * rank, 2 * rank + 2), slice(4 * rank, 4 * rank + 4)
+    fused = torch.full((5, 8), torch.nan, dtype=torch.bfloat16)  # a last row that is not filled
+    slab = torch.full((2, 6, 4), torch.nan, dtype=torch.bfloat16)
+    norm, scales = torch.full((8,), torch.nan, dtype=torch.bfloat16), torch.zeros(4, 2).T
+    place = Destination(
+        {
+            "a.weight": Part(fused[1:3], (rows, slice(0, 8))),
+            "b.weight": Part(slab[1], (slice(0, 6), columns)),
+            "c.weight": norm, "s": scales,
+        },
+        held,
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(rank)
+    sent = {
+        name: torch.randn(spec.shape, generator=draw).to(getattr(torch, spec.dtype))
+        for name, spec in held.items()
+    }
+    place.fill(sent.items())
+    assert torch.equal(fused[1:3], sent["a.weight"][rows]) and fused[[0, 3, 4]].isnan().all()
+    assert torch.equal(slab[1], sent["b.weight"][:, columns]) and slab[0].isnan().all()
+    assert torch.equal(norm, sent["c.weight"]) and torch.equal(scales, sent["s"])
+    place.fill([])
 
 
 def test_an_error_crosses_processes_with_its_names():
