@@ -1089,9 +1089,15 @@ def all_of_30b_pair():
         f"| between phases | {plain['rest']:.1f} s | | {fp8['rest']:.1f} s | |",
         f"took {fp8['step']:.1f} s with `fp8-kv-attn` and {plain['step']:.1f} s in BF16, "
         f"{plain['step'] / fp8['step']:.2f} times as fast",
-        f"{of_fp8:.0%} of FP8's are not the trainer's own, {of_plain:.1%} of BF16's",
+        f"{of_fp8:.0%} of the replayed routes differ from the trainer's own choice, "
+        f"in BF16's {of_plain:.1%}.",
         f"took {seconds[KV]['setup']:.0f} s in FP8 and {seconds['bf16']['setup']:.0f} in BF16. "
-        f"The model was converted beside it, on the CPU, in {seconds['conversion']['written']} s",
+        "In FP8's the model was converted beside it, on the CPU, in "
+        f"{seconds['conversion']['written']} s",
+        f"**FP8's rollout saved {plain['rollout'] - fp8['rollout']:.1f} s. Its refit lost "
+        f"{fp8['refit'] - plain['refit']:.1f}, training {fp8['train'] - plain['train']:.1f} and "
+        f"logprobs {fp8['logprob'] - plain['logprob']:.1f}.**",
+        "trainings took {:.1f} and {:.1f} s.".format(*plain["raw"]["train"]),
         "in [93](../../benchmarks/results/nemo-30b-lora-2-h200.json) and "
         f"[{all_of_30b_again()[0]:.1f} s](",
     ]

@@ -113,7 +113,9 @@ class Destination:
             raise RefitError([f"{name}: {error}"]) from error
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors of the wire to their places, a rank's part of each, in a few launches.
+        """Copy tensors of the wire to their places, a rank's part of each; many in a launch.
+
+        Parts that are cut from columns take a launch each.
 
         Args:
             tensors: whole, in the type that the engine holds, by names of `parts`.
@@ -121,7 +123,7 @@ class Destination:
         pairs = [(self.parts[name], tensor) for name, tensor in tensors]
         copies = [(part.tensor, x[part.of_wire] if part.of_wire else x) for part, x in pairs]
         by_way: dict[tuple[int, bool], list[tuple[Tensor, Tensor]]] = {}
-        for to, tensor in copies:  # one launch takes many of one size whose values lie alike
+        for to, tensor in copies:  # a launch takes many of one size whose values lie alike
             lie_alike = to.is_contiguous() and tensor.is_contiguous()
             by_way.setdefault((to.itemsize, lie_alike), []).append((to, tensor))
         for (size, _), some in by_way.items():

@@ -283,7 +283,7 @@ class EngineMemory:
         self.known_at: list[tuple | None] = []
         self.known: Destination | None = None
         self.proven: Destination | None = None
-        """What the last refit was proven to fill, byte by byte."""
+        """What the refit before was proven to fill, byte by byte; None if it was not."""
         self.specs: dict[Precision, dict[str, WireSpec]] = {}
 
     @cached_property

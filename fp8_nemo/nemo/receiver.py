@@ -8,8 +8,8 @@ The stream proves that our receiver is in place: it opens with a sentinel that o
 removes, and vLLM's own loader stops at a name that it does not know.
 
 A first refit is loaded by vLLM's own loader, and its bytes prove where each tensor of the wire
-lies. Later ones are copied there directly, since that loader looks every name up anew: 37,000 of
-Qwen3-30B-A3B, each refit. Their bytes are proven as the first one's are.
+lies (`verify: bytes`). Later ones are copied there, since that loader looks every name up anew:
+37,000 of Qwen3-30B-A3B, each refit. Their bytes are compared at these places too.
 
 A receiver that stopped half-way would leave the sender waiting, 120 seconds for an answer or for
 ever in a broadcast. So the receiver keeps an error, takes the stream to its end, and then raises.
@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -103,6 +105,8 @@ class Receiver(Extension):
     def prepare_refit_info(self, *arguments: Any, **options: Any) -> None:
         """Count refits from here on, as the sender does from the same handshake."""
         self.fp8_nemo_refits = 0
+        if self.fp8_nemo_engine is not None:
+            self.fp8_nemo_engine.proven = None
         super().prepare_refit_info(*arguments, **options)
 
     def update_weights_via_ipc_zmq(self) -> bool:
@@ -180,7 +184,7 @@ class Refit:
         self.failed: Exception | None = None
         self.ledger: Ledger | None = None
         self.places: Destination | None = None
-        """Where an earlier refit was proven to lie; None before one, and if anything moved."""
+        """Where the refit before was proven to lie; None if it was not, or the model changed."""
         self.staging = Staging(engine.model, settings.shape, settings.precision)
         try:
             engine.look_again()
@@ -189,6 +193,7 @@ class Refit:
                 sent, now = engine.sent(settings.wire_precision), engine.last_seen()
                 self.ledger = Ledger(sent, now, verify=settings.glue.verify, number=number)
                 self.places = now if now is engine.proven else None
+                engine.proven = None  # until this one is
                 if torch.cuda.is_available():  # NCCL's receiver loads on streams of its own
                     torch.cuda.synchronize()  # so the poison must be in before
         except Exception as error:  # raised when the stream has ended
@@ -285,10 +290,12 @@ class Refit:
 
     def _load_as_held(self, tensors: list[tuple[str, Tensor]]) -> None:
         """Copy tensors to their proven places; vLLM loads KV scales, and all of a first refit."""
-        if self.places is not None:  # an expert of another rank has no part here
-            parts, scales = self.places.parts, KV_SUFFIXES
-            self.places.fill(p for p in tensors if p[0] in parts and not p[0].endswith(scales))
-            tensors = [pair for pair in tensors if pair[0].endswith(scales)]
+        if self.places is not None:
+            is_scale = [name.endswith(KV_SUFFIXES) for name, _ in tensors]
+            rest = compress(tensors, map(not_, is_scale))
+            here = self.places.parts  # without the experts of other ranks
+            self.places.fill(pair for pair in rest if pair[0] in here)
+            tensors = [*compress(tensors, is_scale)]
         if tensors:
             self.engine.model.load_weights(weights=tensors)
 

@@ -240,6 +240,8 @@ PASSED = {
 }
 """Arguments of vLLM that NeMo RL writes, to the word that sets them. If the user set one too, it
 would be a `TypeError`, or one of the two would be lost."""
+MOVES_EXPERTS = ("enable_eplb", "enable_elastic_ep")
+"""Arguments by which vLLM gives experts other places while it runs, or an expert several."""
 DRAFTED = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 
-from fp8_nemo.nemo_config.keys import DRAFTED, PASSED, VLLM_KWARGS
+from fp8_nemo.nemo_config.keys import DRAFTED, MOVES_EXPERTS, PASSED, VLLM_KWARGS
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import Limit
 from fp8_nemo.recipe.settled import Settled
@@ -117,6 +117,13 @@ def argument_limits(settled: Settled, version: str | None) -> Iterator[Limit]:
         [name for name in DRAFTED if given.get(name) is not None],
         "not supported yet: logprobs of drafted tokens were not compared with the trainer's",
         "vllm/v1/sample/rejection_sampler.py",
+        "leave it out",
+    )
+    moving = [name for name in MOVES_EXPERTS if given.get(name)]
+    yield limit(
+        moving if settled.recipe.glue.has_receiver else (),
+        "must be false: a refit would miss experts that vLLM moves or repeats",
+        "vllm/model_executor/layers/fused_moe/routed_experts.py",
         "leave it out",
     )
     measures = given.get("calculate_kv_scales")

@@ -324,6 +324,25 @@ def test_after_a_tensor_has_moved_vllm_loads_again():
     assert Q in engine.loaded
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_a_refit_that_failed_or_a_new_handshake_vllm_loads_again(fails):
+    run = told()
+    worker = worker_of(run)
+    worker.wire = wire_of(run)
+    worker.update_weights_via_ipc_zmq()
+    engine = worker.model_runner.model
+    if fails:
+        worker.wire = wire_of(run)[:-1]
+        with pytest.raises(RefitError, match="the stream was cut short"):
+            worker.update_weights_via_ipc_zmq()
+    else:
+        worker.prepare_refit_info({})
+    engine.loaded.clear()
+    worker.wire = wire_of(run, number=3 if fails else 1)
+    worker.update_weights_via_ipc_zmq()
+    assert Q in engine.loaded
+
+
 def test_scales_that_are_lost_are_named_even_if_they_have_not_changed():
     run = told()
     worker = worker_of(run)

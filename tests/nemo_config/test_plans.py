@@ -743,6 +743,10 @@ REJECTED_LATER = [
         f"{KWARGS}.speculative_config=ngram: not supported yet",
     ),
     (
+        ["glue=ours", f"+{KWARGS}.enable_eplb=true"],
+        f"{KWARGS}.enable_eplb=true: must be false: a refit would miss experts",
+    ),
+    (
         ["precision=fp8-kv-attn", f"+{KWARGS}.calculate_kv_scales=true"],
         f"{KWARGS}.calculate_kv_scales=true: must be false",
     ),
