@@ -591,8 +591,11 @@ def drop_on_the_wire(worker: Any, name: str) -> None:
 
 
 def loader(worker: Any, change: Callable[[str, Any], Any]) -> None:
-    """Make a vLLM worker's loader change, or skip (None), what it is given."""
-    model = getattr(worker, "worker", worker).model_runner.model
+    """Make a vLLM worker's loader take the next refit, and change, or skip (None), what it gets."""
+    worker = getattr(worker, "worker", worker)
+    if (engine := getattr(worker, "fp8_nemo_engine", None)) is not None:
+        engine.proven = None  # as before a first refit: later ones are copied past the loader
+    model = worker.model_runner.model
     load = model.load_weights
 
     def changed(weights: Any) -> Any:
