@@ -108,7 +108,7 @@ class Plan:
         """Return what the plan chose for `model.layout=auto`; None where the recipe gives it."""
         return Layout(**self.nemo.layout) if self.nemo and self.nemo.layout else None
 
-    @property
+    @cached_property
     def hash6(self) -> str:
         """Return six hex digits over the backend and most of the recipe.
 

@@ -363,6 +363,8 @@ def _unquoted(values: Mapping[str, Any], cell: list[str]) -> Iterator[Mistake]:
 
 def _put(config: Any, key: str, value: Any) -> Mistake | None:
     """Set one leaf of the structured Recipe, or say why it cannot be."""
+    if key in (held := _defaults()) and (type(held[key]), held[key]) == (type(value), value):
+        return None
     try:
         OmegaConf.update(config, key, escape_interpolation(value), force_add=key.startswith(OPEN))
     except OmegaConfBaseException:
@@ -421,6 +423,13 @@ def _type_word(key: str) -> str:
 def _structured() -> Any:
     """Return the Recipe as OmegaConf has it, with its defaults."""
     return OmegaConf.structured(Recipe)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Return the Recipe's defaults by dotted key: to set one again takes OmegaConf as long."""
+    plain: Any = OmegaConf.to_container(_structured())
+    return leaves(plain)
 
 
 @cache
