@@ -1562,7 +1562,7 @@ SAID = {
             f"as fast as in BF16, on two {real_gain('step', TWO)}."
         ),
         beside_theirs,
-        lambda: "`{}` took {:.0f} s and [theirs {:.0f}](docs/research/steps.md#two-h200s".format(
+        lambda: "`{}` took {:.0f} s, and their recipe of FP8 training [{:.0f}](docs".format(
             BOTH,
             *(row["step"] for row in draw_steps.rows_of(f"real-steps-{STOCK_2K}.json").values()),
         ),
