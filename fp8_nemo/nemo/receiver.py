@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from itertools import compress
-from operator import not_
 from typing import Any
 
 import torch
@@ -291,11 +289,9 @@ class Refit:
     def _load_as_held(self, tensors: list[tuple[str, Tensor]]) -> None:
         """Copy tensors to their proven places; vLLM loads KV scales, and all of a first refit."""
         if self.places is not None:
-            is_scale = [name.endswith(KV_SUFFIXES) for name, _ in tensors]
-            rest = compress(tensors, map(not_, is_scale))
-            here = self.places.parts  # without the experts of other ranks
-            self.places.fill(pair for pair in rest if pair[0] in here)
-            tensors = [*compress(tensors, is_scale)]
+            here, scales = self.places.parts, KV_SUFFIXES  # no part: an expert of another rank
+            self.places.fill(p for p in tensors if p[0] in here and not p[0].endswith(scales))
+            tensors = [pair for pair in tensors if pair[0].endswith(scales)]
         if tensors:
             self.engine.model.load_weights(weights=tensors)
 
