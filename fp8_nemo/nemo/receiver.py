@@ -101,7 +101,7 @@ class Receiver(Extension):
     fp8_nemo_refits = 0
 
     def prepare_refit_info(self, *arguments: Any, **options: Any) -> None:
-        """Count refits from here on, as the sender does from the same handshake."""
+        """Count refits from here on, as the sender does, and let vLLM load the first one."""
         self.fp8_nemo_refits = 0
         if self.fp8_nemo_engine is not None:
             self.fp8_nemo_engine.proven = None
@@ -245,11 +245,11 @@ class Refit:
         if self.ledger is None:
             return None
         proof = self.ledger.close(self.engine.destination)
-        self.engine.proven = self.ledger.destination if self.ledger.is_digested else None
         assert self.ledger.manifest is not None  # else it would not have closed
         sent = self.ledger.manifest.kv_scales
         if broken := list(_stale_host_copies(self.engine.attentions, sent)):
             raise RefitError(broken)
+        self.engine.proven = self.ledger.destination if self.ledger.is_digested else None
         return proof
 
     def _is_ours(self, name: str, tensor: Tensor) -> bool:

@@ -89,7 +89,7 @@ third, so the slopes are rough. A second host took 0.54 to 0.78 times as long wi
 (train-worker-30b32-again-h200.json). Fewer experts were not timed in NeMo RL's worker, nor FP8 with
 routes that change. `frozen`: experts get no gradients, as LoRA trains attention. 64 of them took
 CUTLASS 9 ms backward where `grouped` has 21: two runs' training less two of their logprob passes
-(real-steps-30b-lora-2-h200.json)."""
+(real-steps-30b-lora-2-h200.json, whose gradients were 0)."""
 PAUSE = 0.053 / 32
 """Seconds that NeMo RL's host adds to each micro-batch of training for each layer, with the GPU
 idle: with 8B's 32, 33 of two answers took 1.7 s less than 64 of one (real-steps-8b-2-h200.json). By
@@ -308,9 +308,9 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
     device = tokens / (layout.tensor * layout.context) * each_token
     kind = "tensor" if layout.tensor > 1 else "dense"
     if shape.experts:
-        kind = "grouped" if settled.groups_experts else "experts"
-        if settled.groups_experts and _freezes_experts(recipe):
-            kind = "frozen"
+        kind = "experts"
+        if settled.groups_experts:
+            kind = "frozen" if _freezes_experts(recipe) else "grouped"
     host = LAUNCH[kind, name][way]
     if shape.experts:
         host += LAUNCH_EXPERT[kind, name][way] * shape.experts / layout.expert
@@ -325,8 +325,8 @@ def _products(settled: Settled, way: int) -> int:
 
 def _freezes_experts(recipe: Recipe) -> bool:
     """Return whether no gradient is made in experts: adapters are elsewhere."""
-    trained = adapters(recipe.model.shape, recipe.lora)
-    return recipe.lora.is_on and not any(each.in_experts for each in trained)
+    lora = recipe.lora
+    return lora.is_on and not any(x.in_experts for x in adapters(recipe.model.shape, lora))
 
 
 def _adapter_seconds(settled: Settled, way: int) -> float:

@@ -363,8 +363,9 @@ def _unquoted(values: Mapping[str, Any], cell: list[str]) -> Iterator[Mistake]:
 
 def _put(config: Any, key: str, value: Any) -> Mistake | None:
     """Set one leaf of the structured Recipe, or say why it cannot be."""
-    if key in (held := _defaults()) and (type(held[key]), held[key]) == (type(value), value):
-        return None
+    held = _defaults()
+    if key in held and (type(held[key]), held[key]) == (type(value), value):
+        return None  # it is set
     try:
         OmegaConf.update(config, key, escape_interpolation(value), force_add=key.startswith(OPEN))
     except OmegaConfBaseException:
@@ -427,7 +428,7 @@ def _structured() -> Any:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """Return the Recipe's defaults by dotted key: to set one again takes OmegaConf as long."""
+    """Return the Recipe's defaults by dotted key."""
     plain: Any = OmegaConf.to_container(_structured())
     return leaves(plain)
 

@@ -18,7 +18,7 @@ from fp8_nemo.recipe.settled import Settled
 
 BASELINE = "bf16"
 """Precision that the others' steps are compared with."""
-ROUGH = "roughly: FP8 experts were timed in one pair of runs alone, and gained less than planned"
+ROUGH = "roughly: all layers of experts were timed in one pair of runs, where FP8 gained less"
 EXACT = "fp8-e2e precision.align=exact"
 """What to type after `precision=` for FP8 without mismatch; compared beside the shipped files."""
 WORTH = 1.15
