@@ -54,7 +54,7 @@ class RefitProof:
     bytes: int
     """Received over the wire, weights and scales."""
     verified_weights: int
-    """Quantized weights whose bytes and scales the engine took from this refit."""
+    """Quantized weights whose bytes and scales in the engine are the trainer's."""
     equal_digests: int
     """Tensors whose bytes in the engine equal the sender's; 0 unless `verify: bytes`."""
     sent: bytes = b""
@@ -63,6 +63,8 @@ class RefitProof:
     """Of the `sampled` bytes, those that differ from what the engine held before."""
     sampled: int = 0
     """Bytes of the linears that were compared, their scales' among them."""
+    number: int = 0
+    """Of the refit, from 1 on."""
 
 
 class Ledger:
@@ -84,6 +86,8 @@ class Ledger:
             quantizes for itself receives BF16.
         verify: `bytes` or `names`.
         number: of this refit, by the receiver's count.
+        kept: digests of what this refit does not send, from the proof of an earlier one. The engine
+            must still hold these bytes at its end.
     """
 
     def __init__(
@@ -93,8 +97,12 @@ class Ledger:
         *,
         verify: str = "bytes",
         number: int = 0,
+        kept: Mapping[str, int] | None = None,
     ) -> None:
         self.expected, self.destination, self.number = expected, destination, number
+        self.kept = kept or {}
+        self.digests: dict[str, int] = {}
+        """Of all that the engine holds; known once `close` has found no fault."""
         self.is_digested = verify != "names"
         self.received: dict[str, int] = {}
         self.problems: list[str] = []
@@ -104,7 +112,7 @@ class Ledger:
         self.sentinel = False
         self.arrived_digests, self.loaded_digests = _Digests(), _Digests()
         here, held = destination.here, destination.held
-        others = {name for name in here if expected.get(name) != here[name]}
+        others = {name for name in here.keys() - self.kept if expected.get(name) != here[name]}
         made_here = [name for name in others if expected.get(name) != held[name]]
         self.otherwise = others | {*destination.staged}
         """Names that the engine holds in part, or in another form than they arrive in."""
@@ -171,7 +179,7 @@ class Ledger:
         moved = [*_moved(opened, now)]
         named = {*opened.held, *opened.staged}
         scaled = {weights.weight_of(name) for name in named if weights.weight_of(name) != name}
-        verified = sum(name in scaled for name in self.received)
+        verified = len(scaled.intersection([*self.received, *self.kept]))
         found = self._read(numbers, now)
         if problems := self._wire_problems(found):
             raise RefitError(problems)
@@ -179,7 +187,7 @@ class Ledger:
         if problems := [*moved, *self._engine_problems(found, wanted, now)]:
             raise RefitError(problems)
         assert self.manifest is not None  # `_wire_problems` has refused a stream without one
-        sent = self.manifest.digests
+        sent, self.digests = self.manifest.digests, found.held
         return RefitProof(
             bytes=sum(self.received.values()),
             verified_weights=verified,
@@ -187,6 +195,7 @@ class Ledger:
             sent=struct.pack(f"{len(sent)}q", *sent),
             changed=sum(found.changed.values()),
             sampled=opened.sample.bytes if self.before else 0,
+            number=self.number,
         )
 
     def wire_problems(self) -> list[str]:
@@ -271,7 +280,7 @@ class Ledger:
         if not self.is_digested:
             return {}
         sent = {name: x for name, x in self._sent.items() if name not in self.otherwise}
-        return sent | found.loaded
+        return {**self.kept, **sent, **found.loaded}
 
     def _wire_problems(self, found: _Found) -> list[str]:
         if (sent := self.manifest) is None:
@@ -308,7 +317,8 @@ class Ledger:
                 yield f"{name}: the engine holds {held}, sent {scale}"
         for name, value in found.held.items():
             if wanted.get(name, value) != value:
-                yield f"{name}: the engine's bytes are not the sender's (digest)"
+                whose = "those of the refit before" if name in self.kept else "the sender's"
+                yield f"{name}: the engine's bytes are not {whose} (digest)"
 
 
 def _moved(opened: Destination, now: Destination) -> Iterator[str]:

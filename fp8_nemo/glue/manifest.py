@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fp8_nemo.glue.wire import weight_of
 
 SENTINEL = "fp8_nemo.sentinel"
 MANIFEST = "fp8_nemo.manifest"
@@ -32,6 +34,33 @@ class Manifest(NamedTuple):
     kv_scales: dict[str, float]
     digests: list[int]
     """Digest of each tensor but KV scales, in the order sent; none with `verify: names`."""
+
+
+def is_sent_again(name: str, adapted: Collection[str]) -> bool:
+    """Return whether a refit after the first sends a tensor: weights with adapters, and scales.
+
+    Args:
+        name: on the wire.
+        adapted: projections with adapters: `("q_proj", "k_proj", "v_proj")`.
+    """
+    module, _, kind = weight_of(name).rpartition(".")
+    is_adapted = kind == "weight" and module.rpartition(".")[2] in adapted
+    return is_adapted or name in (SENTINEL, MANIFEST) or name.endswith(KV_SUFFIXES)
+
+
+def sent_again(
+    handshake: Mapping[str, tuple[torch.Size, torch.dtype]], adapted: Collection[str]
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return what a refit after the first sends, its manifest without the digests of the rest.
+
+    Args:
+        handshake: names, shapes and types of a whole refit with `verify: bytes`.
+        adapted: as in `is_sent_again`.
+    """
+    found = {name: x for name, x in handshake.items() if is_sent_again(name, adapted)}
+    [size], dtype = found[MANIFEST]
+    left_out = len(handshake) - len(found)
+    return found | {MANIFEST: (torch.Size([size - 8 * left_out]), dtype)}
 
 
 def hash_of(names: Iterable[str]) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8_nemo.glue.destination import Destination, Part
-from fp8_nemo.glue.manifest import KV_SUFFIXES
+from fp8_nemo.glue.manifest import KV_SUFFIXES, is_sent_again
 from fp8_nemo.glue.wire import (
     BLOCK,
     EXPERT_SLABS,
@@ -62,6 +62,13 @@ class _Place(NamedTuple):
     parameter: str
     engine: tuple[int | slice, ...]
     wire: tuple[slice, ...]
+
+
+class Proven(NamedTuple):
+    """Hold what a refit was proven to have filled, and the digest of each tensor there."""
+
+    destination: Destination
+    digests: Mapping[str, int]
 
 
 class ParameterCache:
@@ -282,9 +289,9 @@ class EngineMemory:
         self.attentions: list[Any] = []
         self.known_at: list[tuple | None] = []
         self.known: Destination | None = None
-        self.proven: Destination | None = None
+        self.proven: Proven | None = None
         """What the refit before was proven to fill, byte by byte; None if it was not."""
-        self.specs: dict[Precision, dict[str, WireSpec]] = {}
+        self.specs: dict[tuple, dict[str, WireSpec]] = {}
 
     @cached_property
     def rank(self) -> Rank:
@@ -301,12 +308,20 @@ class EngineMemory:
             specs |= {f"{each.path}.{name}": spec for name, spec in repacked(each, plain).items()}
         return specs, {name for each in found for name in arriving(each)}
 
-    def sent(self, precision: Precision) -> dict[str, WireSpec]:
-        """Return what the wire brings in a precision; cached: 37,000 tensors take 0.2 s."""
-        if precision not in self.specs:
+    def sent(self, precision: Precision, adapted: tuple[str, ...] = ()) -> dict[str, WireSpec]:
+        """Return what the wire brings in a precision; cached: 37,000 tensors take 0.2 s.
+
+        Args:
+            precision: of the wire.
+            adapted: projections with adapters, if they alone are sent.
+        """
+        if (precision, adapted) not in self.specs:
             named = named_shapes(self.shape)
-            self.specs[precision] = wire_specs(named, precision, self.shape.layers)
-        return self.specs[precision]
+            found = wire_specs(named, precision, self.shape.layers)
+            if adapted:
+                found = {name: x for name, x in found.items() if is_sent_again(name, adapted)}
+            self.specs[precision, adapted] = found
+        return self.specs[precision, adapted]
 
     def destination(self) -> Destination:
         """Return where a refit fills this worker's memory, by wire name, as it is now.

@@ -46,7 +46,7 @@ from fp8_nemo.correction.update import (
     policy_ratio,
     update_metrics,
 )
-from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
+from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL, sent_again
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo.kv_scales import KvScales
 from fp8_nemo.nemo.step_metrics import OPENED
@@ -93,7 +93,7 @@ class WatchedPolicy(Policy):
         full_B = data["input_lengths"] >= self.cfg["max_total_sequence_length"]
         # Answers that were filtered were sampled too.
         self.row |= length_metrics(data["token_mask"][:, 1:].sum(1), longest, full_B)
-        self.row |= refit_metrics(self.proofs(), self.refit_info)
+        self.row |= refit_metrics(self.proofs(), self.refit_info, self.settings)
         if self.settings.replays and self.settings.needs_plugin:
             counted_2 = torch.tensor(self.run_all_workers_single_data("fp8_nemo_take_routes")[0])
             routes_BTLA, last_B1 = data["routed_experts"], data["input_lengths"][:, None] - 1
@@ -288,12 +288,15 @@ def trained_steps(weights_path: str | os.PathLike[str] | None) -> int:
     return int(Path(weights_path).parents[1].name.rpartition("_")[2]) if weights_path else 0
 
 
-def refit_metrics(proofs: list[dict[str, Any]], info: dict[str, Any]) -> dict[str, float]:
+def refit_metrics(
+    proofs: list[dict[str, Any]], info: dict[str, Any], settings: WorkerSettings
+) -> dict[str, float]:
     """Return a refit's metrics: those of the worker that proved least, and the bytes changed.
 
     Args:
         proofs: what each of vLLM's workers reports; none with `verify: off`.
         info: NeMo RL's handshake, `{name: (shape, dtype)}` in the order of the stream.
+        settings: of the run.
 
     Raises:
         RefitError: with `verify: bytes`, two ranks of the trainer sent different bytes. No engine
@@ -303,7 +306,9 @@ def refit_metrics(proofs: list[dict[str, Any]], info: dict[str, Any]) -> dict[st
     if not proven:
         return {"refit/bytes": refit_bytes(info), "refit/verified_weights": 0}
     if len({proof["sent"] for proof in proven}) > 1:
-        names = [n for n in info if n not in (SENTINEL, MANIFEST) and not n.endswith(KV_SUFFIXES)]
+        adapted = settings.adapted(proven[0]["number"])
+        sent = sent_again(info, adapted) if adapted else info
+        names = [n for n in sent if n not in (SENTINEL, MANIFEST) and not n.endswith(KV_SUFFIXES)]
         digests = zip(*(memoryview(proof["sent"]).cast("q") for proof in proven), strict=True)
         raise RefitError(
             f"{name}: the trainer's ranks sent different bytes"

@@ -9,7 +9,7 @@ NeMo RL's, and its handshake; it is all that is replaced.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyW
 from torch import Tensor
 
 from fp8_nemo.correction.routing import RouteCount
-from fp8_nemo.glue.manifest import KV_SUFFIXES
+from fp8_nemo.glue.manifest import KV_SUFFIXES, sent_again
 from fp8_nemo.glue.recalibrate import AmaxObserver
 from fp8_nemo.glue.refit import refit_stream, with_noise
 from fp8_nemo.glue.wire import RefitError
@@ -170,7 +170,12 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             return
         is_handshake = self.fp8_nemo_wire is None
         self.fp8_nemo_refits += not is_handshake
-        exported = super()._iter_params_with_optional_kv_scales(None, **options)
+        adapted = settings.adapted(self.fp8_nemo_refits)
+        wire = self.fp8_nemo_wire or {}
+        if adapted:
+            wire, exported = sent_again(wire, adapted), self.fp8_nemo_merged()
+        else:
+            exported = super()._iter_params_with_optional_kv_scales(None, **options)
         left_out = KV_SUFFIXES
         if settings.shape.tied:
             left_out += ("lm_head.weight",)  # some checkpoints hold it twice
@@ -192,16 +197,25 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
             verify=settings.glue.verify,
             number=self.fp8_nemo_refits,
         )
-        yield from self.fp8_nemo_to_the_end(stream)
+        yield from self.fp8_nemo_to_the_end(stream, wire)
+
+    def fp8_nemo_merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that have adapters, merged with them; Bridge exports no others."""
+        tasks = [t for t in self.refit_conversion_tasks if "to_wrap.weight" in t.global_param_name]
+        yield from self.megatron_bridge.export_hf_weights(
+            [self.model], show_progress=False, conversion_tasks=tasks
+        )
 
     def fp8_nemo_set_trained(self, trained: int) -> None:
         """Take the steps that the weights have been trained, on which a refit's noise depends."""
         self.fp8_nemo_trained = trained
 
     def fp8_nemo_to_the_end(
-        self, stream: Iterator[tuple[str, Tensor]]
+        self,
+        stream: Iterator[tuple[str, Tensor]],
+        wire: Mapping[str, tuple[torch.Size, torch.dtype]],
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the stream; if it is refused half-way, yield ones for the rest.
+        """Yield the stream; if it is refused half-way, yield ones for the rest of the wire.
 
         A sender that stopped would leave the receiver waiting: 120 seconds for an answer, or for
         ever in a broadcast whose sizes it knows. Ones are no readable manifest, so the receiver
@@ -214,7 +228,7 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
                 yield name, tensor
         except RefitError as error:
             self.fp8_nemo_refused = error
-            for name, (shape, dtype) in (self.fp8_nemo_wire or {}).items():
+            for name, (shape, dtype) in wire.items():
                 if name not in sent:
                     yield name, torch.ones(shape, device="cuda").to(dtype)
 

@@ -11,6 +11,9 @@ A first refit is loaded by vLLM's own loader, and its bytes prove where each ten
 lies (`verify: bytes`). Later ones are copied there, since that loader looks every name up anew:
 37,000 of Qwen3-30B-A3B, each refit. Their bytes are compared at these places too.
 
+With LoRA later refits bring the weights that adapters change, and no others. The rest must still
+hold the bytes that were proven before, and is compared with them each time.
+
 A receiver that stopped half-way would leave the sender waiting, 120 seconds for an answer or for
 ever in a broadcast. So the receiver keeps an error, takes the stream to its end, and then raises.
 """
@@ -22,8 +25,8 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -34,11 +37,11 @@ from torch import Tensor
 from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger, RefitProof
-from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
+from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL, sent_again
 from fp8_nemo.glue.refit import encode, in_groups
 from fp8_nemo.glue.wire import RefitError
 from fp8_nemo.nemo import aligned, decode
-from fp8_nemo.nemo.engine_memory import EngineMemory, attentions
+from fp8_nemo.nemo.engine_memory import EngineMemory, Proven, attentions
 from fp8_nemo.nemo.marlin.staging import Staging, keep_repacked
 from fp8_nemo.nemo.worker_settings import ENGINE_FP8, WorkerSettings
 
@@ -94,6 +97,8 @@ class Receiver(Extension):
     """
 
     fp8_nemo_settings: WorkerSettings
+    state_dict_info: dict[str, Any]
+    """NeMo RL's: names, shapes and types of the next refit, in its order."""
     fp8_nemo_engine: EngineMemory | None = None
     fp8_nemo_refit: Refit | None = None
     fp8_nemo_proof: RefitProof | None = None
@@ -138,7 +143,8 @@ class Receiver(Extension):
             self.fp8_nemo_refits += 1
             self.fp8_nemo_refit = Refit(self.fp8_nemo_engine, settings, self.fp8_nemo_refits)
             try:
-                self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
+                with self.fp8_nemo_expecting(settings.adapted(self.fp8_nemo_refits)):
+                    self.fp8_nemo_proof = self.fp8_nemo_refit.close(update)
                 if settings.precision.is_exact:
                     aligned.check(model)
             except RefitError as error:  # NeMo RL's actor prints it, and says False
@@ -148,6 +154,19 @@ class Receiver(Extension):
         if settings.precision.cache.is_quantized:
             _keep_kv_scales(self.model_runner, attentions(model, settings.shape.layers))
         return landed
+
+    @contextmanager
+    def fp8_nemo_expecting(self, adapted: Sequence[str]) -> Iterator[None]:
+        """Let NeMo RL's update expect the adapted weights alone; everything if there are none."""
+        if not adapted:
+            yield
+            return
+        whole = self.state_dict_info
+        self.state_dict_info = sent_again(whole, adapted)
+        try:
+            yield
+        finally:
+            self.state_dict_info = whole
 
     def fp8_nemo_report(self) -> dict[str, Any]:
         """Return the last refit's proof; empty before a refit, and with `verify: off`."""
@@ -188,10 +207,13 @@ class Refit:
             engine.look_again()
             _clear_kv_scales(engine.attentions)
             if settings.glue.verify != "off":
-                sent, now = engine.sent(settings.wire_precision), engine.last_seen()
-                self.ledger = Ledger(sent, now, verify=settings.glue.verify, number=number)
-                self.places = now if now is engine.proven else None
-                engine.proven = None  # until this one is
+                adapted = settings.adapted(number)
+                sent, now = engine.sent(settings.wire_precision, adapted), engine.last_seen()
+                known, engine.proven = engine.proven, None  # until this one is
+                kept = _kept(known, sent) if adapted else None
+                verify = settings.glue.verify
+                self.ledger = Ledger(sent, now, verify=verify, number=number, kept=kept)
+                self.places = now if known and known.destination is now else None
                 if torch.cuda.is_available():  # NCCL's receiver loads on streams of its own
                     torch.cuda.synchronize()  # so the poison must be in before
         except Exception as error:  # raised when the stream has ended
@@ -249,7 +271,8 @@ class Refit:
         sent = self.ledger.manifest.kv_scales
         if broken := list(_stale_host_copies(self.engine.attentions, sent)):
             raise RefitError(broken)
-        self.engine.proven = self.ledger.destination if self.ledger.is_digested else None
+        if self.ledger.is_digested:
+            self.engine.proven = Proven(self.ledger.destination, self.ledger.digests)
         return proof
 
     def _is_ours(self, name: str, tensor: Tensor) -> bool:
@@ -294,6 +317,17 @@ class Refit:
             tensors = [pair for pair in tensors if pair[0].endswith(scales)]
         if tensors:
             self.engine.model.load_weights(weights=tensors)
+
+
+def _kept(known: Proven | None, sent: Container[str]) -> dict[str, int]:
+    """Return the digests of what a refit leaves as it is.
+
+    Raises:
+        RefitError: no refit before it was proven.
+    """
+    if known is None:
+        raise RefitError(["a refit of adapted weights alone, and none before it was proven"])
+    return {name: digest for name, digest in known.digests.items() if name not in sent}
 
 
 def _reason(error: Exception) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 import fp8_nemo
 from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.options.model import Shape
-from fp8_nemo.recipe.options.precision import Glue, Precision
+from fp8_nemo.recipe.options.precision import FORMATS, Glue, Precision
 from fp8_nemo.recipe.options.recipe import Recipe
-from fp8_nemo.recipe.options.training import Grpo, Noise
+from fp8_nemo.recipe.options.training import LORA_MODULES, Grpo, Lora, Noise
 from fp8_nemo.recipe.plain import from_plain, to_json
 
 VARIABLE = "FP8_NEMO_WORKERS"
@@ -53,6 +53,7 @@ class WorkerSettings:
     seed: int = 0
     noise: Noise = field(default_factory=Noise)
     grpo: Grpo = field(default_factory=Grpo)
+    lora: Lora = field(default_factory=Lora)
 
     @classmethod
     def of(cls, recipe: Recipe, *, loss_corrects: bool) -> WorkerSettings:
@@ -67,6 +68,7 @@ class WorkerSettings:
             recipe.seed,
             recipe.noise,
             recipe.grpo,
+            recipe.lora,
         )
 
     @classmethod
@@ -99,6 +101,21 @@ class WorkerSettings:
         if self.glue.sends_fp8:
             return self.precision
         return replace(self.precision, rollout_linear=self.precision.plain.name)
+
+    def adapted(self, number: int) -> tuple[str, ...]:
+        """Return the projections with adapters, where a refit sends their weights alone; else ().
+
+        A first refit sends everything. So does one that is not compared byte by byte, that changes
+        norms, or that fills an engine in another form than it travels in.
+
+        Args:
+            number: of the refit, from 1 on.
+        """
+        is_repacked = self.precision.rollout == FORMATS["nvfp4"]
+        as_held = self.wire_precision == self.precision and not is_repacked
+        if number <= 1 or not as_held or self.glue.verify != "bytes" or self.noise.is_on:
+            return ()
+        return tuple(each for module in self.lora.target_modules for each in LORA_MODULES[module])
 
 
 @functools.cache  # a worker asks in every step and every refit

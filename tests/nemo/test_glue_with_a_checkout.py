@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,7 +83,12 @@ def test_every_method_that_we_override_is_there_and_takes_what_ours_takes(
 
 def test_what_our_worker_reads_of_nemo_rls_is_there():
     seams = {
-        WORKER: ("_iter_params_with_optional_kv_scales(", "self.model.eval()"),
+        WORKER: (
+            "_iter_params_with_optional_kv_scales(",
+            "self.model.eval()",
+            "self.refit_conversion_tasks",
+            "self.megatron_bridge.export_hf_weights(",
+        ),
         MICROBATCHES: ('"input_lengths"',),
         BACKEND: ("self._load_weights", "self.state_dict_info", "self.model_runner.model"),
     }
@@ -151,7 +157,7 @@ def test_a_refused_stream_goes_on_to_its_known_end_and_is_raised_after_it(nemo_p
         yield "a", torch.tensor([3, 3], dtype=torch.uint8)
         raise RefitError(["a: holds NaN or Inf in the trainer"])
 
-    sent = list(worker.fp8_nemo_to_the_end(stream()))
+    sent = list(worker.fp8_nemo_to_the_end(stream(), worker.fp8_nemo_wire))
     assert [(name, tuple(tensor.shape)) for name, tensor in sent] == list(sizes.items())
     assert sent[1][1].tolist() == [1, 1, 1] and sent[1][1].dtype == torch.uint8
     with pytest.raises(RefitError, match="a: holds NaN"):
@@ -234,17 +240,35 @@ def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weight
     def proof(*digests):
         sent = struct.pack(f"{len(digests)}q", *digests)
         counted = {"bytes": 8, "verified_weights": 2, "changed": len(digests), "sampled": 8}
+        counted["number"] = 2
         return {**counted, "equal_digests": len(digests), "sent": sent}
 
-    info = dict.fromkeys((SENTINEL, "a", "b", "x.k_scale", MANIFEST), ((4,), torch.bfloat16))
+    at = "layers.0.self_attn"
+    q, o = f"{at}.q_proj.weight", f"{at}.o_proj.weight"
+    info = dict.fromkeys((SENTINEL, q, o, "x.k_scale", MANIFEST), ((4,), torch.bfloat16))
     alike = {"refit/bytes": 8, "refit/verified_weights": 2}
     quarter = alike | {"refit/changed_bytes": 0.25}
-    assert refit_metrics([proof(1, 2), {}, proof(1, 2)], info) == quarter
-    assert refit_metrics([proof(), proof()], info) == alike | {"refit/changed_bytes": 0.0}  # names
-    assert refit_metrics([{}], info) == {"refit/bytes": 40, "refit/verified_weights": 0}
+    words = ["backend=nemo", "model=tiny-llama", "precision=fp8-kv-attn"]
+    whole, lora = (settings_of(*words, *more) for more in ([], ["lora=attention"]))
+    assert refit_metrics([proof(1, 2), {}, proof(1, 2)], info, whole) == quarter
+    by_names = refit_metrics([proof(), proof()], info, whole)
+    assert by_names == alike | {"refit/changed_bytes": 0.0}
+    assert refit_metrics([{}], info, whole) == {"refit/bytes": 40, "refit/verified_weights": 0}
     with pytest.raises(RefitError) as error:
-        refit_metrics([proof(1, 2), proof(1, 2), proof(1, 3)], info)
-    assert error.value.problems == ["b: the trainer's ranks sent different bytes"]
+        refit_metrics([proof(1, 2), proof(1, 2), proof(1, 3)], info, whole)
+    assert error.value.problems == [f"{o}: the trainer's ranks sent different bytes"]
+    only_qkv = replace(lora, lora=replace(lora.lora, target_modules=["linear_qkv"]))
+    with pytest.raises(RefitError) as error:
+        refit_metrics([proof(1), proof(3)], info, only_qkv)  # what has no adapter was not sent
+    assert error.value.problems == [f"{q}: the trainer's ranks sent different bytes"]
+
+
+def settings_of(*words):
+    from fp8_nemo.nemo.worker_settings import WorkerSettings
+    from fp8_nemo.recipe.compose import compose
+
+    [recipe] = compose([*words])
+    return WorkerSettings.of(recipe, loss_corrects=True)
 
 
 def in_a_process(tmp_path, code, **environment):
@@ -634,6 +658,8 @@ def test_every_glue_lands_in_a_real_vllm_model_and_what_is_lost_is_named(
             quantize, _, verify = key.split()
             is_copied = verify == "bytes" and (quantize == "fused" or "bf16" in cell)
             assert (equal > 0, loaded == 0) == (verify == "bytes", is_copied), key
+        [(whole, *proven), (some, *again)] = found["adapted"]
+        assert some < whole and again == proven and again[1] > 0
         assert len(found["refused"]) == 2 + ("kv" in cell) + ("qwen25" in cell)
         for name, message in found["refused"].items():
             assert f"{name}: never arrived" in message

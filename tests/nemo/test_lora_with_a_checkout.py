@@ -8,6 +8,7 @@ one by one; an adapter that all experts of a GPU share needs a GPU to be built.
 # pyright: reportMissingImports=false
 import importlib.util
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ import transformers
 
 from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger
+from fp8_nemo.glue.manifest import is_sent_again, sent_again
 from fp8_nemo.glue.quantize import quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import named_shapes, wire_specs
+from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.nemo_config.keys import PEFT
 from fp8_nemo.plan.model import adapters
 from fp8_nemo.plan.plan import plan_recipe
@@ -159,6 +162,59 @@ def test_our_stream_and_proof_take_them(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     merged = quantize_blocks(sent[name])
     assert torch.equal(engine[name].view(torch.uint8), merged.fp8_OI.view(torch.uint8))
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("lora", ["attention", "all-linear"])
+def test_our_worker_sends_everything_once_and_then_what_adapters_change(
+    family, lora, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(os.environ["NEMO_RL_ROOT"])
+    from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
+
+    words = ["model=small-llama", "backend=nemo", "precision=fp8-linear", f"lora={lora}"]
+    [recipe] = compose([*words, f"lora.rank={RANK}", f"lora.alpha={ALPHA}"])
+    recipe = replace(recipe, model=replace(recipe.model, shape=SHAPES[family]))
+    settings = WorkerSettings.of(recipe, loss_corrects=True)
+    for name, value in settings.to_environment().items():
+        monkeypatch.setenv(name, value)
+    bridge, model = megatron_model(family, tmp_path)
+    model = adapted(model, target_modules=recipe.lora.target_modules)
+    worker = Fp8PolicyWorkerImpl.__new__(Fp8PolicyWorkerImpl)
+    worker.megatron_bridge, worker.model, worker.draft_model = bridge, model[0], None
+    worker.refit_conversion_tasks = [t for t in bridge.get_conversion_tasks(model) if t is not None]
+    worker.cfg = {"generation": None}
+
+    specs = wire_specs(named_shapes(SHAPES[family]), FP8, num_layers=2)
+    engine = {name: torch.zeros(s.shape).to(getattr(torch, s.dtype)) for name, s in specs.items()}
+
+    def refit(number, expected, kept=None):
+        ledger = Ledger(expected, Destination(engine, specs), number=number, kept=kept)
+        sent = {}
+        for name, tensor in worker._iter_params_with_optional_kv_scales():
+            sent[name] = (tensor.shape, tensor.dtype)
+            if ledger.receive(name, tensor):
+                engine[name].copy_(tensor)
+        return ledger, ledger.close(), sent
+
+    stream = worker._iter_params_with_optional_kv_scales()
+    worker.fp8_nemo_wire = {name: (tensor.shape, tensor.dtype) for name, tensor in stream}
+    first, proof, sent = refit(1, specs)
+    assert sent == worker.fp8_nemo_wire
+
+    for name, weight in model[0].named_parameters():
+        if ".adapter.linear_out" in name:
+            torch.nn.init.normal_(weight.data, std=0.05)
+    projections = settings.adapted(2)
+    some = {name: x for name, x in specs.items() if is_sent_again(name, projections)}
+    kept = {name: x for name, x in first.digests.items() if name not in some}
+    _, again, sent = refit(2, some, kept)
+    assert sent == sent_again(worker.fp8_nemo_wire, projections)
+    assert again.equal_digests == proof.equal_digests and again.bytes < proof.bytes
+    assert again.changed > 0
+    for name, tensor in refit_stream(exported(bridge, model).items(), FP8, None, num_layers=2):
+        if name in specs:
+            assert torch.equal(engine[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_adapters_alone_are_trained_and_as_many_as_the_plan_counts(tmp_path):

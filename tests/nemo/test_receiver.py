@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fp8_nemo.glue.digest import digest
-from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL
+from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL, is_sent_again
 from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import RefitError, is_fp8_weight, kv_scale_names, named_shapes
@@ -22,11 +22,13 @@ from fp8_nemo.nemo.worker_settings import VARIABLE, WorkerSettings
 from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Glue, Precision, Recalibrate
+from fp8_nemo.recipe.options.training import Lora, Noise
 
 SHAPE = Shape(layers=2, hidden=256, ffn=256, heads=2, kv_heads=1, head_dim=128, vocab=192)
 E2E = Precision(name="e2e", rollout_linear="fp8", rollout_kv="fp8", train_linear="bf16")
 BF16 = Precision(name="bf16", rollout_linear="bf16", rollout_kv="bf16", train_linear="bf16")
 KV = {n: 0.01 * (1 + i) / 3 for layer in range(2) for i, n in enumerate(kv_scale_names(layer))}
+LORA = Lora("attention", 8, 32, ["linear_qkv", "linear_proj"])
 GLUES = [
     Glue(quantize=quantize, transfer=transfer, verify=verify)
     for quantize in ("fused", "stock")
@@ -150,6 +152,7 @@ class Worker:
         self.wire, self.processes, self.as_stock, self.ended = [], True, [], 0
 
     def update_weights_via_ipc_zmq(self):
+        self.expected = getattr(self, "state_dict_info", None)
         for start in range(0, len(self.wire), 5):
             self._load_weights(self.wire[start : start + 5])
         if self.processes:
@@ -322,6 +325,89 @@ def test_after_a_tensor_has_moved_vllm_loads_again():
     worker.wire = wire_of(run, number=2)
     worker.update_weights_via_ipc_zmq()
     assert Q in engine.loaded
+
+
+def adapted_wire(run, named, number):
+    """What a policy worker sends of merged weights: after the first refit, those with adapters."""
+    adapted = run.adapted(number)
+    return wire_of(run, {n: x for n, x in named.items() if is_sent_again(n, adapted)}, number)
+
+
+def handshake_of(wire):
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in wire}
+
+
+@pytest.mark.parametrize("precision", [E2E, BF16], ids=["fp8", "bf16"])
+def test_with_adapters_a_second_refit_brings_what_they_change_and_proves_the_whole(precision):
+    run = dataclasses.replace(told(precision=precision), lora=LORA)
+    worker, first, later = worker_of(run), weights_of(), weights_of(7)
+    worker.wire = wire_of(run, first)
+    worker.prepare_refit_info(whole := handshake_of(worker.wire))
+    worker.update_weights_via_ipc_zmq()
+    proof = worker.fp8_nemo_report()
+
+    worker.wire = adapted_wire(run, later, 2)
+    wanted = handshake_of(worker.wire)
+    worker.update_weights_via_ipc_zmq()
+    assert worker.expected == wanted and worker.state_dict_info == whole
+    assert len(wanted) < len(whole)
+    again = worker.fp8_nemo_report()
+    for key in ("verified_weights", "equal_digests"):
+        assert again[key] == proof[key]
+    assert again["bytes"] < proof["bytes"] and again["changed"] > 0
+
+    linears = (".q_proj.weight", ".k_proj.weight", ".v_proj.weight", ".o_proj.weight")
+    merged = {n: later[n] if n.endswith(linears) else x for n, x in first.items()}
+    other = worker_of(run)
+    other.wire = wire_of(run, merged)
+    other.update_weights_via_ipc_zmq()
+    held = other.model_runner.model.tensors
+    for name, tensor in worker.model_runner.model.tensors.items():
+        assert torch.equal(tensor.float(), held[name].float()), name
+
+
+def test_a_frozen_weight_that_changed_in_the_engine_stops_the_next_refit_by_its_name():
+    run = dataclasses.replace(told(), lora=LORA)
+    worker = worker_of(run)
+    worker.prepare_refit_info(handshake_of(wire_of(run)))
+    worker.wire = wire_of(run)
+    worker.update_weights_via_ipc_zmq()
+    frozen = worker.model_runner.model.tensors["model.layers.1.mlp.down_proj.weight"]
+    frozen.view(torch.uint8)[3, 5] ^= 1
+    worker.wire = adapted_wire(run, weights_of(7), 2)
+    with pytest.raises(RefitError) as error:
+        worker.update_weights_via_ipc_zmq()
+    name = "model.layers.1.mlp.down_proj.weight"
+    text = "the engine's bytes are not those of the refit before (digest)"
+    assert error.value.problems == [f"{name}: {text}"]
+
+
+def test_adapted_weights_alone_are_refused_where_nothing_was_proven_before():
+    run = dataclasses.replace(told(), lora=LORA)
+    worker = worker_of(run)
+    worker.prepare_refit_info(handshake_of(wire_of(run)))
+    worker.fp8_nemo_refits = 1
+    worker.wire = adapted_wire(run, weights_of(7), 2)
+    with pytest.raises(RefitError, match="none before it was proven"):
+        worker.update_weights_via_ipc_zmq()
+    assert not worker.model_runner.model.loaded and MANIFEST in worker.state_dict_info
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapted"),
+    [
+        ({}, ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ({"lora": Lora()}, ()),
+        ({"glue": Glue(verify="names")}, ()),
+        ({"glue": Glue(transfer="bf16")}, ()),
+        ({"glue": Glue(quantize="stock")}, ()),
+        ({"noise": Noise("aqn", 0.01, 0.001, 10, 100)}, ()),
+        ({"precision": Precision(rollout_linear="nvfp4")}, ()),
+    ],
+)
+def test_a_refit_that_could_not_prove_the_rest_sends_everything(changes, adapted):
+    run = dataclasses.replace(told(), **{"lora": LORA, **changes})
+    assert run.adapted(2) == adapted and run.adapted(1) == run.adapted(0) == ()
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -205,11 +205,13 @@ def main():
     name, precision, rank, size, port, experts = sys.argv[1:]
     vllm.platforms._current_platform = Hopper()
     torch.cuda.get_device_capability = lambda *_: (9, 0)
+    from fp8_nemo.glue.manifest import is_sent_again
     from fp8_nemo.glue.refit import refit_stream
     from fp8_nemo.glue.wire import RefitError, kv_scale_names, named_shapes
     from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.compose import compose
     from fp8_nemo.recipe.options.precision import Glue
+    from fp8_nemo.recipe.options.training import Lora
 
     [recipe] = compose([f"model={name}", "backend=nemo", f"precision={precision}", "glue=ours"])
     shape = small(recipe.model.shape)
@@ -224,11 +226,12 @@ def main():
     scales = {n: 0.01 + i / 300 for layer in range(shape.layers)
               for i, n in enumerate(kv_scale_names(layer))} if kv else None  # fmt: skip
 
-    def wire(run, salt, lost=None, number=1):
+    def wire(run, salt, lost=None, number=1, adapted=()):
         draw = torch.Generator().manual_seed(salt)
         named = {
             n: (torch.randn(s, generator=draw) * 0.05).bfloat16()
             for n, s in named_shapes(shape).items()
+            if not adapted or is_sent_again(n, adapted)
         }
         stream = refit_stream(
             named.items(), run.wire_precision, scales, num_layers=shape.layers,
@@ -255,6 +258,16 @@ def main():
             worker.update_weights_via_ipc_zmq()
         equal = worker.fp8_nemo_report()["equal_digests"]
         found["again"][key] = [equal, len(loaded - {*(scales or ())})]
+    run = dataclasses.replace(settings, glue=Glue(), lora=Lora("x", 8, 32, ["linear_qkv"]))
+    worker = worker_of(stock, run, model, config)
+    found["adapted"] = []
+    for number in (1, 2):
+        sent = wire(run, 200 + number, number=number, adapted=run.adapted(number))
+        worker.state_dict_info = {n: (x.shape, x.dtype) for n, x in wire(run, 0)}
+        worker.wire = sent
+        worker.update_weights_via_ipc_zmq()
+        proof = worker.fp8_nemo_report()
+        found["adapted"].append([len(sent), proof["verified_weights"], proof["equal_digests"]])
     run = dataclasses.replace(settings, glue=Glue())
     lost = ["model.layers.1.self_attn.q_proj.weight"]
     lost.append("model.embed_tokens.weight" if shape.tied else "lm_head.weight")
