@@ -1,5 +1,6 @@
 """The pages that people read: links, lengths, numbers, and commands that print what is shown."""
 
+import dataclasses
 import json
 import math
 import os
@@ -1267,6 +1268,45 @@ def six_layers_token():
     return f"A rollout took {min(each):.1f} to {max(each):.1f} ms a token for six layers"
 
 
+def six_layers_copied():
+    """steps.md's refits of six layers, copied and by vLLM's loader, and a step of `fp8-linear`."""
+    plain, linear = (real("30b6-linear-h200")[each] for each in ("bf16", LINEAR))
+    loaded = real("30b6-h200")
+    sent = of("nemo-30b6-linear-h200", lambda it: it["seconds"]["transfer"][LINEAR])[1:]
+    rows = of("nemo-30b6-linear-h200", lambda it: it["runs"][1]["rows"])
+    assert (plain["steps"], linear["steps"]) == (1, 4) and min(r["train/grad_norm"] for r in rows)
+    assert {row["refit/verified_weights"] for row in rows} == {2328}
+    most = max(row["mfu_train"] for row in loaded.values())
+    return [
+        f"It took {linear['refit']:.2f} s with `fp8-linear`, the median of four, "
+        f"BF16's one {plain['refit']:.2f}:",
+        f"`fp8-kv-attn` had {loaded[KV]['refit']:.2f} s and BF16 {loaded['bf16']['refit']:.2f},",
+        f"Of the {linear['refit']:.2f} s, {min(sent):.1f} to {max(sent):.1f} are the transfer;",
+        f"took {linear['step']:.1f} s in `fp8-linear`,** BF16's one {plain['step']:.1f}: "
+        f"the rollout {linear['rollout']:.1f} s, logprobs {linear['logprob']:.1f}, "
+        f"training {linear['train']:.1f}.",
+        f"reached {linear['mfu_train']:.0%} of the GPU's peak, where {most:.0%} was the most",
+    ]
+
+
+def adapters_planned():
+    """What a plan says of all of 30B-A3B with LoRA now that refits send what adapters change."""
+    said = []
+    for row, settled in timed("30b-lora-2-h200"):
+        glue = dataclasses.replace(settled.recipe.glue, verify="bytes")
+        recipe = dataclasses.replace(settled.recipe, glue=glue)
+        now = dataclasses.replace(settled, recipe=recipe)
+        said.append(step_seconds(now, Lengths(17, row["answer"])))
+        few = count(recipe.model.shape, recipe.precision, recipe.resent)
+        whole = count(recipe.model.shape, recipe.precision)
+    tensors = [each.fp8_weights + each.bf16_weights for each in (few, whole)]
+    refits, steps = zip(*((f"{each.refit:.1f}", f"{each.total:.1f}") for each in said), strict=True)
+    assert len({*refits}) == 1
+    return "{} of {:,} tensors. For that a plan says {} s, and steps of {} and {} s.".format(
+        *tensors, refits[0], *steps
+    )
+
+
 def xqa_errors():
     """How far off attention in FP32 either kernel is, all points of both models."""
     rows = [
@@ -1667,6 +1707,8 @@ SAID = {
         six_layers,
         six_layers_planned,
         six_layers_token,
+        lambda: missing_rows(six_layers_copied(), "docs/research/steps.md"),
+        adapters_planned,
         lambda: "took {1:.1f} s a step, BF16 {0:.1f}. The gains were".format(
             *(row["step"] for row in real(XQA_2K).values())
         ),

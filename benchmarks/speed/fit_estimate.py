@@ -223,7 +223,7 @@ def refit_points(content: Mapping[str, Any], model: str, gpu: str) -> Iterator[M
     refits = content["refit"]
     for n, (glue, option) in enumerate((k, v) for k, v in GLUES.items() if k in refits):
         shape, precision = recipe_parts(model, option)
-        without = refit_seconds(shape, precision, gpu, fixed=0.0)
+        without = refit_seconds(count(shape, precision), gpu, fixed=0.0)
         yield Measured(glue, refits[glue]["median"]["transfer"], without, n == 0)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_nemo.glue.wire import weight_of
+from fp8_nemo.glue.wire import is_adapted
 
 SENTINEL = "fp8_nemo.sentinel"
 MANIFEST = "fp8_nemo.manifest"
@@ -41,11 +41,10 @@ def is_sent_again(name: str, adapted: Collection[str]) -> bool:
 
     Args:
         name: on the wire.
-        adapted: projections with adapters: `("q_proj", "k_proj", "v_proj")`.
+        adapted: as in `wire.is_adapted`.
     """
-    module, _, kind = weight_of(name).rpartition(".")
-    is_adapted = kind == "weight" and module.rpartition(".")[2] in adapted
-    return is_adapted or name in (SENTINEL, MANIFEST) or name.endswith(KV_SUFFIXES)
+    is_scale = name.endswith(KV_SUFFIXES)
+    return is_scale or name in (SENTINEL, MANIFEST) or is_adapted(name, adapted)
 
 
 def sent_again(
@@ -55,7 +54,7 @@ def sent_again(
 
     Args:
         handshake: names, shapes and types of a whole refit with `verify: bytes`.
-        adapted: as in `is_sent_again`.
+        adapted: as in `wire.is_adapted`.
     """
     found = {name: x for name, x in handshake.items() if is_sent_again(name, adapted)}
     [size], dtype = found[MANIFEST]

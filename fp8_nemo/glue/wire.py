@@ -14,7 +14,7 @@ Shapes: O out features, I in features, P = ceil(O/128), Q = ceil(I/128), E exper
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -222,6 +222,17 @@ def weight_of(name: str) -> str:
         if weight != name and (weight.endswith(".weight") or slab_projections(weight)):
             return weight
     return name
+
+
+def is_adapted(name: str, adapted: Collection[str]) -> bool:
+    """Return whether a wire name is of a weight, or of its scale, that has an adapter of LoRA's.
+
+    Args:
+        name: on the wire.
+        adapted: projections with adapters: `("q_proj", "k_proj", "v_proj")`.
+    """
+    module, _, kind = weight_of(name).rpartition(".")
+    return kind == "weight" and module.rpartition(".")[2] in adapted
 
 
 def kv_scale_names(layer: int, groups: int = 1) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ from pathlib import Path
 import fp8_nemo
 from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.options.model import Shape
-from fp8_nemo.recipe.options.precision import FORMATS, Glue, Precision
+from fp8_nemo.recipe.options.precision import Glue, Precision
 from fp8_nemo.recipe.options.recipe import Recipe
-from fp8_nemo.recipe.options.training import LORA_MODULES, Grpo, Lora, Noise
+from fp8_nemo.recipe.options.training import Grpo, Noise
 from fp8_nemo.recipe.plain import from_plain, to_json
 
 VARIABLE = "FP8_NEMO_WORKERS"
@@ -53,7 +53,8 @@ class WorkerSettings:
     seed: int = 0
     noise: Noise = field(default_factory=Noise)
     grpo: Grpo = field(default_factory=Grpo)
-    lora: Lora = field(default_factory=Lora)
+    resent: list[str] = field(default_factory=list)
+    """Projections with adapters, whose weights refits after the first send alone; empty: all."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, loss_corrects: bool) -> WorkerSettings:
@@ -68,7 +69,7 @@ class WorkerSettings:
             recipe.seed,
             recipe.noise,
             recipe.grpo,
-            recipe.lora,
+            list(recipe.resent),
         )
 
     @classmethod
@@ -103,19 +104,8 @@ class WorkerSettings:
         return replace(self.precision, rollout_linear=self.precision.plain.name)
 
     def adapted(self, number: int) -> tuple[str, ...]:
-        """Return the projections with adapters, where a refit sends their weights alone; else ().
-
-        A first refit sends everything. So does one that is not compared byte by byte, that changes
-        norms, or that fills an engine in another form than it travels in.
-
-        Args:
-            number: of the refit, from 1 on.
-        """
-        is_repacked = self.precision.rollout == FORMATS["nvfp4"]
-        as_held = self.wire_precision == self.precision and not is_repacked
-        if number <= 1 or not as_held or self.glue.verify != "bytes" or self.noise.is_on:
-            return ()
-        return tuple(each for module in self.lora.target_modules for each in LORA_MODULES[module])
+        """Return the projections with adapters, if the refit of a number sends these alone."""
+        return tuple(self.resent) if number > 1 else ()
 
 
 @functools.cache  # a worker asks in every step and every refit

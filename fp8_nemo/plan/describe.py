@@ -180,7 +180,7 @@ def describe(plan: Plan, host: Host, *, alone: bool = True) -> list[tuple[str, s
         trained = trained_parameters(plan.settled)
         rows["lora"] = (
             f"{trained:,} parameters are trained, {trained / counts.parameters:.2%} of all; "
-            f"{_as_typed(recipe.lora)}; a refit sends merged weights, as many bytes as without"
+            f"{_as_typed(recipe.lora)}; {_merged(plan)}"
         )
     if recipe.noise.is_on:
         rows["noise"] = f"{_as_typed(recipe.noise)}; none in a validation and the rollout after it"
@@ -198,6 +198,18 @@ def _alignment(precision: Precision) -> str:
     cache = " (not tried with an FP8 cache)" if precision.cache.is_quantized else ""
     norm, attention = (", norm", ", one attention for both") if precision.is_exact else ("", "")
     return f"; RoPE, SiLU{norm}{quantizer} by the trainer's formulas{cache}{attention}"
+
+
+def _merged(plan: Plan) -> str:
+    """Say what refits send of a model with adapters."""
+    recipe = plan.recipe
+    if not recipe.resent:
+        return "a refit sends merged weights, as many bytes as without"
+    wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
+    later = count(recipe.model.shape, wire, recipe.resent)
+    return (
+        f"refits after the first send {_size(later.refit_bytes)}, the weights with adapters, merged"
+    )
 
 
 def _tensors(counts: Counts, precision: Precision) -> str:

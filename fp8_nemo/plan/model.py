@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from fp8_nemo.glue.wire import is_fp8_weight, named_shapes, weight_of, wire_specs
+from fp8_nemo.glue.wire import is_adapted, is_fp8_weight, named_shapes, weight_of, wire_specs
 from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.model_dir import known_config, known_positions, tensor_shapes
 from fp8_nemo.recipe.options.model import Model, Shape
@@ -44,9 +44,16 @@ class Counts:
 
 
 @lru_cache
-def count(shape: Shape, precision: Precision) -> Counts:
-    """Count parameters, weights and bytes from `model.shape` and the precision."""
-    shapes = named_shapes(shape)
+def count(shape: Shape, precision: Precision, adapted: tuple[str, ...] = ()) -> Counts:
+    """Count parameters, weights and bytes from `model.shape` and the precision.
+
+    Args:
+        shape: of the model.
+        precision: of what is sent.
+        adapted: projections with adapters, if their weights alone are counted.
+    """
+    named = named_shapes(shape)
+    shapes = {n: x for n, x in named.items() if is_adapted(n, adapted)} if adapted else named
     specs = wire_specs(shapes, precision, shape.layers, precision.kv_groups(shape.kv_heads))
     scaled = {weight_of(name) for name in specs if weight_of(name) != name}
     parameters = sum(math.prod(each) for each in shapes.values())

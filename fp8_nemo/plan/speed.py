@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fp8_nemo.plan.memory import kv_cache_tokens, memory_per_gpu
-from fp8_nemo.plan.model import census, count
+from fp8_nemo.plan.model import Counts, census, count
 from fp8_nemo.recipe.options.model import Model, Shape
 from fp8_nemo.recipe.options.precision import Precision
 from fp8_nemo.recipe.settled import Settled
@@ -303,18 +303,16 @@ def is_fitted(settled: Settled) -> bool:
     return settled.layout.rollout_tensor == 1 and (model.name, model.shape.layers) in FITTED
 
 
-def refit_seconds(shape: Shape, precision: Precision, gpu: str, fixed: float) -> float:
+def refit_seconds(sent: Counts, gpu: str, fixed: float) -> float:
     """Estimate the seconds of a refit between two processes of one GPU, or of two.
 
     The trainer reads its BF16 weights and writes the wire's tensors. The engine reads those and
     writes its own. All of this is memory traffic.
 
     Args:
-        shape: of the model.
-        precision: of the wire.
+        sent: what is sent, in the precision of the wire.
         gpu: a key of `GPU_SPEED`.
         fixed: seconds that bytes do not explain; fitted per model.
     """
-    counts = count(shape, precision)
-    moved = counts.refit_bytes_bf16 + 3 * counts.refit_bytes
+    moved = sent.refit_bytes_bf16 + 3 * sent.refit_bytes
     return moved / GPU_SPEED[gpu].reached().weights + fixed

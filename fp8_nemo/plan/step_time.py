@@ -128,10 +128,11 @@ REFIT_LEAST, REFIT_PARAMETERS = 0.15, 8.03e9
 """What a refit of no weights would take of 8B's seconds, and 8B's parameters; the rest goes by
 them. So 0.42 s for 8 of 8B's layers, which took 0.37, 0.59 for 16 (0.52 and 0.68), 0.28 for Llama
 3.2 1B (0.29) and 0.14 for tiny models (0.13) in NeMo RL; a larger one than 8B was not measured."""
-REFIT_EXPERT = 0.33e-3
-"""Seconds that each weight of an expert adds to a refit, by assumption for its launches. Taken from
-one run with 1,152 of them, whose refit took 0.77 s where the rest explains 0.39
-(real-steps-30b3-h100.json). All layers of Qwen3-30B-A3B have 16 times as many."""
+REFIT_EXPERT = 0.17e-3
+"""Seconds that each weight of an expert adds to a refit, for its launches and its name. Taken from
+one run with 2,304 of them, whose FP8 refits took 0.95 s where the rest explains 0.57
+(real-steps-30b6-linear-h200.json). All layers of Qwen3-30B-A3B have 8 times as many. While vLLM's
+loader took every refit they took 0.33e-3 (real-steps-30b3-h100.json)."""
 REFIT_APART = 0.208
 """Seconds of a refit to other GPUs that its bytes do not explain: both hosts' launches, of 8B's
 tensors, with names alone compared (the row `ledger` of benchmarks/results/glue-8b-nccl-h200.json).
@@ -206,12 +207,14 @@ def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSecond
     recipe = settled.recipe
     shape, gpu = recipe.model.shape, recipe.cluster.gpu
     wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
-    sent = count(shape, wire)
-    share = REFIT_LEAST + (1 - REFIT_LEAST) * sent.parameters / REFIT_PARAMETERS
+    sent = count(shape, wire, recipe.resent)
+    share = REFIT_LEAST + (1 - REFIT_LEAST) * count(shape, wire).parameters / REFIT_PARAMETERS
     fixed = share * ((FITTED["llama31-8b", 32].refit or 0.0) + REFIT_REST)
     if not settled.shares_gpus:
         fixed = REFIT_APART + sent.refit_bytes / NVLINK
-    refit = refit_seconds(shape, wire, gpu, fixed) + REFIT_EXPERT * 3 * shape.layers * shape.experts
+    refit = refit_seconds(sent, gpu, fixed)
+    if not (recipe.resent and _freezes_experts(recipe)):
+        refit += REFIT_EXPERT * 3 * shape.layers * shape.experts
     if recipe.lora.is_on:
         refit += MERGE_BYTES * sent.parameters / GPU_SPEED[gpu].reached().weights
     passes = 2 if settled.kl_penalty else 1

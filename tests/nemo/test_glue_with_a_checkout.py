@@ -257,7 +257,7 @@ def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weight
     with pytest.raises(RefitError) as error:
         refit_metrics([proof(1, 2), proof(1, 2), proof(1, 3)], info, whole)
     assert error.value.problems == [f"{o}: the trainer's ranks sent different bytes"]
-    only_qkv = replace(lora, lora=replace(lora.lora, target_modules=["linear_qkv"]))
+    only_qkv = replace(lora, resent=["q_proj", "k_proj", "v_proj"])
     with pytest.raises(RefitError) as error:
         refit_metrics([proof(1), proof(3)], info, only_qkv)  # what has no adapter was not sent
     assert error.value.problems == [f"{q}: the trainer's ranks sent different bytes"]

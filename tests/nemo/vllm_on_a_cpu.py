@@ -211,7 +211,6 @@ def main():
     from fp8_nemo.nemo.worker_settings import WorkerSettings
     from fp8_nemo.recipe.compose import compose
     from fp8_nemo.recipe.options.precision import Glue
-    from fp8_nemo.recipe.options.training import Lora
 
     [recipe] = compose([f"model={name}", "backend=nemo", f"precision={precision}", "glue=ours"])
     shape = small(recipe.model.shape)
@@ -258,7 +257,7 @@ def main():
             worker.update_weights_via_ipc_zmq()
         equal = worker.fp8_nemo_report()["equal_digests"]
         found["again"][key] = [equal, len(loaded - {*(scales or ())})]
-    run = dataclasses.replace(settings, glue=Glue(), lora=Lora("x", 8, 32, ["linear_qkv"]))
+    run = dataclasses.replace(settings, glue=Glue(), resent=["q_proj", "k_proj", "v_proj"])
     worker = worker_of(stock, run, model, config)
     found["adapted"] = []
     for number in (1, 2):

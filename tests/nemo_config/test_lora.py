@@ -114,6 +114,40 @@ def test_training_makes_no_gradient_of_frozen_weights_and_adapters_take_their_ow
     assert here.optimizer < plain.optimizer / 50
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("words", "resent"),
+    [
+        ([], ATTENTION),
+        (["precision=bf16"], ATTENTION),
+        (["precision=fp8-kv-attn"], ATTENTION),
+        (["lora.target_modules=[linear_qkv]"], ATTENTION[:3]),
+        (["precision=bf16", "glue.transfer=bf16"], ATTENTION),  # it travels as it is held
+        (["glue.transfer=bf16"], ()),
+        (["glue.quantize=stock", "glue.transfer=bf16"], ()),
+        (["glue.verify=names"], ()),
+        (["noise=aqn", "noise.steps=500"], ()),
+        (["precision=nvfp4-w4a16"], ()),
+        (["lora=none"], ()),
+        (["model=tiny-llama", "backend=local"], ()),
+    ],
+)
+def test_refits_send_what_adapters_change_where_the_rest_is_proven_again(words, resent):
+    assert plan(*LLAMA, "glue=ours", "lora=attention", *words).recipe.resent == resent
+
+
+def test_refits_of_what_adapters_change_take_less_by_a_plan():
+    shares = []
+    for model in (LLAMA, (*MOE, "precision=fp8-linear", "replay=none")):
+        given = ("glue=ours", "lora=attention")
+        cells = (given, (*given, "glue.verify=names"))
+        some, whole = (step_seconds(plan(*model, *each).settled).refit for each in cells)
+        shares.append(some / whole)
+    assert shares[1] < 0.6 < shares[0] < 0.95  # experts' launches weigh more than bytes
+
+
 def test_the_gains_of_other_precisions_leave_out_those_that_lora_excludes():
     told = dict(precisions(plan(*LORA), MAIN))["precisions"]
     assert "fp8-kv-attn" in told and "e2e" not in told
@@ -124,6 +158,9 @@ def test_a_plan_says_how_much_is_trained_and_what_adapters_bring_along():
     found = plan(*LORA)
     rows = dict(describe(found, MAIN))
     assert rows["lora"].startswith(f"{TRAINED:,} parameters are trained, 0.89% of all")
+    assert rows["lora"].endswith("a refit sends merged weights, as many bytes as without")
+    ours = dict(describe(plan(*LORA, "glue=ours"), MAIN))["lora"]
+    assert ours.endswith("refits after the first send 7.0 GB, the weights with adapters, merged")
     assert rows["refit"] == dict(describe(plan(*LLAMA), MAIN))["refit"]
     assert found.settled.learning_rate == 1e-5
     assert not [note for note in found.notes if note.startswith("grpo.learning_rate")]

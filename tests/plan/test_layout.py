@@ -385,8 +385,9 @@ but NeMo RL's own recipe beside it."""
 SIX_LAYERS = (
     "model=qwen3-30b-a3b", "model.shape.layers=6", "grpo.prompts_per_step=8",
     "grpo.max_new_tokens=1984", "cluster.gpus_per_node=1", "cluster.gpu=h200")  # fmt: skip
-EXPERTS_6 = {"30b6-h200": (*SIX_LAYERS, BY_CUBLAS), "30b6-grouped-h200": SIX_LAYERS}
-"""Likewise, six of 48 layers, at the host's pace; the second by CUTLASS."""
+EXPERTS_6 = {"30b6-h200": (*SIX_LAYERS, BY_CUBLAS),
+             "30b6-grouped-h200": SIX_LAYERS, "30b6-linear-h200": SIX_LAYERS}  # fmt: skip
+"""Likewise, six of 48 layers, at the host's pace; all but the first by CUTLASS."""
 ALL_EXPERTS = {"30b-lora-2-h200": (
     "model=qwen3-30b-a3b", "lora=attention", "grpo.prompts_per_step=16",
     "grpo.max_new_tokens=1984", "cluster.gpus_per_node=2", "cluster.gpu=h200")}  # fmt: skip
@@ -403,8 +404,9 @@ def timed(name):
         words = ("data=arithmetic", "grpo=demo", "grpo.generations_per_prompt=8", *CELLS[name])
         align = ["precision.align=exact"] * (name in ALIGNED and row["precision"] != "bf16")
         decode = [] if name in BY_XQA | EXPERTS_6 | ALL_EXPERTS else ["glue.decode=fa3"]
+        sends_all = ["glue.verify=names"] * ("lora" in name)  # as every refit of LoRA did then
         ran = plan(f"precision={row['precision']}", "+nemo.data.max_input_seq_length=64", *words,
-                   *align, *decode)  # fmt: skip
+                   *align, *decode, *sends_all)  # fmt: skip
         found.append((row, dataclasses.replace(ran.settled, layout=Layout(**row["layout"]))))
     return found
 
@@ -439,7 +441,6 @@ def test_a_step_of_all_experts_with_lora_took_what_a_plan_says_within_a_fifth():
         assert said.rollout == pytest.approx(row["rollout"], rel=0.12)
         assert said.train == pytest.approx(row["train"], rel=0.28)
         assert said.total == pytest.approx(row["step"], rel=0.18)
-        assert said._asdict() | {"step": said.total} == pytest.approx(row["plan"])
         more = dataclasses.replace(settled.recipe.lora, target_modules=["linear_fc1"])
         recipe = dataclasses.replace(settled.recipe, lora=more)
         in_experts = dataclasses.replace(settled, recipe=recipe)
@@ -540,9 +541,13 @@ def test_whole_steps_of_experts_trained_as_long_as_a_plan_says():
         assert said.train == pytest.approx(row["train"], rel=0.15)
         assert said.logprob == pytest.approx(row["logprob"], rel=0.3)
         assert said.rollout < 0.75 * row["rollout"]  # six layers decode at the host's pace
-    [(row, settled)] = timed("30b6-grouped-h200")
-    said = step_seconds(settled, Lengths(17, row["answer"]))
-    assert said.train == pytest.approx(row["train"], rel=0.15)
+    for row, settled in (*timed("30b6-grouped-h200"), *timed("30b6-linear-h200")):
+        said = step_seconds(settled, Lengths(17, row["answer"]))
+        assert said.train == pytest.approx(row["train"], rel=0.15)
+    for row, settled in timed("30b6-linear-h200"):
+        said = step_seconds(settled, Lengths(17, row["answer"]))
+        assert said.refit == pytest.approx(row["refit"], rel=0.06)  # read off FP8's
+        assert 0.78 < said.total / row["step"] < 0.85
     device = json.loads((RESULTS / "device-30b16-4-h100.json").read_text())
     trained = sorted(each[2] for each in device["timers"] if each[1] == "train")
     row, settled = single("30b16-4")

@@ -317,7 +317,7 @@ def test_a_refit_reads_bf16_and_moves_the_wire_three_times():
     shape = shape_of("llama31-8b")
     wire = LLAMA_LINEARS + 4 * LLAMA_SCALES + 2 * LLAMA_BF16
     moved = 2 * (LLAMA_LINEARS + LLAMA_BF16) + 3 * wire
-    seconds = refit_seconds(shape, FP8, "h200", fixed=0.25)
+    seconds = refit_seconds(count(shape, FP8), "h200", fixed=0.25)
     assert seconds == pytest.approx(0.25 + moved / (4.8e12 * 0.88))
 
 

@@ -10,8 +10,22 @@ from fp8_nemo.recipe.options.cluster import Cluster, Logging
 from fp8_nemo.recipe.options.correction import Correction
 from fp8_nemo.recipe.options.fields import number, one_of
 from fp8_nemo.recipe.options.model import Model
-from fp8_nemo.recipe.options.precision import XQA_GROUP, XQA_HEADS, Glue, Precision
-from fp8_nemo.recipe.options.training import Algorithm, Data, Grpo, Lora, Noise, Replay
+from fp8_nemo.recipe.options.precision import (
+    FORMATS,
+    XQA_GROUP,
+    XQA_HEADS,
+    Glue,
+    Precision,
+)
+from fp8_nemo.recipe.options.training import (
+    LORA_MODULES,
+    Algorithm,
+    Data,
+    Grpo,
+    Lora,
+    Noise,
+    Replay,
+)
 from fp8_nemo.recipe.plain import leaves
 
 ATTENTION = tuple(
@@ -61,6 +75,21 @@ class Recipe:
         own = leaves(self.nemo)
         is_flash = all(str(own.get(key) or FLASH).upper() == FLASH for key in ATTENTION)
         return self.chosen_backend == "nemo" and cache and is_tried and is_flash
+
+    @cached_property
+    def resent(self) -> tuple[str, ...]:
+        """Return the projections whose weights refits after the first send alone; () sends all.
+
+        They are those with adapters: LoRA changes no other weight. The local backend sends
+        everything. So does a refit that is not compared byte by byte, that adds noise to norms, or
+        that fills an engine in another form than it travels in.
+        """
+        rollout, glue = self.precision.rollout, self.glue
+        as_held = not rollout.is_quantized or (glue.sends_fp8 and rollout != FORMATS["nvfp4"])
+        is_proven = self.chosen_backend == "nemo" and glue.verify == "bytes"
+        if not (as_held and is_proven) or self.noise.is_on:
+            return ()
+        return tuple(each for module in self.lora.target_modules for each in LORA_MODULES[module])
 
     @cached_property
     def decodes_by_xqa(self) -> bool:

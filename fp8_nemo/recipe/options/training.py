@@ -194,7 +194,7 @@ class Replay:
 
 @dataclass
 class Lora:
-    """Train low-rank adapters of frozen weights (LoRA); a refit sends the merged weights."""
+    """Train low-rank adapters of frozen weights (LoRA); refits send these weights merged."""
 
     name: str = short_name("none")
     """Which linears have adapters; `none`: all weights are trained."""
