@@ -1277,15 +1277,19 @@ def six_layers_copied():
     assert (plain["steps"], linear["steps"]) == (1, 4) and min(r["train/grad_norm"] for r in rows)
     assert {row["refit/verified_weights"] for row in rows} == {2328}
     most = max(row["mfu_train"] for row in loaded.values())
+    before = real("30b6-grouped-h200")["bf16"]["mfu_train"]
     return [
-        f"It took {linear['refit']:.2f} s with `fp8-linear`, the median of four, "
-        f"BF16's one {plain['refit']:.2f}:",
-        f"`fp8-kv-attn` had {loaded[KV]['refit']:.2f} s and BF16 {loaded['bf16']['refit']:.2f},",
-        f"Of the {linear['refit']:.2f} s, {min(sent):.1f} to {max(sent):.1f} are the transfer;",
-        f"took {linear['step']:.1f} s in `fp8-linear`,** BF16's one {plain['step']:.1f}: "
-        f"the rollout {linear['rollout']:.1f} s, logprobs {linear['logprob']:.1f}, "
-        f"training {linear['train']:.1f}.",
-        f"reached {linear['mfu_train']:.0%} of the GPU's peak, where {most:.0%} was the most",
+        f"copied both: {linear['refit']:.2f} s with `fp8-linear`, the median of four, "
+        f"and {plain['refit']:.2f} with BF16, one.",
+        f"it was {loaded[KV]['refit']:.2f} s with `fp8-kv-attn`, {loaded[E2E]['refit']:.2f} with "
+        f"`fp8-e2e` and {loaded['bf16']['refit']:.2f} with BF16.",
+        f"Of FP8's {linear['refit']:.2f} s the transfer is {min(sent):.1f} to {max(sent):.1f};",
+        f"took {linear['step']:.1f} s in `fp8-linear`,** the median of four, "
+        f"and {plain['step']:.1f} in BF16,",
+        f"FP8's rollout took {linear['rollout']:.1f} s, its logprobs {linear['logprob']:.1f}, "
+        f"its training {linear['train']:.1f}.",
+        f"at {100 * plain['mfu_train']:.0f} to {linear['mfu_train']:.0%} of the GPU's peak; "
+        f"with 8,192 tokens it was {before:.0%}, by cuBLAS at most {100 * most:.0f},",
     ]
 
 
@@ -1302,8 +1306,10 @@ def adapters_planned():
     tensors = [each.fp8_weights + each.bf16_weights for each in (few, whole)]
     refits, steps = zip(*((f"{each.refit:.1f}", f"{each.total:.1f}") for each in said), strict=True)
     assert len({*refits}) == 1
-    return "{} of {:,} tensors. For that a plan says {} s, and steps of {} and {} s.".format(
-        *tensors, refits[0], *steps
+    return (
+        "{} of {:,} weights, and the others are compared with what was proven before. "
+        "**No GPU has run that.** For it a plan says {} s, most of it to give each other the "
+        "GPU's memory, and steps of {} s in BF16 and {} in FP8.".format(*tensors, refits[0], *steps)
     )
 
 

@@ -53,7 +53,7 @@ METRICS = {
     "replay/missing_fraction": Metric(SHARE, "routes that the engine did not report"),
     "refit/bytes": Metric("bytes", "sent by the last refit"),
     "refit/verified_weights": Metric(
-        "weights", "quantized weights proven; 0 without any, or a proof"
+        "weights", "quantized weights that the engine was proven to hold; 0 without any, or a proof"
     ),
     "refit/changed_bytes": Metric(
         SHARE,

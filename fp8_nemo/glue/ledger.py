@@ -54,9 +54,9 @@ class RefitProof:
     bytes: int
     """Received over the wire, weights and scales."""
     verified_weights: int
-    """Quantized weights whose bytes and scales in the engine are the trainer's."""
+    """Quantized weights whose bytes and scales in the engine are what the trainer sent."""
     equal_digests: int
-    """Tensors whose bytes in the engine equal the sender's; 0 unless `verify: bytes`."""
+    """Tensors whose bytes in the engine equal what was sent; 0 unless `verify: bytes`."""
     sent: bytes = b""
     """The sender's digests, eight bytes each, in the order of the stream, without KV scales."""
     changed: int = 0

@@ -1,7 +1,7 @@
 """Make what a refit sends besides tensors: a sentinel first, a manifest of all that was sent last.
 
-A manifest is INT64 numbers, as many in every refit, since NeMo RL's receiver knows shapes from its
-set-up: a mark, the number of the refit, a hash of the names, each KV scale and each tensor's
+A manifest is INT64 numbers, as many as the names tell, since NeMo RL's receiver knows shapes from
+its set-up: a mark, the number of the refit, a hash of the names, each KV scale and each tensor's
 digest, in the order sent. Digests go from device to device; nobody reads them before the end.
 """
 

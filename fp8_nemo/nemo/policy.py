@@ -116,7 +116,7 @@ class WatchedPolicy(Policy):
         return results
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Run `Policy.prepare_refit_info` and keep what it returns: what each refit sends."""
+        """Run `Policy.prepare_refit_info` and keep what it returns: what a whole refit sends."""
         info = super().prepare_refit_info()
         self.refit_info = info or {}
         return info

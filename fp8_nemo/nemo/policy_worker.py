@@ -200,8 +200,14 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         yield from self.fp8_nemo_to_the_end(stream, wire)
 
     def fp8_nemo_merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that have adapters, merged with them; Bridge exports no others."""
+        """Yield the weights that have adapters, merged with them; Bridge exports no others.
+
+        Raises:
+            RefitError: this Bridge names no weight as one with an adapter.
+        """
         tasks = [t for t in self.refit_conversion_tasks if "to_wrap.weight" in t.global_param_name]
+        if not tasks:
+            raise RefitError(["Megatron-Bridge names no weight with an adapter; glue.verify=names"])
         yield from self.megatron_bridge.export_hf_weights(
             [self.model], show_progress=False, conversion_tasks=tasks
         )

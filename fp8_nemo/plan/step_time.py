@@ -13,6 +13,7 @@ import math
 from functools import cache
 from typing import NamedTuple
 
+from fp8_nemo.glue.wire import EXPERT_SLABS
 from fp8_nemo.plan.memory import moved_bytes
 from fp8_nemo.plan.model import adapters, census, count
 from fp8_nemo.plan.speed import (
@@ -128,11 +129,12 @@ REFIT_LEAST, REFIT_PARAMETERS = 0.15, 8.03e9
 """What a refit of no weights would take of 8B's seconds, and 8B's parameters; the rest goes by
 them. So 0.42 s for 8 of 8B's layers, which took 0.37, 0.59 for 16 (0.52 and 0.68), 0.28 for Llama
 3.2 1B (0.29) and 0.14 for tiny models (0.13) in NeMo RL; a larger one than 8B was not measured."""
-REFIT_EXPERT = 0.17e-3
-"""Seconds that each weight of an expert adds to a refit, for its launches and its name. Taken from
-one run with 2,304 of them, whose FP8 refits took 0.95 s where the rest explains 0.57
-(real-steps-30b6-linear-h200.json). All layers of Qwen3-30B-A3B have 8 times as many. While vLLM's
-loader took every refit they took 0.33e-3 (real-steps-30b3-h100.json)."""
+REFIT_EXPERT = {"copied": 0.17e-3, "loaded": 0.33e-3}
+"""Seconds that each weight of an expert adds to a refit, for its launches and its name; copied by
+our receiver, or by vLLM's loader. Taken from two runs. Of 2,304 such weights the rest explains 0.57
+s of a copied refit; it took FP8 0.95 s and BF16 1.02 (real-steps-30b6-linear-h200.json). Of 1,152
+it explains 0.39, and by the loader they took 0.77 (real-steps-30b3-h100.json). All layers of
+Qwen3-30B-A3B have 8 and 16 times as many."""
 REFIT_APART = 0.208
 """Seconds of a refit to other GPUs that its bytes do not explain: both hosts' launches, of 8B's
 tensors, with names alone compared (the row `ledger` of benchmarks/results/glue-8b-nccl-h200.json).
@@ -213,8 +215,10 @@ def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSecond
     if not settled.shares_gpus:
         fixed = REFIT_APART + sent.refit_bytes / NVLINK
     refit = refit_seconds(sent, gpu, fixed)
-    if not (recipe.resent and _freezes_experts(recipe)):
-        refit += REFIT_EXPERT * 3 * shape.layers * shape.experts
+    is_copied = recipe.glue.quantize == "fused" and recipe.glue.verify == "bytes"
+    each = REFIT_EXPERT["copied" if is_copied else "loaded"]
+    sent_of_one = EXPERT_SLABS.keys() & set(recipe.resent or EXPERT_SLABS)
+    refit += each * len(sent_of_one) * shape.layers * shape.experts
     if recipe.lora.is_on:
         refit += MERGE_BYTES * sent.parameters / GPU_SPEED[gpu].reached().weights
     passes = 2 if settled.kl_penalty else 1

@@ -194,12 +194,13 @@ SECTIONS: dict[str, tuple[Column, ...]] = {
                "share of tokens that were rejected"),
     ),
     "Refit and recalibration": (
-        Column("refit bytes", ",.0f", _mean("refit/bytes"), "sent by one refit", terminal=False),
-        Column("refit /BF16", ".2f", _mean("refit/bytes"),
+        Column("refit bytes", ",.0f", _mean("refit/bytes", max),
+               "sent by one refit, the largest", terminal=False),
+        Column("refit /BF16", ".2f", _mean("refit/bytes", max),
                "refit bytes, divided by those of the same model's BF16 rollout", relative=True),
         Column("verified", ",.0f", _mean("refit/verified_weights", min),
-               "FP8 weights proven to have arrived, the fewest in any refit; 0 in a BF16 rollout "
-               "and with glue.verify=off", terminal=False, least=True),
+               "FP8 weights that the engine was proven to hold, the fewest in any refit; 0 in a "
+               "BF16 rollout and with glue.verify=off", terminal=False, least=True),
         Column("saturated", ".2%", _mean("recalibrate/saturated_fraction"),
                "share of Q/K/V ranges that exceeded the scale in force"),
         Column("drift", ".1%", _max_drift,

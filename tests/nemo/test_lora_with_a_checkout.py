@@ -19,7 +19,7 @@ from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.manifest import is_sent_again, sent_again
 from fp8_nemo.glue.quantize import quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
-from fp8_nemo.glue.wire import named_shapes, wire_specs
+from fp8_nemo.glue.wire import RefitError, named_shapes, wire_specs
 from fp8_nemo.nemo.worker_settings import WorkerSettings
 from fp8_nemo.nemo_config.keys import PEFT
 from fp8_nemo.plan.model import adapters
@@ -215,6 +215,14 @@ def test_our_worker_sends_everything_once_and_then_what_adapters_change(
     for name, tensor in refit_stream(exported(bridge, model).items(), FP8, None, num_layers=2):
         if name in specs:
             assert torch.equal(engine[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda shape, device: ones(shape))
+    worker.refit_conversion_tasks = []  # of a Bridge with other names
+    lost = list(worker._iter_params_with_optional_kv_scales())
+    assert {n: (x.shape, x.dtype) for n, x in lost} == sent_again(worker.fp8_nemo_wire, projections)
+    with pytest.raises(RefitError, match="names no weight with an adapter"):
+        worker.fp8_nemo_raise_refused()
 
 
 def test_adapters_alone_are_trained_and_as_many_as_the_plan_counts(tmp_path):

@@ -394,6 +394,8 @@ ALL_EXPERTS = {"30b-lora-2-h200": (
 """Likewise, all 48 layers with LoRA of attention."""
 CELLS = TIMED | ALIGNED | BY_XQA | EXPERTS_6 | ALL_EXPERTS | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
+LOADED = {"30b6-h200", "30b6-grouped-h200", "30b-lora-2-h200", "30b3", "30b16-4", "8b-lora-h100"}
+"""Cells of experts and of LoRA whose refits sent everything, to vLLM's own loader."""
 
 
 @cache
@@ -404,9 +406,9 @@ def timed(name):
         words = ("data=arithmetic", "grpo=demo", "grpo.generations_per_prompt=8", *CELLS[name])
         align = ["precision.align=exact"] * (name in ALIGNED and row["precision"] != "bf16")
         decode = [] if name in BY_XQA | EXPERTS_6 | ALL_EXPERTS else ["glue.decode=fa3"]
-        sends_all = ["glue.verify=names"] * ("lora" in name)  # as every refit of LoRA did then
+        loaded = ["glue.verify=names"] * (name in LOADED)
         ran = plan(f"precision={row['precision']}", "+nemo.data.max_input_seq_length=64", *words,
-                   *align, *decode, *sends_all)  # fmt: skip
+                   *align, *decode, *loaded)  # fmt: skip
         found.append((row, dataclasses.replace(ran.settled, layout=Layout(**row["layout"]))))
     return found
 
@@ -441,6 +443,7 @@ def test_a_step_of_all_experts_with_lora_took_what_a_plan_says_within_a_fifth():
         assert said.rollout == pytest.approx(row["rollout"], rel=0.12)
         assert said.train == pytest.approx(row["train"], rel=0.28)
         assert said.total == pytest.approx(row["step"], rel=0.18)
+        assert said._asdict() | {"step": said.total} == pytest.approx(row["plan"])
         more = dataclasses.replace(settled.recipe.lora, target_modules=["linear_fc1"])
         recipe = dataclasses.replace(settled.recipe, lora=more)
         in_experts = dataclasses.replace(settled, recipe=recipe)
@@ -625,7 +628,8 @@ def single(name):
     row, *_ = json.loads((RESULTS / f"real-steps-{name}-h100.json").read_text())["rows"]
     gpus = f"cluster.gpus_per_node={max(row['layout']['context'], row['layout']['expert'])}"
     words = (f"precision={row['precision']}", "cluster.gpu=h100", gpus)
-    [found] = compose_plans(("backend=nemo", *words, *(SINGLE | SHARED)[name]))
+    loaded = ["glue.verify=names"] * (name in LOADED)
+    [found] = compose_plans(("backend=nemo", *words, *loaded, *(SINGLE | SHARED)[name]))
     return row, dataclasses.replace(found.settled, layout=Layout(**row["layout"]))
 
 

@@ -318,7 +318,7 @@ def test_the_terminals_table_breaks_a_label_where_its_parts_meet(make):
 def test_a_run_that_fell_apart_leaves_the_table_as_wide_as_it_was(make):
     path = make(finished(mismatch__token_mult_prob_error=2.5e83, refit__bytes=5_600_000))
     texts = shown(only_cell(path))
-    assert texts["prob. error"] == "2.5e+83" and texts["refit bytes"] == "4,480,200"
+    assert texts["prob. error"] == "2.5e+83" and texts["refit bytes"] == "5,600,000"
     seeds = [make(finished(mismatch__token_mult_prob_error=x), seed=x) for x in (1, 90_000)]
     assert shown(only_cell(*seeds))["prob. error"] == "4.5e+04 ±5.7e+05"
 

@@ -194,7 +194,7 @@ class Replay:
 
 @dataclass
 class Lora:
-    """Train low-rank adapters of frozen weights (LoRA); refits send these weights merged."""
+    """Train low-rank adapters of frozen weights (LoRA); refits send weights merged with them."""
 
     name: str = short_name("none")
     """Which linears have adapters; `none`: all weights are trained."""
