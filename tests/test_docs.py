@@ -1307,8 +1307,8 @@ def adapters_planned():
     refits, steps = zip(*((f"{each.refit:.1f}", f"{each.total:.1f}") for each in said), strict=True)
     assert len({*refits}) == 1
     return (
-        "{} of {:,} weights, and the others are compared with what was proven before. "
-        "**No GPU has run that.** For it a plan says {} s, most of it to give each other the "
+        "{} of {:,} tensors, and the others are compared with what was proven before: "
+        "**this part ran on no GPU.** For it a plan says {} s, most of it to give each other the "
         "GPU's memory, and steps of {} s in BF16 and {} in FP8.".format(*tensors, refits[0], *steps)
     )
 
