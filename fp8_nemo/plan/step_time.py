@@ -207,27 +207,13 @@ def step_seconds(settled: Settled, lengths: Lengths | None = None) -> StepSecond
     """
     lengths = lengths or usual_lengths(settled)
     recipe = settled.recipe
-    shape, gpu = recipe.model.shape, recipe.cluster.gpu
-    wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
-    sent = count(shape, wire, recipe.resent)
-    share = REFIT_LEAST + (1 - REFIT_LEAST) * count(shape, wire).parameters / REFIT_PARAMETERS
-    fixed = share * ((FITTED["llama31-8b", 32].refit or 0.0) + REFIT_REST)
-    if not settled.shares_gpus:
-        fixed = REFIT_APART + sent.refit_bytes / NVLINK
-    refit = refit_seconds(sent, gpu, fixed)
-    is_copied = recipe.glue.quantize == "fused" and recipe.glue.verify == "bytes"
-    each = REFIT_EXPERT["copied" if is_copied else "loaded"]
-    sent_of_one = EXPERT_SLABS.keys() & set(recipe.resent or EXPERT_SLABS)
-    refit += each * len(sent_of_one) * shape.layers * shape.experts
-    if recipe.lora.is_on:
-        refit += MERGE_BYTES * sent.parameters / GPU_SPEED[gpu].reached().weights
     passes = 2 if settled.kl_penalty else 1
     phases = OverlappedSeconds if recipe.grpo.is_asynchronous else StepSeconds
     return phases(
         rollout=rollout_seconds(settled, lengths),
         logprob=passes * _passes(settled, lengths, settled.layout.logprob_batch, trains=False),
         train=_passes(settled, lengths, settled.layout.micro_batch, trains=True),
-        refit=refit,
+        refit=_refit_phase(settled),
         optimizer=_optimizer_seconds(settled),
     )
 
@@ -360,6 +346,25 @@ def _dispatched(settled: Settled, tokens: float) -> float:
     shape, layout = settled.recipe.model.shape, settled.layout
     copies = tokens / (layout.tensor * layout.context) * shape.experts_per_token
     return 2 * 2 * shape.hidden * copies * (layout.expert - 1) / layout.expert
+
+
+def _refit_phase(settled: Settled) -> float:
+    """Estimate the seconds of a refit after the first one."""
+    recipe = settled.recipe
+    shape, gpu = recipe.model.shape, recipe.cluster.gpu
+    wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
+    sent = count(shape, wire, recipe.resent)
+    share = REFIT_LEAST + (1 - REFIT_LEAST) * count(shape, wire).parameters / REFIT_PARAMETERS
+    fixed = share * ((FITTED["llama31-8b", 32].refit or 0.0) + REFIT_REST)
+    if not settled.shares_gpus:
+        fixed = REFIT_APART + sent.refit_bytes / NVLINK
+    is_copied = recipe.glue.quantize == "fused" and recipe.glue.verify == "bytes"
+    each = REFIT_EXPERT["copied" if is_copied else "loaded"]
+    sent_of_one = EXPERT_SLABS.keys() & set(recipe.resent or EXPERT_SLABS)
+    launches = each * len(sent_of_one) * shape.layers * shape.experts
+    merged = MERGE_BYTES * sent.parameters if recipe.lora.is_on else 0
+    merging = merged / GPU_SPEED[gpu].reached().weights
+    return refit_seconds(sent, gpu, fixed) + launches + merging
 
 
 def _optimizer_seconds(settled: Settled) -> float:
