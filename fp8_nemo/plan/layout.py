@@ -1,4 +1,4 @@
-"""Choose a layout: of the fastest by estimate that fit, the one with the smallest engines.
+"""Choose a layout: the fastest by estimate that fits, if engines of its size were timed.
 
 Only what the recipe leaves null under `model.parallel` and `model.memory` is chosen, and nothing
 without `model.layout=auto`. A layout that fits leaves `HEADROOM` of a GPU free in every phase; if
@@ -41,7 +41,10 @@ MOST_TOKENS = 16_384
 CHUNK = 1024
 ALIKE = 1.1
 """Times as long as the fastest that a layout with smaller engines may take: estimates are hardly
-finer, and inside NeMo RL all engines that were timed had one GPU."""
+finer. Only engines of a size that was timed inside NeMo RL are taken by their seconds alone."""
+TIMED_ENGINE = {"bf16": 2, "fp8": 1}
+"""GPUs of the largest engine that was timed inside NeMo RL, by what it multiplies in; in BF16 on
+four H100s, and on two H200s of 8B and of experts (real-steps-8b-8k-2-h200.json and others)."""
 
 
 class Choice(NamedTuple):
@@ -56,7 +59,8 @@ class Choice(NamedTuple):
 def choose(settled: Settled, host: Host) -> list[Choice]:
     """List the layouts of a run that fit, the fastest first; else the one that needs least.
 
-    Of those within `ALIKE` of the fastest, the ones with the fewest GPUs an engine come first.
+    Of those within `ALIKE` of the fastest, the ones whose engines have no more GPUs than were timed
+    come first, then the ones with the fewest.
 
     Args:
         settled: a recipe with `model.layout=auto`.
@@ -87,12 +91,13 @@ def _search(asked: _Search) -> list[Choice]:
     if least < HEADROOM:
         return fitting[:1]
     close = ALIKE * min(each.seconds.total for each in fitting)
-    return sorted(fitting, key=lambda each: _rank(each, close))
+    timed = TIMED_ENGINE["fp8" if settled.recipe.precision.rollout.is_quantized else "bf16"]
+    return sorted(fitting, key=lambda each: _rank(each, close, timed))
 
 
-def _rank(choice: Choice, close: float) -> tuple[float, ...]:
-    """Order layouts by their seconds, those of at most `close` by their engines' size first."""
-    seconds, engine = choice.seconds.total, choice.layout.rollout_tensor
+def _rank(choice: Choice, close: float, timed: int) -> tuple[float, ...]:
+    """Order layouts by their seconds, those of at most `close` by engines beyond `timed` first."""
+    seconds, engine = choice.seconds.total, max(timed, choice.layout.rollout_tensor)
     is_slow = seconds > close
     return is_slow, 0 if is_slow else engine, seconds, -choice.headroom
 

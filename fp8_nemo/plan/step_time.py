@@ -91,6 +91,12 @@ third, so the slopes are rough. A second host took 0.54 to 0.78 times as long wi
 routes that change. `frozen`: experts get no gradients, as LoRA trains attention. 64 of them took
 CUTLASS 9 ms backward where `grouped` has 21: two runs' training less two of their logprob passes
 (real-steps-30b-lora-2-h200.json, whose gradients were 0)."""
+LAUNCH_RING = Reached(4.9e-3, 1.5e-3)
+"""What context parallel adds to it: K and V go around a ring of GPUs. Read off two H200s with all
+of 8B in FP8, sequences of 7,600 tokens over both: less `dense` and `PAUSE`, logprobs and training
+leave this (real-steps-8b-8k-2-h200.json). In BF16, beside tensor parallel and of experts it is
+assumed; of 8 layers in BF16 on two H100s logprobs and training come out 5 and 8% too short
+(real-steps-8b8-context-h100.json)."""
 PAUSE = 0.053 / 32
 """Seconds that NeMo RL's host adds to each micro-batch of training for each layer, with the GPU
 idle: with 8B's 32, 33 of two answers took 1.7 s less than 64 of one (real-steps-8b-2-h200.json). By
@@ -304,7 +310,7 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
         kind = "experts"
         if settled.groups_experts:
             kind = "frozen" if _freezes_experts(recipe) else "grouped"
-    host = LAUNCH[kind, name][way]
+    host = LAUNCH[kind, name][way] + (LAUNCH_RING[way] if layout.context > 1 else 0.0)
     if shape.experts:
         host += LAUNCH_EXPERT[kind, name][way] * shape.experts / layout.expert
     exchanged = (_exchange(settled, tokens) + _dispatched(settled, tokens)) / NVLINK

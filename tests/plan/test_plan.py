@@ -228,8 +228,9 @@ def test_a_layout_that_nobody_gave_is_no_note():
 @pytest.mark.parametrize(
     ("words", "noted"),
     [
-        (["grpo.max_new_tokens=8192"], []),  # the plan chooses 2, which ran
-        (["grpo.max_new_tokens=16384"], ["context"]),  # and 4 here
+        (["grpo.max_new_tokens=16384"], []),  # the plan recomputes
+        (["grpo.max_new_tokens=16384", "model.parallel.context=2"], []),  # which ran
+        (["grpo=long-32k", "cluster.gpu=h200"], ["context"]),  # the plan chooses 4
         (
             ["precision=fp8-linear", "model.parallel.context=1", "model.parallel.pipeline=2"],
             ["pipeline"],
