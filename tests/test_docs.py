@@ -1582,6 +1582,16 @@ def by_ring():
     ]
 
 
+def unstalled():
+    """How many runs of all of 8B scored 15k to 16k tokens at once, the optimizer kept."""
+    rows = [row for name in CELLS for row, settled in timed(name)
+            if settled.recipe.model.shape.layers == 32 and not settled.recipe.lora.is_on]  # fmt: skip
+    kept = [row for row in rows if row["layout"]["keeps_optimizer"]]
+    tokens = [row["layout"]["logprob_batch"] * (17 + row["answer"]) for row in kept]
+    assert sum(14_500 < each < 16_384 for each in tokens) == 11
+    return "Eleven runs of all of 8B above scored 15k to 16k tokens at once"
+
+
 def by_context():
     """The step over two GPUs, and what the plan says of it."""
     row, settled = single("8b8-context")
@@ -1751,6 +1761,7 @@ SAID = {
         *(partial(real_row, *each, run) for run in (FOUR, TWO, ADAPTERS) for each in REAL_ROWS),
         lambda: missing_rows(trust_rows(), "docs/research/steps.md"),
         lambda: missing_rows(by_ring(), "docs/research/steps.md"),
+        unstalled,
         decode_errors,
         by_context,
         lambda: (
