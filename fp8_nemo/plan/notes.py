@@ -26,6 +26,7 @@ SMALL_RATE = 1e-6
 """At which NVFP4 rounds nearly all of a step away (benchmarks/results/changed-bytes-cpu.json)."""
 TRIED = {"context": 2, "pipeline": 1}
 """Most GPUs along an axis of a layout in any run on GPUs (README)."""
+TRIED_WITH_EXPERTS = TRIED | {"tensor": 1, "context": 1}
 
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 """NeMo RL's own (conf/glue/stock.yaml)."""
@@ -81,11 +82,13 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
 
 def _untried_axes(settled: Settled) -> Iterator[str]:
     """Name the axes along which a layout has more GPUs than any run here had."""
-    for axis, tried in TRIED.items():
+    experts = settled.recipe.model.shape.experts
+    for axis, tried in (TRIED_WITH_EXPERTS if experts else TRIED).items():
         if getattr(settled.layout, axis) > tried:
             above = f" above {tried}" if tried > 1 else ""
+            kind = " of experts" if experts else ""
             yield (
-                f"model.parallel.{axis}: no run here had {axis} parallel{above} on GPUs; "
+                f"model.parallel.{axis}: no run here{kind} had {axis} parallel{above} on GPUs; "
                 f"model.parallel.{axis}={tried} avoids it, or try grpo.steps=5 first"
             )
 

@@ -76,7 +76,8 @@ LAUNCH = {
 }
 """Least seconds of a layer's pass: what the host needs to launch it, beside `LAUNCH_EXPERT`. Not
 fitted: read off by hand (bench-train-8b-tp2-h200.json; of experts, train-worker-30b*-h200.json and,
-in FP8, real-steps-30b6-h200.json); of `dense` in BF16, assumed."""
+in FP8, real-steps-30b6-h200.json); of `dense` in BF16, assumed. That tensor parallel adds to
+experts what it adds to `dense` is assumed too."""
 LAUNCH_EXPERT = {
     ("experts", "bf16"): Reached(0.14e-3, 0.10e-3),
     ("experts", "fp8"): Reached(0.085e-3, 0.28e-3),
@@ -305,16 +306,24 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
         attention *= FLASH_2[way]
     each_token = _products(settled, way) * linear + attention + _adapter_seconds(settled, way)
     device = tokens / (layout.tensor * layout.context) * each_token
-    kind = "tensor" if layout.tensor > 1 else "dense"
+    exchanged = (_exchange(settled, tokens) + _dispatched(settled, tokens)) / NVLINK
+    slower = max(device, _launches(settled, name, way))
+    return shape.layers / layout.pipeline * (slower + exchanged)
+
+
+def _launches(settled: Settled, name: str, way: int) -> float:
+    """Estimate the seconds that the host needs to launch one layer's pass."""
+    layout, shape = settled.layout, settled.recipe.model.shape
+    host = LAUNCH["tensor" if layout.tensor > 1 else "dense", name][way]
+    if layout.context > 1:
+        host += LAUNCH_RING[way]
     if shape.experts:
         kind = "experts"
         if settled.groups_experts:
-            kind = "frozen" if _freezes_experts(recipe) else "grouped"
-    host = LAUNCH[kind, name][way] + (LAUNCH_RING[way] if layout.context > 1 else 0.0)
-    if shape.experts:
+            kind = "frozen" if _freezes_experts(settled.recipe) else "grouped"
+        host += LAUNCH[kind, name][way] - LAUNCH["dense", name][way]
         host += LAUNCH_EXPERT[kind, name][way] * shape.experts / layout.expert
-    exchanged = (_exchange(settled, tokens) + _dispatched(settled, tokens)) / NVLINK
-    return shape.layers / layout.pipeline * (max(device, host) + exchanged)
+    return host
 
 
 def _products(settled: Settled, way: int) -> int:

@@ -451,6 +451,13 @@ def test_context_parallel_in_fp8_took_longer_than_training_each_sequence_on_one_
     assert found.settled.layout.context == 1
 
 
+def test_experts_that_do_not_fit_take_tensor_parallel_as_nemo_rls_own_recipe():
+    """Context parallel 4, which fits too, has the host launch each layer four times as often."""
+    chosen = layout("model=qwen3-30b-a3b", "precision=bf16")
+    assert (chosen.tensor, chosen.context, chosen.expert) == (2, 1, 8)
+    assert layout("model=qwen3-30b-a3b", "precision=bf16", "cluster.gpu=h200").tensor == 1
+
+
 @pytest.mark.parametrize("words", [(), ("grpo.max_new_tokens=16384", "model.parallel.tensor=2")])
 def test_a_ring_takes_the_host_as_long_whatever_else_it_launches(words):
     one = plan("precision=fp8-e2e", "cluster.gpu=h200", "model.parallel.context=1", *words).settled
