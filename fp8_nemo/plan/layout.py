@@ -42,9 +42,9 @@ CHUNK = 1024
 ALIKE = 1.1
 """Times as long as the fastest that a layout with smaller engines may take: estimates are hardly
 finer. Only engines of a size that was timed inside NeMo RL are taken by their seconds alone."""
-TIMED_ENGINE = {"bf16": 2, "fp8": 1}
-"""GPUs of the largest engine that was timed inside NeMo RL, by what it multiplies in; in BF16 on
-four H100s, and on two H200s of 8B and of experts (real-steps-8b-8k-2-h200.json and others)."""
+TIMED_ENGINE, TIMED_QUANTIZED = 2, 1
+"""GPUs of the largest engine whose rollouts were timed inside NeMo RL: in BF16 on four H100s, and
+on two H200s of 8B and of experts (real-steps-8b-8k-2-h200.json and others); and a quantized one."""
 
 
 class Choice(NamedTuple):
@@ -91,7 +91,8 @@ def _search(asked: _Search) -> list[Choice]:
     if least < HEADROOM:
         return fitting[:1]
     close = ALIKE * min(each.seconds.total for each in fitting)
-    timed = TIMED_ENGINE["fp8" if settled.recipe.precision.rollout.is_quantized else "bf16"]
+    quantized = settled.recipe.precision.rollout.is_quantized
+    timed = TIMED_QUANTIZED if quantized else TIMED_ENGINE
     return sorted(fitting, key=lambda each: _rank(each, close, timed))
 
 

@@ -25,8 +25,8 @@ WITHOUT_KL = ("dapo", "cispo", "gspo")
 SMALL_RATE = 1e-6
 """At which NVFP4 rounds nearly all of a step away (benchmarks/results/changed-bytes-cpu.json)."""
 TRIED = {"context": 2, "pipeline": 1}
-"""Most GPUs along an axis of a layout in any run on GPUs (README)."""
-TRIED_WITH_EXPERTS = TRIED | {"tensor": 1, "context": 1}
+TRIED_WITH_EXPERTS = {"context": 1, "pipeline": 1, "tensor": 1}
+"""Most GPUs along an axis of a layout in any run on GPUs, and in any of experts (README)."""
 
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 """NeMo RL's own (conf/glue/stock.yaml)."""

@@ -314,16 +314,17 @@ def stack_seconds(settled: Settled, lengths: Lengths, tokens: float, way: int) -
 def _launches(settled: Settled, name: str, way: int) -> float:
     """Estimate the seconds that the host needs to launch one layer's pass."""
     layout, shape = settled.layout, settled.recipe.model.shape
-    host = LAUNCH["tensor" if layout.tensor > 1 else "dense", name][way]
-    if layout.context > 1:
-        host += LAUNCH_RING[way]
+    kind, host = "dense", 0.0
     if shape.experts:
         kind = "experts"
         if settled.groups_experts:
             kind = "frozen" if _freezes_experts(settled.recipe) else "grouped"
-        host += LAUNCH[kind, name][way] - LAUNCH["dense", name][way]
-        host += LAUNCH_EXPERT[kind, name][way] * shape.experts / layout.expert
-    return host
+        host = LAUNCH_EXPERT[kind, name][way] * shape.experts / layout.expert
+    if layout.tensor > 1:
+        host += LAUNCH["tensor", name][way] - LAUNCH["dense", name][way]
+    if layout.context > 1:
+        host += LAUNCH_RING[way]
+    return LAUNCH[kind, name][way] + host
 
 
 def _products(settled: Settled, way: int) -> int:

@@ -28,6 +28,7 @@ from fp8_nemo.plan.plan import plan_from_json, plan_recipe
 from fp8_nemo.plan.speed import engine_step_seconds
 from fp8_nemo.plan.step_time import (
     ATTENTION,
+    LAUNCH,
     LAUNCH_RING,
     LINEARS,
     Lengths,
@@ -452,10 +453,20 @@ def test_context_parallel_in_fp8_took_longer_than_training_each_sequence_on_one_
 
 
 def test_experts_that_do_not_fit_take_tensor_parallel_as_nemo_rls_own_recipe():
-    """Context parallel 4, which fits too, has the host launch each layer four times as often."""
+    """Context parallel 4, which fits too, has half the replicas, so twice the launches of each."""
     chosen = layout("model=qwen3-30b-a3b", "precision=bf16")
     assert (chosen.tensor, chosen.context, chosen.expert) == (2, 1, 8)
     assert layout("model=qwen3-30b-a3b", "precision=bf16", "cluster.gpu=h200").tensor == 1
+
+
+def test_tensor_parallel_adds_launches_of_dense_layers_to_experts():
+    words = "model=qwen3-30b-a3b", "precision=bf16", "cluster.gpu=h200"
+    one = plan(*words).settled
+    two = dataclasses.replace(one, layout=one.layout._replace(tensor=2))
+    for way in range(2):
+        launched = [stack_seconds(each, Lengths(1, 1), 1, way) for each in (one, two)]
+        more = LAUNCH["tensor", "bf16"][way] - LAUNCH["dense", "bf16"][way]
+        assert launched[1] - launched[0] == pytest.approx(48 * more, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("words", [(), ("grpo.max_new_tokens=16384", "model.parallel.tensor=2")])
@@ -467,12 +478,12 @@ def test_a_ring_takes_the_host_as_long_whatever_else_it_launches(words):
         assert launched[1] - launched[0] == pytest.approx(32 * more, rel=1e-3)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8-e2e-kv-attn"])
-def test_a_rollout_of_8k_tokens_held_the_memory_that_a_plan_says(precision):
+@pytest.mark.parametrize(
+    ("precision", "begins", "ends"),
+    [("bf16", "10:59:30", "11:00:20"), ("fp8-e2e-kv-attn", "10:50:34", "10:51:20")],
+)
+def test_a_rollout_of_8k_tokens_held_the_memory_that_a_plan_says(precision, begins, ends):
     gpus = json.loads((RESULTS / "nemo-8b-8k-2-h200.json").read_text())["gpus"]
-    begins, ends = {"bf16": ("10:59:30", "11:00:20"), "fp8-e2e-kv-attn": ("10:50:34", "10:51:20")}[
-        precision
-    ]
     held = max(mib for time, _, mib, *_ in gpus if begins <= time <= ends) * 2**20
     [settled] = [run for row, run in timed("8b-8k-2-h200") if row["precision"] == precision]
     said = memory_per_gpu(settled).phases["rollout"]
