@@ -41,10 +41,12 @@ MOST_TOKENS = 16_384
 CHUNK = 1024
 ALIKE = 1.1
 """Times as long as the fastest that a layout with smaller engines may take: estimates are hardly
-finer. Only engines of a size that was timed inside NeMo RL are taken by their seconds alone."""
+finer."""
 TIMED_ENGINE, TIMED_QUANTIZED = 2, 1
-"""GPUs of the largest engine whose rollouts were timed inside NeMo RL: in BF16 on four H100s, and
-on two H200s of 8B and of experts (real-steps-8b-8k-2-h200.json and others); and a quantized one."""
+"""GPUs of the largest engine that plans take by its seconds alone. In BF16 rollouts of engines of
+two were timed inside NeMo RL on four H100s, and on two H200s of 8B and of experts
+(real-steps-8b-8k-2-h200.json and others). The one FP8 rollout of an engine of two was no faster
+than of two engines of one (nemo-30b-lora-short-2-h200.json)."""
 
 
 class Choice(NamedTuple):

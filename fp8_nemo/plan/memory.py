@@ -240,6 +240,14 @@ def moved_bytes(settled: Settled) -> float:
     return 0.0 if settled.layout.keeps_optimizer else _moments(settled) * spread
 
 
+def swapped_bytes(settled: Settled) -> float:
+    """Count the bytes that one GPU swaps with the host for a refit: the engine's weights come.
+
+    The trainer's go, those that lie in its buffers: with LoRA the adapters'.
+    """
+    return 2 * _held(settled).trained + _engine_weights(settled)
+
+
 def checkpoint_gib(settled: Settled) -> float:
     """Estimate one checkpoint's GiB: BF16 weights that are trained, FP32 masters, two moments."""
     return (2 + 12) * trained_parameters(settled) / GIB

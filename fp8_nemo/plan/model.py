@@ -42,6 +42,11 @@ class Counts:
     """What the same refit sends in BF16."""
     kv_bytes_per_token: int
 
+    @property
+    def weights(self) -> int:
+        """Count the weights in either format."""
+        return self.fp8_weights + self.bf16_weights
+
 
 @lru_cache
 def count(shape: Shape, precision: Precision, adapted: tuple[str, ...] = ()) -> Counts:

@@ -99,8 +99,8 @@ def _engine_of_several_gpus(settled: Settled) -> Iterator[str]:
     if settled.layout.rollout_tensor == 1 or recipe.precision.rollout_linear != "fp8":
         return
     yield key + (
-        " was refitted once, proven, and sampled, under vLLM's Ray executor V2; no step of one "
-        "was timed, and NeMo RL v0.7.0 has V1, twice as slow (docs/speed.md)"
+        " was timed in one rollout, no faster than two engines of one GPU, under vLLM's Ray "
+        "executor V2; NeMo RL v0.7.0 has V1, twice as slow (docs/speed.md)"
         if recipe.glue.has_receiver
         else " has vLLM's Ray executor V1 under stock glue; decode steps took twice the planned "
         "time there (docs/speed.md)"

@@ -14,7 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from fp8_nemo.glue.wire import EXPERT_SLABS
-from fp8_nemo.plan.memory import moved_bytes
+from fp8_nemo.plan.memory import moved_bytes, swapped_bytes
 from fp8_nemo.plan.model import adapters, census, count
 from fp8_nemo.plan.speed import (
     FITTED,
@@ -122,26 +122,32 @@ PAGEABLE, PAGEABLE_ALONE = Reached(2.7e9, 11e9), 0.65
 it that one GPU reaches. To the host, two H200s had 2.9 and 2.4e9, four H100s 3.0e9
 (step-check-h200.json, real-steps-8b-stock-2k-2-h200.json, real-steps-8b-4-h100.json), one H100 0.65
 of these (16 s both ways, real-steps-8b8-stock-h100.json). More GPUs were not timed."""
-DOUBLED = 1.04
-"""Factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor V2. With
-two H100s an engine BF16 took 1.05 and 1.10 times what a plan without it says (8B and experts:
-real-steps-8b-4-h100.json, real-steps-30b16-4-h100.json), with one GPU 1.01 to 1.05 (8B,
-docs/speed.md). More than two were not timed. By vLLM's own processes two GPUs need none
-(speed.EXCHANGE). Under V1, which FP8 has with stock glue and v0.7.0, BF16 took twice what this says
-(14.8 and 16.7 ms a decode step, nemo-30b16-4-h100.json)."""
-REFIT_REST = 0.6
-"""Seconds of a refit of 8B beside its transfer, in which trainer and engine change places on a GPU
-(benchmarks/results/glue-8b-h200.json)."""
-REFIT_LEAST, REFIT_PARAMETERS = 0.15, 8.03e9
-"""What a refit of no weights would take of 8B's seconds, and 8B's parameters; the rest goes by
-them. So 0.42 s for 8 of 8B's layers, which took 0.37, 0.59 for 16 (0.52 and 0.68), 0.28 for Llama
-3.2 1B (0.29) and 0.14 for tiny models (0.13) in NeMo RL; a larger one than 8B was not measured."""
-REFIT_EXPERT = {"copied": 0.17e-3, "loaded": 0.33e-3}
+DOUBLED = {False: 1.04, True: 1.2}
+"""Factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor V2; by
+whether its weights are quantized. With two H100s an engine BF16 took 1.05 and 1.10 times what a
+plan without it says (8B and experts: real-steps-8b-4-h100.json, real-steps-30b16-4-h100.json), with
+one GPU 1.01 to 1.05 (8B, docs/speed.md). FP8 sampled once: 30B-A3B on two H200s, 19.5 s by vLLM and
+1.8 around it, as in BF16's rollouts (nemo-30b-lora-short-2-h200.json). More than two GPUs were not
+timed. By vLLM's own processes two GPUs need no factor in BF16 (speed.EXCHANGE). Under V1, which FP8
+has with stock glue and v0.7.0, BF16 took twice what this says (14.8 and 16.7 ms a decode step,
+nemo-30b16-4-h100.json)."""
+REFIT_REST = 0.17
+"""Seconds of a refit that neither bytes nor weights explain. With it a plan says 1.01 s of
+8B in FP8 and 1.15 in BF16, which took 1.01 to 1.17 and 1.06 to 1.25 on two H200s; 0.65 of 16 of its
+layers (0.68), 0.47 of 8 (0.37 to 0.51), 0.31 of Llama 3.2 1B (0.29) and 0.17 of tiny models (0.13).
+With four GPUs at once 8B took a third to two thirds longer than it says; why is not known."""
+REFIT_PARAMETERS = 8.03e9
+"""8B's, by which the transfer's fitted seconds go."""
+REFIT_EXPERT = {"copied": 0.14e-3, "loaded": 0.30e-3}
 """Seconds that each weight of an expert adds to a refit, for its launches and its name; copied by
-our receiver, or by vLLM's loader. Taken from two runs. Of 2,304 such weights the rest explains 0.57
-s of a copied refit; it took FP8 0.95 s and BF16 1.02 (real-steps-30b6-linear-h200.json). Of 1,152
-it explains 0.39, and by the loader they took 0.77 (real-steps-30b3-h100.json). All layers of
-Qwen3-30B-A3B have 8 and 16 times as many."""
+our receiver, or by vLLM's loader. Taken from two runs. Of 2,304 such weights the rest explains 0.62
+s of a copied refit in FP8, 0.70 in BF16; they took 0.95 and 1.02
+(real-steps-30b6-linear-h200.json). Of 1,152 it explains 0.43, and by the loader they took 0.77
+(real-steps-30b3-h100.json)."""
+REFIT_KEPT = 25e-6
+"""Seconds for each weight that a refit leaves as it is and compares with what was proven: 18,675 of
+them are most of the 0.5 s of a transfer of 30B-A3B's with LoRA (nemo-30b-lora-short-2-h200.json).
+"""
 REFIT_APART = 0.208
 """Seconds of a refit to other GPUs that its bytes do not explain: both hosts' launches, of 8B's
 tensors, with names alone compared (the row `ledger` of benchmarks/results/glue-8b-nccl-h200.json).
@@ -243,7 +249,8 @@ def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
         running = (each - waiting) * (1 - share) ** falls
         step = engine_step_seconds(settled, running, lengths.prompt + share * longest)
         seconds += longest / SLICES * step
-    return DOUBLED ** math.log2(settled.layout.rollout_tensor) * seconds
+    doubled = DOUBLED[settled.recipe.precision.rollout.is_quantized]
+    return doubled ** math.log2(settled.layout.rollout_tensor) * seconds
 
 
 @cache
@@ -365,22 +372,26 @@ def _dispatched(settled: Settled, tokens: float) -> float:
 
 
 def _refit_phase(settled: Settled) -> float:
-    """Estimate the seconds of a refit after the first one."""
+    """Estimate the seconds of a refit after the first one.
+
+    Where trainer and engine share a GPU they change places on it, through page-locked memory.
+    """
     recipe = settled.recipe
     shape, gpu = recipe.model.shape, recipe.cluster.gpu
     wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
     sent = count(shape, wire, recipe.resent)
-    share = REFIT_LEAST + (1 - REFIT_LEAST) * count(shape, wire).parameters / REFIT_PARAMETERS
-    fixed = share * ((FITTED["llama31-8b", 32].refit or 0.0) + REFIT_REST)
+    transfer = (FITTED["llama31-8b", 32].refit or 0.0) * sent.parameters / REFIT_PARAMETERS
+    fixed = REFIT_REST + transfer + swapped_bytes(settled) / PINNED
     if not settled.shares_gpus:
         fixed = REFIT_APART + sent.refit_bytes / NVLINK
     is_copied = recipe.glue.quantize == "fused" and recipe.glue.verify == "bytes"
     each = REFIT_EXPERT["copied" if is_copied else "loaded"]
     sent_of_one = EXPERT_SLABS.keys() & set(recipe.resent or EXPERT_SLABS)
     launches = each * len(sent_of_one) * shape.layers * shape.experts
+    kept = REFIT_KEPT * (count(shape, wire).weights - sent.weights)
     merged = MERGE_BYTES * sent.parameters if recipe.lora.is_on else 0
     merging = merged / GPU_SPEED[gpu].reached().weights
-    return refit_seconds(sent, gpu, fixed) + launches + merging
+    return refit_seconds(sent, gpu, fixed) + launches + kept + merging
 
 
 def _optimizer_seconds(settled: Settled) -> float:

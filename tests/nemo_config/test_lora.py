@@ -110,7 +110,7 @@ def test_training_makes_no_gradient_of_frozen_weights_and_adapters_take_their_ow
     assert 0.9 * plain.train < here.train < 0.95 * plain.train  # forward twice, as it recomputes
     assert 1.15 * plain.logprob < here.logprob < 1.25 * plain.logprob
     assert here.rollout == plain.rollout
-    assert 0 < here.refit - plain.refit < 0.2
+    assert 0.75 * plain.refit < here.refit < 0.85 * plain.refit  # frozen weights stay where they are
     assert here.optimizer < plain.optimizer / 50
 
 
@@ -145,7 +145,7 @@ def test_refits_of_what_adapters_change_take_less_by_a_plan():
         cells = (given, (*given, "glue.verify=names"))
         some, whole = (step_seconds(plan(*model, *each).settled).refit for each in cells)
         shares.append(some / whole)
-    assert shares[1] < 0.6 < shares[0] < 0.95  # experts' launches weigh more than bytes
+    assert shares[1] < 0.2 < 0.5 < shares[0] < 0.6  # experts' launches weigh more than bytes
 
 
 def test_the_gains_of_other_precisions_leave_out_those_that_lora_excludes():
