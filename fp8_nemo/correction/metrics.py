@@ -78,6 +78,14 @@ METRICS = {
         SHARE, "tokens whose ratio of current to train was outside the algorithm's clip"
     ),
     "train/ratio_max": Metric("ratio", "largest ratio of current to train"),
+    "memory/peak": Metric(
+        "GiB",
+        "most that PyTorch had allocated on a trainer's GPU during the step; a plan's `train` and "
+        "`logprob` have a reserve of 6 more",
+    ),
+    "memory/retries": Metric(
+        "times", "that a trainer's GPU was full, and PyTorch gave its cache back; of all GPUs"
+    ),
     "health/state": Metric("0, 1, 2", "healthy, watch, unstable (`health.py`)"),
     "time/rollout": Metric("seconds", "sampling; asynchronous: beside the training of a step"),
     "time/wait": Metric("seconds", "that the trainer waited for samples; asynchronous"),

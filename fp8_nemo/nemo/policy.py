@@ -112,6 +112,11 @@ class WatchedPolicy(Policy):
         if self.settings.precision.plain.scales_loss:
             scale, skipped = self.run_all_workers_single_data("fp8_nemo_take_loss_scale")[0]
             self.row |= {"train/loss_scale": scale, "train/skipped_updates": skipped}
+        if self.settings.needs_plugin:
+            peaks, retries = zip(
+                *self.run_all_workers_single_data("fp8_nemo_take_memory"), strict=True
+            )
+            self.row |= {"memory/peak": max(peaks), "memory/retries": sum(retries)}
         self.row["train/grad_norm"] = float(torch.as_tensor(results["grad_norm"]).max())
         return results
 

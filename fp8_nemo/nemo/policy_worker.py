@@ -81,6 +81,8 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
     fp8_nemo_is_reference = False
     fp8_nemo_host_state: HostState | None = None
     fp8_nemo_loss_scale: LossScale | None = None
+    fp8_nemo_retries = 0
+    """Of the allocator, as it counts them, at the last call of `fp8_nemo_take_memory`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Set up NeMo RL's worker; in FP16 a loss scale, in `exact` the engine's roundings."""
@@ -281,6 +283,16 @@ class Fp8PolicyWorkerImpl(MegatronPolicyWorkerImpl):
         """Return the loss scale, and the updates that were skipped since the last call."""
         assert self.fp8_nemo_loss_scale, "asked in FP16 alone"
         return self.fp8_nemo_loss_scale.take()
+
+    def fp8_nemo_take_memory(self) -> tuple[float, int]:
+        """Return the most GiB allocated here, and the allocator's retries, since the last call.
+
+        It retries where the GPU is full: it gives what it keeps back to the device, and asks again.
+        """
+        found = torch.cuda.memory_stats()
+        torch.cuda.reset_peak_memory_stats()
+        before, self.fp8_nemo_retries = self.fp8_nemo_retries, found["num_alloc_retries"]
+        return found["allocated_bytes.all.peak"] / 2**30, self.fp8_nemo_retries - before
 
     def fp8_nemo_take_routes(self) -> list[int]:
         """Return the routes exchanged, and routes compared, on all ranks since the last call."""

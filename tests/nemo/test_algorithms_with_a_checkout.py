@@ -288,9 +288,11 @@ def policy(monkeypatch):
     monkeypatch.setattr(
         Policy,
         "run_all_workers_single_data",
-        lambda self, name: [
-            {"fp8_nemo_take_routes": [3, 60], "fp8_nemo_take_loss_scale": (32768.0, 2)}[name]
-        ],
+        lambda self, name: {
+            "fp8_nemo_take_routes": [[3, 60]],
+            "fp8_nemo_take_loss_scale": [(32768.0, 2)],
+            "fp8_nemo_take_memory": [(71.5, 2), (73.25, 1)],
+        }[name],
     )
     correction = Correction("mis", level="token", mask="token", low=0.5, high=2.0, veto=1e-9)
     settings = WorkerSettings(
@@ -325,6 +327,7 @@ def test_a_step_of_the_policy_hands_routes_through_and_writes_every_metric(polic
     assert row["train/kl"] == pytest.approx(0.3498588 - 0.3, rel=1e-4)
     assert row["train/ratio_max"] == pytest.approx(1.3498588, rel=1e-5)
     assert row["train/entropy"] == pytest.approx(in_worker["approx_entropy"])
+    assert (row["memory/peak"], row["memory/retries"]) == (73.25, 3)
     assert row["correction/masked_advantage"] != 0 and row["correction/masked_fraction"] > 0
     assert row["rollout/tokens"] == int(data["token_mask"][:, 1:].sum()), "a filtered answer too"
 

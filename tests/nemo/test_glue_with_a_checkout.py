@@ -199,6 +199,22 @@ def test_collections_leave_alone_what_set_up_made_where_the_refit_is_ours(
 
 
 @imports
+def test_a_worker_tells_its_peak_and_the_retries_since_it_was_last_asked(nemo_path, monkeypatch):
+    import torch
+
+    from fp8_nemo.nemo.policy_worker import Fp8PolicyWorkerImpl
+
+    counted = {"allocated_bytes.all.peak": 3 * 2**29, "num_alloc_retries": 2}
+    reset = []
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: counted)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: reset.append(True))
+    worker = Fp8PolicyWorkerImpl.__new__(Fp8PolicyWorkerImpl)
+    assert worker.fp8_nemo_take_memory() == (1.5, 2)
+    counted["num_alloc_retries"] = 5  # PyTorch counts on
+    assert worker.fp8_nemo_take_memory() == (1.5, 3) and len(reset) == 2
+
+
+@imports
 def test_a_head_that_a_tied_checkpoint_holds_twice_is_not_sent(nemo_path, monkeypatch):
     import torch
     from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
