@@ -1335,19 +1335,19 @@ def short_refits():
         *(f" | {row[phase]:.1f} s | {phases[phase]:.1f} s |" for phase in shown),
         f" | {row['rest']:.1f} s | |",
         f"a step in BF16 took {row['step']:.1f} s; FP8 made no second step to compare.",
-        f"With such refits a plan says {plans[0] / plans[1]:.2f} times.",
+        f"For these answers, as long as their limit, a plan says {plans[0] / plans[1]:.2f} times.",
         f"sends {few.weights} of {whole.weights:,} tensors,** "
         f"{counted[0]['refit/bytes'] / 1e9:.1f} of {whole.refit_bytes / 1e9:.1f} GB,",
         f"four took {min(later):.1f} to {max(later):.1f} s, the first of them longest; "
         f"the one that sends everything took {first:.1f}.",
-        f"the one that sends everything took {fp8['refit']:.1f}, and the engine",
-        f"second rollout took {own:.1f} s by vLLM's count, BF16's {seconds:.1f}, "
-        f"{rate / rates:.2f} times the tokens a second. With the {around:.1f} s around "
-        f"BF16's rollouts that is {own + around:.1f} s; two engines of one GPU took "
+        f"the one that sends everything took {fp8['refit']:.1f}. The engine",
+        f"{own + around:.1f} s, where two engines of one GPU had taken "
         f"{real('30b-lora-2-h200')[KV]['rollout']:.1f} in the pair.",
-        f"A kernel ran for {math.floor(busy)}% of it.",
-        f"Its start took {fp8['init engine']:.0f} s, BF16's {plain['init engine']:.0f}: "
-        f"{fp8['compilation']:.0f} compiling, {fp8['graphs']:.0f} capturing graphs.",
+        f"its second rollout took {own:.1f} s by vLLM's count, and {around:.1f} s are around "
+        f"BF16's rollouts. BF16's took {seconds:.1f} by that count, {rate / rates:.2f} times fewer "
+        f"tokens a second. A kernel ran for {math.floor(busy)}% of FP8's.",
+        f"{fp8['init engine']:.0f} s, {fp8['compilation']:.0f} of them compiling, "
+        f"{fp8['graphs']:.0f} capturing graphs. BF16's took {plain['init engine']:.0f} s.",
         f"trained in {min(row['raw']['train']):.1f} to {max(row['raw']['train']):.1f} s and "
         f"scored in {min(row['raw']['logprob']):.1f} to {max(row['raw']['logprob']):.1f}.",
         f"it was {100 * min(rerouted):.0f} to {max(rerouted):.0%} in BF16.",
@@ -1666,6 +1666,14 @@ def unstalled():
     return "Ten runs of all of 8B above scored 15k to 16k tokens a GPU at once"
 
 
+def long_answers_with_lora():
+    """Times as fast as BF16 that FP8 is to be for all of 30B-A3B with LoRA at its usual 16k."""
+    words = ("model=qwen3-30b-a3b", "lora=attention", "cluster.gpu=h200", "cluster.gpus_per_node=2")
+    [plan] = compose_plans(words, lambda _: MAIN)
+    said = dict(precisions(plan, MAIN))["precisions"]
+    return dict(re.findall(r"(\S+) ([\d.]+)x", said))[KV]
+
+
 def by_context():
     """The step over two GPUs, and what the plan says of it."""
     row, settled = single("8b8-context")
@@ -1703,6 +1711,9 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
            (KV, "tis"), (E2E, "none"))  # fmt: skip
 SAID = {
     "README.md": [
+        lambda: "{} times on 8 H100, {} on 8 H200, {} with LoRA on two.".format(
+            *experts_gains(), long_answers_with_lora()
+        ),
         pays_from,
         lambda: (
             f"On four H200s `{BOTH}` made a whole step of Llama 3.1 8B **{real_gain('step')}** "
@@ -1760,6 +1771,7 @@ SAID = {
         lambda: f"{disk('qwen3-30b-a3b') / 1000:.1f} TB",
     ],
     "docs/speed.md": [
+        lambda: f"With LoRA on two H200s it is {long_answers_with_lora()}.",
         with_reference,
         waiting_on_h100,
         gain_errors,

@@ -47,6 +47,8 @@ from fp8_nemo.recipe.options.precision import FORMATS, Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
 SHOWN_GPUS = ("h100", "h200")
+LARGER_ENGINES = "; not taken, as larger engines must gain more than 10%"
+"""Of a layout that is estimated faster than the chosen one (`layout.ALIKE`)."""
 
 
 class Difference(NamedTuple):
@@ -290,8 +292,10 @@ def _others(settled: Settled, host: Host) -> dict[str, str]:
     for each in sorted(choose(settled, host), key=lambda choice: choice.seconds.total):
         best.setdefault(_kind(each.layout), each)
     best.pop(_kind(settled.layout), None)
+    taken = step_seconds(settled).total
     return {
         f"layout {n}": f"{each.seconds.total:.0f} s: {_layout_text(settled, each.layout)}"
+        + LARGER_ENGINES * (each.seconds.total < taken)
         for n, each in enumerate([*best.values()][:2], 2)
     }
 

@@ -350,7 +350,9 @@ def _room(settled: Settled, phase: str) -> str:
         lower = f"model.memory.{'kv_cache_gib' if bounded else 'rollout_share'}"
         return f"lower {lower}, or raise model.parallel.rollout_tensor"
     if memory_per_gpu(replace(settled, sequence_tokens=1)).headroom(phase) < HEADROOM:
-        return "use more GPUs: sequences of one token would not fit either"
+        adapters = not (settled.recipe.lora.is_on or settled.recipe.precision.train.is_quantized)
+        instead = ", or train adapters alone, lora=attention" if adapters else ""
+        return f"use more GPUs: sequences of one token would not fit either{instead}"
     if settled.layout.recompute:
         return "use more GPUs, or lower grpo.max_new_tokens"
     return "use more GPUs, or model.memory.recompute=true"

@@ -133,9 +133,9 @@ has with stock glue and v0.7.0, BF16 took twice what this says (14.8 and 16.7 ms
 nemo-30b16-4-h100.json)."""
 REFIT_REST = 0.17
 """Seconds of a refit that neither bytes nor weights explain. With it a plan says 1.01 s of
-8B in FP8 and 1.15 in BF16, which took 1.01 to 1.17 and 1.06 to 1.25 on two H200s; 0.65 of 16 of its
+8B in FP8 and 1.15 in BF16, which took 1.01 to 1.17 and 1.11 to 1.25 on two H200s; 0.65 of 16 of its
 layers (0.68), 0.47 of 8 (0.37 to 0.51), 0.31 of Llama 3.2 1B (0.29) and 0.17 of tiny models (0.13).
-With four GPUs at once 8B took a third to two thirds longer than it says; why is not known."""
+With four GPUs at once 8B took 26 to 54% longer than it says; why is not known."""
 REFIT_PARAMETERS = 8.03e9
 """8B's, by which the transfer's fitted seconds go."""
 REFIT_EXPERT = {"copied": 0.14e-3, "loaded": 0.30e-3}
