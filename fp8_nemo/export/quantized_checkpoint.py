@@ -246,7 +246,7 @@ def _convert(
                 size = tuple(group[each].shape)
                 wires = {*weights.wire_names(each, size)}
                 made = {n: x for n, x in encoded.tensors if weights.weight_of(n) in wires}
-                if weights.is_fp8_weight(each, size, precision, layers):
+                if weights.is_quantized_weight(each, size, precision, layers):
                     errors.append(_error(each, group[each], values_of(made, precision)))
                 tensors |= {n: x.cpu().contiguous() for n, x in made.items()}
     with whole(target) as part:

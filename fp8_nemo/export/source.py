@@ -129,7 +129,7 @@ def check_sizes(file: Path, precision: Precision, layers: int) -> None:
     with safe_open(file, framework="pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     for name, shape in shapes.items():
-        if weights.is_fp8_weight(name, shape, precision, layers):
+        if weights.is_quantized_weight(name, shape, precision, layers):
             if precision.rollout.group and ".experts." in name:
                 raise ConversionError(
                     f"{name}: is an expert's, and a checkpoint in {precision.rollout.name.upper()} "

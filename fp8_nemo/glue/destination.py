@@ -30,7 +30,7 @@ ARE_FINE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """By kind of tensor: which values loading may leave in it."""
 SAMPLED = 2**22
-"""Values that `Sample` reads: if 0.2% of the bytes changed, it says so to a hundredth of that."""
+"""Values that `Sample` reads: a change of 0.2% of the bytes is known to 1% of it."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """By bytes of a value: what holds the same bits, and NaN equal to itself."""
 
@@ -191,7 +191,7 @@ class Sample:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         flat = [x.view(INTEGERS[x.itemsize]).view(-1) for x in tensors if x.is_contiguous()]
-        step = -(-sum(map(len, flat)) // SAMPLED) | 1  # odd: it meets every column of a matrix
+        step = -(-sum(map(len, flat)) // SAMPLED) | 1  # odd: else it would meet few columns
         self.by_size: dict[int, list[Tensor]] = {}
         before = 0
         for values in flat:

@@ -7,15 +7,16 @@ no storage address may have changed, because CUDA graphs hold the addresses.
 `verify: bytes` compares the digest of every tensor in the engine's own memory with the sender's
 (`digest.py`). One launch digests all of them, and the host reads the digests together with the
 manifest. A tensor that the engine holds in part, or in another form than it arrived in, is digested
-twice: whole on arrival, and in the part or form that the engine then loads.
+twice: whole on arrival, and in the part or form that the engine then loads. So each tensor of the
+engine has a digest to compare with, but those that an engine quantizes by itself.
 
 `verify: names` poisons before the refit: it writes NaN into block scales, and into the first and
 the last element of every other tensor. At the end scales must be finite and positive, and no poison
 may be left. It does not notice a stale but plausible value. `bytes` poisons only what an engine
 quantizes for itself.
 
-Either way the proof says how much of the engine the refit changed: a sample of the linears' bytes
-is copied before the refit and compared at its end (`destination.Sample`).
+Either way the proof of a later refit says how much of the engine it changed: a sample of the
+linears' bytes is copied before the refit and compared at its end (`destination.Sample`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_nemo.glue import wire as weights
 from fp8_nemo.glue.destination import Destination, wire_dtype
 from fp8_nemo.glue.digest import Placed, digests_of, placed
 from fp8_nemo.glue.manifest import (
@@ -41,7 +41,7 @@ from fp8_nemo.glue.manifest import (
     read_manifest,
     scale_of,
 )
-from fp8_nemo.glue.wire import RefitError, WireSpec
+from fp8_nemo.glue.wire import RefitError, WireSpec, weight_of
 
 CHANGED = "changed bytes"
 CUT_SHORT = f"{MANIFEST}: never arrived whole, so the stream was cut short"
@@ -54,7 +54,8 @@ class RefitProof:
     bytes: int
     """Received over the wire, weights and scales."""
     verified_weights: int
-    """Quantized weights whose bytes and scales in the engine are what the trainer sent."""
+    """Quantized weights that arrived, or were kept, and are in the engine: with `bytes` by their
+    bytes, with `names` or where the engine quantizes by itself as no poison is left."""
     equal_digests: int
     """Tensors whose bytes in the engine equal what was sent; 0 unless `verify: bytes`."""
     sent: bytes = b""
@@ -64,7 +65,7 @@ class RefitProof:
     sampled: int = 0
     """Bytes of the linears that were compared, their scales' among them."""
     number: int = 0
-    """Of the refit, from 1 on."""
+    """Of the refit, from 1 on; 0 if nobody counts."""
 
 
 class Ledger:
@@ -85,9 +86,11 @@ class Ledger:
         destination: the engine's tensors. Their form may differ from what is sent: an engine that
             quantizes for itself receives BF16.
         verify: `bytes` or `names`.
-        number: of this refit, by the receiver's count.
+        number: of this refit, by the receiver's count, from 1 on. With 0 at both ends an earlier
+            refit, sent again, is not noticed.
         kept: digests of what this refit does not send, from the proof of an earlier one. The engine
-            must still hold these bytes at its end.
+            must still hold these bytes at its end. What is sent must travel as the engine holds it.
+        engine_quantizes: whether the engine quantizes by itself, so that nobody calls `loading`.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Ledger:
         verify: str = "bytes",
         number: int = 0,
         kept: Mapping[str, int] | None = None,
+        engine_quantizes: bool = False,
     ) -> None:
         self.expected, self.destination, self.number = expected, destination, number
         self.kept = kept or {}
@@ -117,8 +121,10 @@ class Ledger:
         self.otherwise = others | {*destination.staged}
         """Names that the engine holds in part, or in another form than they arrive in."""
         self.poisoned: Collection[str] = made_here if self.is_digested else here.keys()
+        self.unseen = {*made_here} if engine_quantizes else set[str]()
+        """Names for which poison alone can speak."""
         self.before = destination.sample.read() if number != 1 else []
-        """Sampled bytes of the engine's linears, from before the refit; of a first one, none."""
+        """Sampled bytes of the engine's linears, from before the refit; none of refit 1."""
         destination.poison(self.poisoned)
 
     def receive(self, name: str, tensor: Tensor) -> bool:
@@ -174,13 +180,13 @@ class Ledger:
             raise RefitError(problems)
         opened = self.destination
         now = look() if look else opened
-        numbers = self._ask(now)
+        asked = self._ask(now)
         # The device digests the engine meanwhile.
         moved = [*_moved(opened, now)]
         named = {*opened.held, *opened.staged}
-        scaled = {weights.weight_of(name) for name in named if weights.weight_of(name) != name}
+        scaled = {weight for name in named if (weight := weight_of(name)) != name}
         verified = len(scaled.intersection([*self.received, *self.kept]))
-        found = self._read(numbers, now)
+        found = self._read(asked)
         if problems := self._wire_problems(found):
             raise RefitError(problems)
         wanted = self._wanted(found)
@@ -200,7 +206,7 @@ class Ledger:
 
     def wire_problems(self) -> list[str]:
         """Return the problems of what arrived, without looking at the engine."""
-        return self._known_problems() or self._wire_problems(self._read(self._ask(None), None))
+        return self._known_problems() or self._wire_problems(self._read(self._ask(None)))
 
     def _arrival_problem(self, name: str, tensor: Tensor) -> str:
         spec = self.expected.get(name)
@@ -234,40 +240,39 @@ class Ledger:
             found.append(CUT_SHORT)
         return found
 
-    def _ask(self, now: Destination | None) -> Tensor:
-        """Return all numbers of this refit, INT64 on the device, without a wait for the digests.
+    def _ask(self, now: Destination | None) -> _Asked:
+        """Ask the device for all numbers of this refit, and do not wait for the engine's digests.
 
-        It synchronizes first: NCCL's receiver loads on its own streams, ahead of which the host
-        runs.
+        It waits for what was launched before: NCCL's receiver loads on its own streams, ahead of
+        which the host runs.
         """
         assert self.manifest_bytes is not None
         if self.manifest_bytes.is_cuda:
             torch.cuda.synchronize(self.manifest_bytes.device)
         manifest = self.manifest_bytes.flatten().view(torch.uint8)
         manifest = manifest[: len(manifest) // 8 * 8].view(torch.int64)
-        of_engine = []
-        if now and self.is_digested and now.digested:
-            of_engine.append(now.digests())
-        if now and now.kv_scales:
-            of_engine.append(now.kv_bits())
-        if now and self.before:
-            of_engine.append(self.destination.sample.changed(self.before))
-        return torch.cat(
-            [manifest, *self.arrived_digests.tensors, *self.loaded_digests.tensors, *of_engine]
-        )
-
-    def _read(self, numbers: Tensor, now: Destination | None) -> _Found:
-        """Read on the host what `_ask` returned, all at once."""
         digested = now.digested if now and self.is_digested else []
         kv_scales = now.kv_scales if now else []
         changed = [CHANGED] if now and self.before else []
-        names = self.arrived_digests.names, self.loaded_digests.names, digested, kv_scales, changed
-        read = numbers.tolist()
-        count = len(read) - sum(map(len, names))
-        rest = iter(read[count:])
+        of_engine = []
+        if now and digested:
+            of_engine.append(now.digests())
+        if now and kv_scales:
+            of_engine.append(now.kv_bits())
+        if changed:
+            of_engine.append(self.destination.sample.changed(self.before))
+        arrived, loaded = self.arrived_digests, self.loaded_digests
+        numbers = torch.cat([manifest, *arrived.tensors, *loaded.tensors, *of_engine])
+        names = [arrived.names, loaded.names, digested, kv_scales, changed]
+        return _Asked(numbers, len(manifest), names)
+
+    def _read(self, asked: _Asked) -> _Found:
+        """Read on the host what `_ask` asked for, all at once."""
+        read = asked.numbers.tolist()
         kv_names = [name for name in self.received if name.endswith(KV_SUFFIXES)]
-        self.manifest = read_manifest(read[:count], kv_names)
-        return _Found(*(dict(zip(some, rest, strict=False)) for some in names))
+        self.manifest = read_manifest(read[: asked.manifest], kv_names)
+        rest = iter(read[asked.manifest :])
+        return _Found(*(dict(zip(some, rest, strict=False)) for some in asked.names))
 
     @cached_property
     def _sent(self) -> dict[str, int]:
@@ -285,7 +290,7 @@ class Ledger:
     def _wire_problems(self, found: _Found) -> list[str]:
         if (sent := self.manifest) is None:
             return [CUT_SHORT]
-        if sent.names != hash_of(self.received):
+        if sent.names_hash != hash_of(self.received):
             return [f"{MANIFEST}: lists other tensors than this engine expects"]
         if sent.number != self.number:
             return [
@@ -316,7 +321,9 @@ class Ledger:
             if (held := scale_of(found.kv_scales[name])) != scale:
                 yield f"{name}: the engine holds {held}, sent {scale}"
         for name, value in found.held.items():
-            if wanted.get(name, value) != value:
+            if name not in wanted and name not in self.unseen:
+                yield f"{name}: was not digested before it was loaded"
+            elif wanted.get(name, value) != value:
                 whose = "those of the refit before" if name in self.kept else "the sender's"
                 yield f"{name}: the engine's bytes are not {whose} (digest)"
 
@@ -339,6 +346,16 @@ class _Digests:
         if names:
             self.names += names
             self.tensors.append(digests_of(parts)())
+
+
+class _Asked(NamedTuple):
+    """Hold numbers on their device, INT64: a manifest's, then one for each of the names."""
+
+    numbers: Tensor
+    manifest: int
+    """How many are the manifest's."""
+    names: Sequence[Sequence[str]]
+    """By field of `_Found`."""
 
 
 class _Found(NamedTuple):

@@ -1,8 +1,9 @@
 """Make what a refit sends besides tensors: a sentinel first, a manifest of all that was sent last.
 
-A manifest is INT64 numbers, as many as the names tell, since NeMo RL's receiver knows shapes from
-its set-up: a mark, the number of the refit, a hash of the names, each KV scale and each tensor's
-digest, in the order sent. Digests go from device to device; nobody reads them before the end.
+A manifest is INT64 numbers: a mark, the number of the refit, a hash of the names, each KV scale and
+each tensor's digest, in the order sent. How many depends on the names alone, since NeMo RL's
+receiver knows all shapes from its set-up. Digests go from device to device; nobody reads them
+before the end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ SENTINEL = "fp8_nemo.sentinel"
 MANIFEST = "fp8_nemo.manifest"
 KV_SUFFIXES = (".q_scale", ".k_scale", ".v_scale")
 MARK = 0x46_50_38_52_45_46_49_54
-"""`FP8REFIT`: what a stream that was cut short, or filled up with ones, does not begin with."""
+"""`FP8REFIT`, a manifest's first number. A refused stream is filled up with ones, which never have
+it."""
 
 
 class Manifest(NamedTuple):
@@ -29,7 +31,7 @@ class Manifest(NamedTuple):
 
     number: int
     """Of the refit, by the sender's count."""
-    names: int
+    names_hash: int
     """`hash_of` the names that were sent."""
     kv_scales: dict[str, float]
     digests: list[int]
@@ -37,7 +39,9 @@ class Manifest(NamedTuple):
 
 
 def is_sent_again(name: str, adapted: Collection[str]) -> bool:
-    """Return whether a refit after the first sends a tensor: weights with adapters, and scales.
+    """Return whether a refit after the first sends a tensor.
+
+    It sends weights with adapters, their scales, all KV scales, the sentinel and the manifest.
 
     Args:
         name: on the wire.

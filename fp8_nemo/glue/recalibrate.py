@@ -196,7 +196,7 @@ def change_metrics(
 
 
 def saturated_fraction(amax_L3: Tensor, scales: dict[str, float]) -> float:
-    """Return the share of the 3L ranges that exceeded `448 * scale` of the current scales."""
+    """Return the share of the `3L` ranges, or `3GL`, that exceeded `448 * scale` in force."""
     groups = amax_L3.shape[-1] // 3
     names = [kv_scale_names(layer, groups) for layer in range(len(amax_L3))]
     scales_L3 = torch.tensor(

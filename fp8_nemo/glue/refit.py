@@ -5,7 +5,7 @@ The stream has a fixed order and fixed shapes: a sentinel, the trainer's weights
 against its own list (`ledger.py`).
 
 Weights are quantized in groups, one launch a group, because a mixture of experts sends 18,000 of
-them. Each weight's finiteness check stays on the device. All checks are read at once before the
+them. Each weight's finiteness check stays on the device. The host reads them once, just before the
 manifest is sent, and a weight that is not finite is refused.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8_nemo.glue import wire as weights
+from fp8_nemo.glue import wire
 from fp8_nemo.glue.digest import digests_of, placed
 from fp8_nemo.glue.manifest import MANIFEST, SENTINEL, manifest
 from fp8_nemo.glue.quantize import QUANTIZERS, plain_dtype
@@ -123,7 +123,7 @@ def with_noise(
         trained: steps that the weights have been trained.
     """
     for name, weight in named_weights:
-        if sigma and weights.takes_noise(name, precision, num_layers):
+        if sigma and wire.takes_noise(name, precision, num_layers):
             draw = np.random.default_rng([seed, trained, *name.encode()])
             noise = torch.from_numpy(draw.normal(0, sigma, tuple(weight.shape)))
             weight = (weight.float() + noise.to(weight.device, torch.float32)).to(weight.dtype)
@@ -151,7 +151,7 @@ def encode(
     chosen = [
         name
         for name, shape in shapes.items()
-        if weights.is_fp8_weight(name, shape, precision, num_layers)
+        if wire.is_quantized_weight(name, shape, precision, num_layers)
     ]
     held, nonfinite_N = _quantized({name: stacks[name] for name in chosen}, precision, device)
     dtype = plain_dtype(precision)
@@ -181,9 +181,9 @@ def _quantized(
         [*stacks.values()],
         pow2=precision.scales == "pow2",
         nonfinite_N=nonfinite_N,
-        together=[weights.fused_with(name) for name in stacks],
+        together=[wire.fused_with(name) for name in stacks],
     )
-    suffixes = weights.suffixes(precision.rollout.name)
+    suffixes = wire.suffixes(precision.rollout.name)
     by_suffix = (dict(zip(suffixes, each, strict=True)) for each in found)
     return dict(zip(stacks, by_suffix, strict=True)), nonfinite_N
 
@@ -193,8 +193,8 @@ def _named(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what is sent of a weight or a slab, by wire name and suffix."""
     parts = zip(*(_apart(name, each) for each in held.values()), strict=True)
-    for wire, sent in zip(weights.wire_names(name, shape), parts, strict=True):
-        yield from ((wire + suffix, part) for suffix, part in zip(held, sent, strict=True))
+    for one, sent in zip(wire.wire_names(name, shape), parts, strict=True):
+        yield from ((one + suffix, part) for suffix, part in zip(held, sent, strict=True))
 
 
 def in_groups(
@@ -222,7 +222,7 @@ def in_groups(
 
 def _is_whole(group: Sequence[tuple[str, Tensor]]) -> bool:
     [*_, (last, _)] = group
-    return {name for name, _ in group}.issuperset(weights.fused_with(last))
+    return {name for name, _ in group}.issuperset(wire.fused_with(last))
 
 
 def pieces_of(name: str, weight: Tensor) -> Sequence[Tensor]:
@@ -235,12 +235,12 @@ def _stacked(name: str, weight: Tensor) -> Tensor:
 
     A slab `[E, 2 O, I]` holds gate above up. They are separated, so that no block spans both.
     """
-    projections = weights.slab_projections(name)
+    projections = wire.slab_projections(name)
     return weight.unflatten(1, (len(projections), -1)).flatten(0, 1) if projections else weight
 
 
 def _apart(name: str, tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.unbind() if weights.slab_projections(name) else (tensor,)
+    return tensor.unbind() if wire.slab_projections(name) else (tensor,)
 
 
 def _handed_over(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -272,7 +272,7 @@ def _checked_kv_scales(
     kv_scales: Mapping[str, float], num_layers: int, kv_groups: int, metadata_only: bool
 ) -> dict[str, float]:
     if metadata_only:
-        names = (weights.kv_scale_names(layer, kv_groups) for layer in range(num_layers))
+        names = (wire.kv_scale_names(layer, kv_groups) for layer in range(num_layers))
         return {name: math.nan for each in names for name in each}
     try:
         return check_scales(kv_scales, num_layers, kv_groups)

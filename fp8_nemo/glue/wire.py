@@ -77,7 +77,9 @@ def _in_layer(name: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2]) if found else None
 
 
-def is_fp8_weight(name: str, shape: tuple[int, ...], precision: Precision, num_layers: int) -> bool:
+def is_quantized_weight(
+    name: str, shape: tuple[int, ...], precision: Precision, num_layers: int
+) -> bool:
     """Return whether the engine holds this weight quantized, in FP8 or another such format.
 
     Args:
@@ -276,7 +278,7 @@ def _weight_specs(
     projections = slab_projections(name)
     wire_shape = (shape[1] // len(projections), shape[2]) if projections else shape
     held = {"": WireSpec(precision.plain.dtype, wire_shape)}
-    if is_fp8_weight(name, shape, precision, num_layers):
+    if is_quantized_weight(name, shape, precision, num_layers):
         held = HELD[precision.rollout.name](*wire_shape)
     for wire in wire_names(name, shape):
         for suffix, spec in held.items():

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from fp8_nemo.glue.wire import fused_module, is_fp8_weight, named_shapes
+from fp8_nemo.glue.wire import fused_module, is_quantized_weight, named_shapes
 from fp8_nemo.recipe.options.precision import FORMATS
 from fp8_nemo.recipe.options.recipe import Recipe
 
@@ -235,7 +235,7 @@ def planned_weights(recipe: Recipe) -> set[str]:
     return {
         engine_weight(name)
         for name, size in named_shapes(shape).items()
-        if is_fp8_weight(name, size, recipe.precision, shape.layers)
+        if is_quantized_weight(name, size, recipe.precision, shape.layers)
     }
 
 

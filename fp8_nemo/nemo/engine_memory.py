@@ -27,7 +27,7 @@ from fp8_nemo.glue.wire import (
     WireSpec,
     fused_module,
     is_cut_along_in,
-    is_fp8_weight,
+    is_quantized_weight,
     kv_scale_names,
     named_shapes,
     scale_name,
@@ -142,7 +142,7 @@ def engine_parts(
             continue
         used.add(place.parameter)
         parts[name] = Part(parameters[place.parameter][place.engine], place.wire)
-        if is_fp8_weight(name, size, precision, shape.layers):
+        if is_quantized_weight(name, size, precision, shape.layers):
             scales = place.parameter + "_scale_inv"
             if scales in parameters:
                 used.add(scales)
@@ -290,7 +290,7 @@ class EngineMemory:
         self.known_at: list[tuple | None] = []
         self.known: Destination | None = None
         self.proven: Proven | None = None
-        """What the refit before was proven to fill, byte by byte; None if it was not."""
+        """What the refit before was proven to fill; None if it was not."""
         self.specs: dict[tuple, dict[str, WireSpec]] = {}
 
     @cached_property

@@ -7,9 +7,9 @@ No line of NeMo RL or vLLM changes, whichever executor runs the workers.
 The stream proves that our receiver is in place: it opens with a sentinel that only our receiver
 removes, and vLLM's own loader stops at a name that it does not know.
 
-A first refit is loaded by vLLM's own loader, and its bytes prove where each tensor of the wire
-lies (`verify: bytes`). Later ones are copied there, since that loader looks every name up anew:
-37,000 of Qwen3-30B-A3B, each refit. Their bytes are compared at these places too.
+A first refit is loaded by vLLM's own loader. If its bytes are then found where we expect them
+(`verify: bytes`), we know where each tensor lies. Later ones are copied there, since that loader
+looks every name up anew: 37,000 of Qwen3-30B-A3B, each refit. Their bytes are compared too.
 
 With LoRA later refits bring the weights that adapters change, and no others. The rest must still
 hold the bytes that were proven before, and is compared with them each time.
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8_nemo.glue import wire as weights
+from fp8_nemo.glue import wire
 from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger, RefitProof
 from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL, sent_again
@@ -201,7 +201,7 @@ class Refit:
         self.failed: Exception | None = None
         self.ledger: Ledger | None = None
         self.places: Destination | None = None
-        """Where the refit before was proven to lie; None if it was not, or the model changed."""
+        """Where the refit before put each tensor; None if unproven, or if the model changed."""
         self.staging = Staging(engine.model, settings.shape, settings.precision)
         try:
             engine.look_again()
@@ -212,7 +212,10 @@ class Refit:
                 known, engine.proven = engine.proven, None  # until this one is
                 kept = _kept(known, sent) if adapted else None
                 verify = settings.glue.verify
-                self.ledger = Ledger(sent, now, verify=verify, number=number, kept=kept)
+                self.ledger = Ledger(
+                    sent, now, verify=verify, number=number, kept=kept,
+                    engine_quantizes=settings.glue.quantize == "stock",
+                )  # fmt: skip
                 self.places = now if known and known.destination is now else None
                 if torch.cuda.is_available():  # NCCL's receiver loads on streams of its own
                     torch.cuda.synchronize()  # so the poison must be in before
@@ -341,7 +344,7 @@ def _reason(error: Exception) -> str:
 def _clear_kv_scales(of: Sequence[Any]) -> None:
     """Set the scales that vLLM's loader fills to -1, its value for "not loaded", in FP32.
 
-    vLLM makes these parameters in the model's BF16, in which a scale loses 17 of its bits. Without
+    vLLM makes these parameters in the model's BF16, in which a scale loses 16 of its bits. Without
     clearing, a scale that is lost on the way would leave the previous refit's in place.
     """
     scales = [getattr(each, name) for each in of for name in ("q_scale", "k_scale", "v_scale")]
@@ -382,6 +385,6 @@ def _stale_host_copies(of: Sequence[Any], sent: dict[str, float]) -> Iterable[st
     """
     for layer, attention in enumerate(of):
         copies = (attention._q_scale_float, attention._k_scale_float, attention._v_scale_float)
-        for name, copy in zip(weights.kv_scale_names(layer), copies, strict=True):
+        for name, copy in zip(wire.kv_scale_names(layer), copies, strict=True):
             if copy != sent[name]:
                 yield f"{name}: the engine's host copy is {copy}, sent {sent[name]}"

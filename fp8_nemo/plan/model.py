@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from fp8_nemo.glue.wire import is_adapted, is_fp8_weight, named_shapes, weight_of, wire_specs
+from fp8_nemo.glue.wire import is_adapted, is_quantized_weight, named_shapes, weight_of, wire_specs
 from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.model_dir import known_config, known_positions, tensor_shapes
 from fp8_nemo.recipe.options.model import Model, Shape
@@ -92,7 +92,7 @@ def census(shape: Shape, precision: Precision) -> tuple[Group, ...]:
     """Count a model's weights by kind, each that the engine quantizes apart."""
     found: Counter[tuple[str, bool, bool]] = Counter()
     for name, size in named_shapes(shape).items():
-        quantized = is_fp8_weight(name, size, precision, shape.layers)
+        quantized = is_quantized_weight(name, size, precision, shape.layers)
         found[_part(name), quantized, len(size) > 1] += math.prod(size)
     return tuple(Group(*kind, elements) for kind, elements in found.items())
 

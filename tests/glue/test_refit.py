@@ -122,7 +122,7 @@ def test_a_whole_refit_lands_byte_by_byte(shapes, dtype, precision):
     wanted = {}
     for name, weight in one_by_one(named).items():
         wanted[name] = weight.bfloat16()
-        if weights.is_fp8_weight(name, tuple(weight.shape), precision, L):
+        if weights.is_quantized_weight(name, tuple(weight.shape), precision, L):
             pow2 = precision.scales == "pow2"
             wanted[name], wanted[f"{name}_scale_inv"] = quantize_blocks(weight, pow2=pow2)
     if precision.rollout_kv == "fp8":
@@ -271,6 +271,28 @@ def test_whatever_nobody_digested_on_arrival_is_named_and_not_believed():
     with fails(*(name for name, spec in held.items() if spec.dtype == "float8_e4m3fn")) as error:
         ledger.close()
     assert "was not digested on arrival" in str(error.value)
+
+
+@pytest.mark.parametrize("engine_quantizes", [False, True])
+def test_what_is_quantized_here_must_be_digested_before_it_is_loaded(engine_quantizes):
+    """Else its bytes are compared with nothing; an engine that quantizes by itself says so."""
+    held, engine = engine_for(DENSE, FP8)
+    expected, destination = weights.wire_specs(DENSE, Precision(), L), Destination(engine, held)
+    ledger = Ledger(expected, destination, engine_quantizes=engine_quantizes)
+    for name, tensor in stream_of(made(DENSE), Precision(), None):
+        if ledger.receive(name, tensor):
+            ledger.arrived([(name, tensor)])
+            loaded = dict(refit.encode([(name, tensor)], FP8, num_layers=L).tensors)
+            for each, x in loaded.items():
+                engine[each].copy_(x)
+    quantized = [name for name, spec in held.items() if expected.get(name) != spec]
+    if engine_quantizes:
+        proof = ledger.close()
+        assert proof.equal_digests == len(held) - len(quantized)
+        return
+    with fails(*quantized) as error:
+        ledger.close()
+    assert "was not digested before it was loaded" in str(error.value)
 
 
 def test_a_refused_tensor_is_not_handed_to_the_engine():

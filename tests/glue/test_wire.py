@@ -44,20 +44,20 @@ SLABS = {
 @pytest.mark.parametrize("rest", IN_FP8)
 def test_the_linears_of_a_layer_are_fp8_and_gate_proj_is_not_taken_for_a_router_gate(rest):
     name = f"model.layers.1.{rest}"
-    assert weights.is_fp8_weight(name, (256, 256), FP8, 3)
-    assert not weights.is_fp8_weight(name, (256, 256), Precision(), 3)
+    assert weights.is_quantized_weight(name, (256, 256), FP8, 3)
+    assert not weights.is_quantized_weight(name, (256, 256), Precision(), 3)
 
 
 @pytest.mark.parametrize("name", list(SLABS))
 def test_slabs_of_experts_are_fp8(name):
-    assert weights.is_fp8_weight(name, SLABS[name], FP8, 3)
-    assert not weights.is_fp8_weight(name, SLABS[name], Precision(), 3)
-    assert not weights.is_fp8_weight(f"{name}_bias", SLABS[name][:2], FP8, 3)
+    assert weights.is_quantized_weight(name, SLABS[name], FP8, 3)
+    assert not weights.is_quantized_weight(name, SLABS[name], Precision(), 3)
+    assert not weights.is_quantized_weight(f"{name}_bias", SLABS[name][:2], FP8, 3)
 
 
 @pytest.mark.parametrize("name", list(NEVER))
 def test_gates_norms_biases_embeddings_and_lm_head_are_never_fp8(name):
-    assert not weights.is_fp8_weight(name, NEVER[name], FP8, 3)
+    assert not weights.is_quantized_weight(name, NEVER[name], FP8, 3)
 
 
 def test_first_and_last_layers_stay_bf16_in_weights_and_slabs():
@@ -67,7 +67,7 @@ def test_first_and_last_layers_stay_bf16_in_weights_and_slabs():
         fp8 = [
             layer
             for layer in range(12)
-            if weights.is_fp8_weight(names[layer], shape, precision, 12)
+            if weights.is_quantized_weight(names[layer], shape, precision, 12)
         ]
         assert fp8 == [2, 3, 4, 5, 6, 7, 8]
 

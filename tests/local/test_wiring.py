@@ -224,7 +224,7 @@ def test_both_sides_compute_the_stock_model_of_the_weights_that_they_hold(model,
     prompts = [chat.prompt(text) for text in ["12+7", "98-45", "5+5", "71-8", "33+48"] * 12]
     batch = engine.generate(prompts, chat, 6, torch.Generator().manual_seed(0))
     for name, weight in stock.named_parameters():
-        if weights.is_fp8_weight(name, tuple(weight.shape), precision, 2):
+        if weights.is_quantized_weight(name, tuple(weight.shape), precision, 2):
             weight.data = dequantize_blocks(quantize_blocks(weight.data))
     expected = torch.cat(stock_logprobs(stock, batch)).detach()
     # What is left is the rounding of activations to BF16 (2^-9 each time, median 0.004 in all) or

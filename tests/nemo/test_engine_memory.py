@@ -13,7 +13,7 @@ import torch
 from fp8_nemo.glue.destination import Destination
 from fp8_nemo.glue.ledger import Ledger
 from fp8_nemo.glue.refit import refit_stream
-from fp8_nemo.glue.wire import RefitError, is_fp8_weight, named_shapes, wire_specs
+from fp8_nemo.glue.wire import RefitError, is_quantized_weight, named_shapes, wire_specs
 from fp8_nemo.nemo.engine_memory import Rank, engine_parts, layers_with_experts
 from fp8_nemo.recipe.options.model import Shape
 from fp8_nemo.recipe.options.precision import Precision
@@ -155,7 +155,7 @@ def test_a_refit_of_a_part_is_proven_and_names_what_did_not_land(case):
     proof = refit()
     empty = {"model.embed_tokens.weight", "lm_head.weight"}  # on the last of four ranks
     assert proof.equal_digests == len(held.keys() - (empty if rank == Rank(3, 4) else ()))
-    fp8 = [n for n, s in named_shapes(shape).items() if is_fp8_weight(n, s, precision, 2)]
+    fp8 = [n for n, s in named_shapes(shape).items() if is_quantized_weight(n, s, precision, 2)]
     assert proof.verified_weights == len([n for n in fp8 if rank.holds(n)])
     for lost in [n for n in held if n not in empty][:: max(1, len(held) // 5)]:
         with pytest.raises(RefitError, match=lost.replace(".", r"\.")):

@@ -88,7 +88,9 @@ OPTIONS = sorted(path.stem for path in MODELS.glob("*.yaml"))
 def test_every_fp8_dimension_of_every_model_option_is_a_multiple_of_128(option):
     shape = Shape(**yaml.safe_load((MODELS / f"{option}.yaml").read_text())["shape"])
     named = weights.named_shapes(shape)
-    fp8 = [each for name, each in named.items() if weights.is_fp8_weight(name, each, FP8_KV, 99)]
+    fp8 = [
+        each for name, each in named.items() if weights.is_quantized_weight(name, each, FP8_KV, 99)
+    ]
     assert fp8 and not [each for each in fp8 if each[0] % 128 or each[1] % 128]
 
 

@@ -15,7 +15,7 @@ from fp8_nemo.glue.digest import digest
 from fp8_nemo.glue.manifest import KV_SUFFIXES, MANIFEST, SENTINEL, is_sent_again
 from fp8_nemo.glue.quantize import FP8, FP8_MAX, Fp8Weight, quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
-from fp8_nemo.glue.wire import RefitError, is_fp8_weight, kv_scale_names, named_shapes
+from fp8_nemo.glue.wire import RefitError, is_quantized_weight, kv_scale_names, named_shapes
 from fp8_nemo.nemo import engine_memory, receiver
 from fp8_nemo.nemo.engine_memory import ParameterCache, Rank
 from fp8_nemo.nemo.worker_settings import VARIABLE, WorkerSettings
@@ -81,7 +81,7 @@ class Engine(nn.Module):
         super().__init__()
         self.precision, self.loaded = precision, []
         for name, size in named_shapes(SHAPE).items():
-            self._make(name, size, is_fp8_weight(name, size, precision, 2))
+            self._make(name, size, is_quantized_weight(name, size, precision, 2))
         self.attention = [Attention(), Attention()]
         for layer, attention in enumerate(self.attention):
             self.get_submodule(f"model.layers.{layer}.self_attn").attn = attention
@@ -170,7 +170,7 @@ class Worker:
         found = []
         for name, tensor in weights:
             self.as_stock.append(name)
-            if is_fp8_weight(name, tuple(tensor.shape), self.model_runner.model.precision, 2):
+            if is_quantized_weight(name, tuple(tensor.shape), self.model_runner.model.precision, 2):
                 fp8, scale_inv = rounded_as_stock(tensor)
                 found += [(name, fp8), (name + "_scale_inv", scale_inv)]
             else:
@@ -228,7 +228,7 @@ def test_every_switch_lands_the_same_weights_by_its_own_formula(glue, precision,
         rounded = quantize_blocks if glue.quantize == "fused" else rounded_as_stock
         for name, weight in named.items():
             target, start, stop = worker.model_runner.model._place(name)
-            if is_fp8_weight(name, tuple(weight.shape), precision, 2):
+            if is_quantized_weight(name, tuple(weight.shape), precision, 2):
                 fp8, scale_inv = rounded(weight)
                 found = held[target][start:stop].view(torch.uint8)
                 assert torch.equal(found, fp8.view(torch.uint8))

@@ -19,7 +19,7 @@ from fp8_nemo.glue.quantize import quantize_blocks
 from fp8_nemo.glue.refit import refit_stream
 from fp8_nemo.glue.wire import (
     RefitError,
-    is_fp8_weight,
+    is_quantized_weight,
     kv_scale_names,
     named_shapes,
     scale_shape,
@@ -493,7 +493,7 @@ def test_the_same_scene_without_a_fault_is_proven(moe, rank):
     proof = (scene := Scene(moe, rank)).refit(Fault("none", set()))
     assert proof.equal_digests == len(scene.held) - len(KV)
     named = named_shapes(MOE if moe else DENSE)
-    fp8 = [n for n, s in named.items() if is_fp8_weight(n, s, FP8_KV, 2)]
+    fp8 = [n for n, s in named.items() if is_quantized_weight(n, s, FP8_KV, 2)]
     assert proof.verified_weights == sum(map(rank.holds, fp8))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fp8_nemo.glue.wire import is_fp8_weight
+from fp8_nemo.glue.wire import is_quantized_weight
 from fp8_nemo.local.modules.attention import prepare_attention
 from fp8_nemo.local.modules.experts import Fp8TrainExperts, PlainExperts, RolloutExperts
 from fp8_nemo.local.modules.linears import Fp8TrainLinear, PlainLinear, RolloutLinear
@@ -64,8 +64,8 @@ def _is_fp8(model: PreTrainedModel, name: str, precision: Precision) -> bool:
     """Return whether the engine holds the module's weights quantized."""
     layers = model.config.num_hidden_layers
     if _is_experts(name):
-        return is_fp8_weight(f"{name}.down_proj", (1, 1, 1), precision, layers)
-    return is_fp8_weight(f"{name}.weight", (1, 1), precision, layers)
+        return is_quantized_weight(f"{name}.down_proj", (1, 1, 1), precision, layers)
+    return is_quantized_weight(f"{name}.weight", (1, 1), precision, layers)
 
 
 def _is_experts(name: str) -> bool:

@@ -15,7 +15,7 @@ from fp8_nemo.glue.wire import (
     WireSpec,
     fused_module,
     fused_with,
-    is_fp8_weight,
+    is_quantized_weight,
     named_shapes,
 )
 from fp8_nemo.recipe.options.model import Shape
@@ -84,7 +84,7 @@ def modules(shape: Shape, precision: Precision) -> list[Module]:
         return []
     named, found = named_shapes(shape), dict[str, Module]()
     for name, size in named.items():
-        if is_fp8_weight(name, size, precision, shape.layers):
+        if is_quantized_weight(name, size, precision, shape.layers):
             stem, _, projection = name.removesuffix(".weight").rpartition(".")
             path = f"{stem}.{fused_module(projection)[0]}"
             weights = fused_with(name)

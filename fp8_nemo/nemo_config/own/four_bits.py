@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from fp8_nemo.glue.wire import fused_with, is_fp8_weight, named_shapes
+from fp8_nemo.glue.wire import fused_with, is_quantized_weight, named_shapes
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import Limit
 from fp8_nemo.recipe.options.model import Shape
@@ -103,7 +103,7 @@ def _padded(shape: Shape, precision: Precision) -> str | None:
     """Return the first weight whose fused linear Marlin would pad; None if there is none."""
     named = named_shapes(shape)
     for name, size in named.items():
-        if is_fp8_weight(name, size, precision, shape.layers):
+        if is_quantized_weight(name, size, precision, shape.layers):
             sides = sum(named[each][0] for each in fused_with(name)), size[1]
             if not any(sides[0] % out == 0 and sides[1] % into == 0 for out, into in TILES):
                 return name

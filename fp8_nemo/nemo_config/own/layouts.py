@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from fp8_nemo.glue.wire import is_cut_along_in, is_fp8_weight, named_shapes
+from fp8_nemo.glue.wire import is_cut_along_in, is_quantized_weight, named_shapes
 from fp8_nemo.nemo_config.keys import COLOCATED, MEGATRON, VLLM
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.nemo_config.versions import Limit
@@ -188,7 +188,7 @@ def _uneven_shard(settled: Settled) -> str | None:
         shape, layers=1 + recipe.precision.first_layers_bf16, experts=min(1, shape.experts)
     )
     for name, sizes in named_shapes(few).items():
-        if not is_fp8_weight(name, sizes, recipe.precision, shape.layers):
+        if not is_quantized_weight(name, sizes, recipe.precision, shape.layers):
             continue
         axis = int(is_cut_along_in(name.removesuffix(".weight").rpartition(".")[2]))
         ranks = parallel.rollout_tensor
