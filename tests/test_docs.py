@@ -1096,13 +1096,13 @@ def all_of_30b_pair():
         f"| between phases | {plain['rest']:.1f} s | | {fp8['rest']:.1f} s | |",
         f"took {fp8['step']:.1f} s with `fp8-kv-attn` and {plain['step']:.1f} s in BF16, "
         f"{plain['step'] / fp8['step']:.2f} times as fast",
-        f"{of_fp8:.0%} of the replayed routes differ from the trainer's own choice, "
-        f"in BF16's {of_plain:.1%}.",
-        f"took {seconds[KV]['setup']:.0f} s in FP8 and {seconds['bf16']['setup']:.0f} in BF16. "
-        "In FP8's the model was converted beside it, on the CPU, in "
-        f"{seconds['conversion']['written']} s",
-        f"**FP8's rollout saved {plain['rollout'] - fp8['rollout']:.1f} s in the pair.** Its refit "
-        f"lost {fp8['refit'] - plain['refit']:.1f}.",
+        f"Of the replayed routes {of_fp8:.0%} differ from the trainer's own choice in FP8, "
+        f"{of_plain:.1%} in BF16;",
+        f"took {seconds[KV]['setup']:.0f} s in FP8 and {seconds['bf16']['setup']:.0f} in BF16,",
+        f"in the pair in {seconds['conversion']['written']} s, and BF16 found it converted.",
+        f"**FP8's rollout saved {plain['rollout'] - fp8['rollout']:.1f} s in the pair,** where its "
+        "engines were laid out otherwise than BF16's. "
+        f"Its refit lost {fp8['refit'] - plain['refit']:.1f}.",
         f"in the pair FP8's training took {fp8['train'] - plain['train']:.1f} s longer and its "
         f"logprobs {fp8['logprob'] - plain['logprob']:.1f}.",
         "in [93](../../benchmarks/results/nemo-30b-lora-2-h200.json) and "
@@ -1334,24 +1334,25 @@ def short_refits():
     return [
         *(f" | {row[phase]:.1f} s | {phases[phase]:.1f} s |" for phase in shown),
         f" | {row['rest']:.1f} s | |",
-        f"a step in BF16 took {row['step']:.1f} s; FP8 made no second step to compare.",
-        f"For these answers, as long as their limit, a plan says {plans[0] / plans[1]:.2f} times.",
+        f"in a later run a step in BF16 took {row['step']:.1f} s.",
+        f"a plan says {plans[0] / plans[1]:.2f} times: {plans[0]:.1f} s over {plans[1]:.1f}.",
         f"sends {few.weights} of {whole.weights:,} tensors,** "
         f"{counted[0]['refit/bytes'] / 1e9:.1f} of {whole.refit_bytes / 1e9:.1f} GB,",
-        f"four took {min(later):.1f} to {max(later):.1f} s, the first of them longest; "
-        f"the one that sends everything took {first:.1f}.",
+        f"four took {min(later):.1f} to {max(later):.1f} s, the first of them longest.",
+        f"BF16's first refit, which sends everything by vLLM's loader, took {first:.1f} s.",
         f"the one that sends everything took {fp8['refit']:.1f}. The engine",
-        f"{own + around:.1f} s, where two engines of one GPU had taken "
+        f"{own + around:.1f} s by a sum, where two engines of one GPU had taken "
         f"{real('30b-lora-2-h200')[KV]['rollout']:.1f} in the pair.",
-        f"its second rollout took {own:.1f} s by vLLM's count, and {around:.1f} s are around "
-        f"BF16's rollouts. BF16's took {seconds:.1f} by that count, {rate / rates:.2f} times fewer "
-        f"tokens a second. A kernel ran for {math.floor(busy)}% of FP8's.",
+        f"vLLM counted {own:.1f} s, and BF16's rollouts took {around:.1f} s more than vLLM "
+        f"counted. That count was {seconds:.1f} s in BF16, so FP8 sampled "
+        f"{rate / rates:.2f} times as many "
+        f"tokens a second. A kernel ran for {math.floor(busy)}% of it,",
         f"{fp8['init engine']:.0f} s, {fp8['compilation']:.0f} of them compiling, "
         f"{fp8['graphs']:.0f} capturing graphs. BF16's took {plain['init engine']:.0f} s.",
         f"trained in {min(row['raw']['train']):.1f} to {max(row['raw']['train']):.1f} s and "
         f"scored in {min(row['raw']['logprob']):.1f} to {max(row['raw']['logprob']):.1f}.",
-        f"it was {100 * min(rerouted):.0f} to {max(rerouted):.0%} in BF16.",
-        f"In the later run it was {fp8['Total setup']:.0f} and {plain['Total setup']:.0f}.",
+        f"{100 * min(rerouted):.0f} to {max(rerouted):.0%} in BF16's later run, whose",
+        f"in the later run {fp8['Total setup']:.0f} and {plain['Total setup']:.0f}.",
         f"`nvidia-smi` saw {held:.0f} of 140 GiB in training, in FP8 and in BF16, where the plan "
         f"says {memory_per_gpu(settled).needed_gib('train'):.0f}.",
         f"BF16's step was planned {said.total / row['step'] - 1:.0%} too long, its refit "

@@ -80,11 +80,12 @@ METRICS = {
     "train/ratio_max": Metric("ratio", "largest ratio of current to train"),
     "memory/peak": Metric(
         "GiB",
-        "most that PyTorch had allocated on a trainer's GPU during the step; a plan's `train` and "
-        "`logprob` have a reserve of 6 more",
+        "most that PyTorch had allocated on a trainer's GPU since the update before, in a first "
+        "row since the start; a plan's `train` and `logprob` have a reserve more",
     ),
     "memory/retries": Metric(
-        "times", "that a trainer's GPU was full, and PyTorch gave its cache back; of all GPUs"
+        "times",
+        "since then that a trainer's GPU was full, and PyTorch gave its cache back; all GPUs",
     ),
     "health/state": Metric("0, 1, 2", "healthy, watch, unstable (`health.py`)"),
     "time/rollout": Metric("seconds", "sampling; asynchronous: beside the training of a step"),

@@ -8,7 +8,8 @@ no storage address may have changed, because CUDA graphs hold the addresses.
 (`digest.py`). One launch digests all of them, and the host reads the digests together with the
 manifest. A tensor that the engine holds in part, or in another form than it arrived in, is digested
 twice: whole on arrival, and in the part or form that the engine then loads. So each tensor of the
-engine has a digest to compare with, but those that an engine quantizes by itself.
+engine has a digest to compare with, but KV scales, which are compared by value, and what an engine
+quantizes by itself.
 
 `verify: names` poisons before the refit: it writes NaN into block scales, and into the first and
 the last element of every other tensor. At the end scales must be finite and positive, and no poison
@@ -79,18 +80,21 @@ class Ledger:
                 engine[name].copy_(tensor)
         proof = ledger.close()
 
-    An engine that holds parts of tensors, or other forms of them, calls `arrived` and `loading`.
+    Where the engine holds parts of tensors, or other forms of them, its loader calls `arrived`, and
+    `loading` too unless `engine_quantizes`. To make a ledger writes poison into the engine.
 
     Args:
         expected: what the wire brings, from `wire.wire_specs`.
         destination: the engine's tensors. Their form may differ from what is sent: an engine that
             quantizes for itself receives BF16.
-        verify: `bytes` or `names`.
-        number: of this refit, by the receiver's count, from 1 on. With 0 at both ends an earlier
-            refit, sent again, is not noticed.
+        verify: `bytes` compares digests, `names` looks for poison alone (see the module).
+        number: of this refit, as the receiver counts from 1. With 0, not counted, at both ends an
+            earlier refit that is sent again passes.
         kept: digests of what this refit does not send, from the proof of an earlier one. The engine
-            must still hold these bytes at its end. What is sent must travel as the engine holds it.
-        engine_quantizes: whether the engine quantizes by itself, so that nobody calls `loading`.
+            must still hold these bytes when this refit ends. With `kept` each tensor that is sent
+            must have the type that the engine holds, whole or in part.
+        engine_quantizes: whether the engine makes its quantized weights by itself; then only poison
+            is looked for in them.
     """
 
     def __init__(
@@ -117,12 +121,12 @@ class Ledger:
         self.arrived_digests, self.loaded_digests = _Digests(), _Digests()
         here, held = destination.here, destination.held
         others = {name for name in here.keys() - self.kept if expected.get(name) != here[name]}
-        made_here = [name for name in others if expected.get(name) != held[name]]
+        made_here = {name for name in others if expected.get(name) != held[name]}
         self.otherwise = others | {*destination.staged}
         """Names that the engine holds in part, or in another form than they arrive in."""
         self.poisoned: Collection[str] = made_here if self.is_digested else here.keys()
-        self.unseen = {*made_here} if engine_quantizes else set[str]()
-        """Names for which poison alone can speak."""
+        self.undigested = made_here if engine_quantizes else set[str]()
+        """Names in which only poison is looked for."""
         self.before = destination.sample.read() if number != 1 else []
         """Sampled bytes of the engine's linears, from before the refit; none of refit 1."""
         destination.poison(self.poisoned)
@@ -272,7 +276,9 @@ class Ledger:
         kv_names = [name for name in self.received if name.endswith(KV_SUFFIXES)]
         self.manifest = read_manifest(read[: asked.manifest], kv_names)
         rest = iter(read[asked.manifest :])
-        return _Found(*(dict(zip(some, rest, strict=False)) for some in asked.names))
+        found = _Found(*(dict(zip(some, rest, strict=False)) for some in asked.names))
+        assert not [*rest], "a number without a name"
+        return found
 
     @cached_property
     def _sent(self) -> dict[str, int]:
@@ -321,7 +327,7 @@ class Ledger:
             if (held := scale_of(found.kv_scales[name])) != scale:
                 yield f"{name}: the engine holds {held}, sent {scale}"
         for name, value in found.held.items():
-            if name not in wanted and name not in self.unseen:
+            if name not in wanted and name not in self.undigested:
                 yield f"{name}: was not digested before it was loaded"
             elif wanted.get(name, value) != value:
                 whose = "those of the refit before" if name in self.kept else "the sender's"

@@ -241,9 +241,9 @@ def moved_bytes(settled: Settled) -> float:
 
 
 def swapped_bytes(settled: Settled) -> float:
-    """Count the bytes that one GPU swaps with the host for a refit: the engine's weights come.
+    """Count the bytes that one GPU swaps with the host for a refit, each one way.
 
-    The trainer's go, those that lie in its buffers: with LoRA the adapters'.
+    The engine's weights come. The trainer's go, those in its buffers: with LoRA the adapters'.
     """
     return 2 * _held(settled).trained + _engine_weights(settled)
 

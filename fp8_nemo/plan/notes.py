@@ -99,8 +99,8 @@ def _engine_of_several_gpus(settled: Settled) -> Iterator[str]:
     if settled.layout.rollout_tensor == 1 or recipe.precision.rollout_linear != "fp8":
         return
     yield key + (
-        " was timed in one rollout, no faster than two engines of one GPU, under vLLM's Ray "
-        "executor V2; NeMo RL v0.7.0 has V1, twice as slow (docs/speed.md)"
+        ": one of two was timed in one rollout, no faster than two engines of one GPU, under "
+        "vLLM's Ray executor V2; NeMo RL v0.7.0 has V1, twice as slow (docs/speed.md)"
         if recipe.glue.has_receiver
         else " has vLLM's Ray executor V1 under stock glue; decode steps took twice the planned "
         "time there (docs/speed.md)"
@@ -350,8 +350,10 @@ def _room(settled: Settled, phase: str) -> str:
         lower = f"model.memory.{'kv_cache_gib' if bounded else 'rollout_share'}"
         return f"lower {lower}, or raise model.parallel.rollout_tensor"
     if memory_per_gpu(replace(settled, sequence_tokens=1)).headroom(phase) < HEADROOM:
-        adapters = not (settled.recipe.lora.is_on or settled.recipe.precision.train.is_quantized)
-        instead = ", or train adapters alone, lora=attention" if adapters else ""
+        recipe = settled.recipe
+        trains_all = not (recipe.lora.is_on or recipe.precision.train.is_quantized)
+        adapters = ", or train adapters alone, lora=attention"
+        instead = adapters * (trains_all and phase == "train")
         return f"use more GPUs: sequences of one token would not fit either{instead}"
     if settled.layout.recompute:
         return "use more GPUs, or lower grpo.max_new_tokens"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fp8_nemo.glue.wire import EXPERT_SLABS
 from fp8_nemo.plan.memory import moved_bytes, swapped_bytes
-from fp8_nemo.plan.model import adapters, census, count
+from fp8_nemo.plan.model import Counts, adapters, census, count
 from fp8_nemo.plan.speed import (
     FITTED,
     GPU_SPEED,
@@ -128,9 +128,9 @@ whether its weights are quantized. With two H100s an engine BF16 took 1.05 and 1
 plan without it says (8B and experts: real-steps-8b-4-h100.json, real-steps-30b16-4-h100.json), with
 one GPU 1.01 to 1.05 (8B, docs/speed.md). FP8 sampled once: 30B-A3B on two H200s, 19.5 s by vLLM and
 1.8 around it, as in BF16's rollouts (nemo-30b-lora-short-2-h200.json). More than two GPUs were not
-timed. By vLLM's own processes two GPUs need no factor in BF16 (speed.EXCHANGE). Under V1, which FP8
-has with stock glue and v0.7.0, BF16 took twice what this says (14.8 and 16.7 ms a decode step,
-nemo-30b16-4-h100.json)."""
+timed, nor four bits: assumed alike. By vLLM's own processes two GPUs need no factor in BF16
+(speed.EXCHANGE). Under V1, which FP8 has with stock glue and v0.7.0, BF16 took twice what this says
+(14.8 and 16.7 ms a decode step, nemo-30b16-4-h100.json)."""
 REFIT_REST = 0.17
 """Seconds of a refit that neither bytes nor weights explain. With it a plan says 1.01 s of
 8B in FP8 and 1.15 in BF16, which took 1.01 to 1.17 and 1.11 to 1.25 on two H200s; 0.65 of 16 of its
@@ -372,26 +372,31 @@ def _dispatched(settled: Settled, tokens: float) -> float:
 
 
 def _refit_phase(settled: Settled) -> float:
-    """Estimate the seconds of a refit after the first one.
-
-    Where trainer and engine share a GPU they change places on it, through page-locked memory.
-    """
+    """Estimate the seconds of a refit after the first one."""
     recipe = settled.recipe
     shape, gpu = recipe.model.shape, recipe.cluster.gpu
     wire = recipe.precision if recipe.glue.sends_fp8 else Precision()
     sent = count(shape, wire, recipe.resent)
-    transfer = (FITTED["llama31-8b", 32].refit or 0.0) * sent.parameters / REFIT_PARAMETERS
-    fixed = REFIT_REST + transfer + swapped_bytes(settled) / PINNED
-    if not settled.shares_gpus:
-        fixed = REFIT_APART + sent.refit_bytes / NVLINK
     is_copied = recipe.glue.quantize == "fused" and recipe.glue.verify == "bytes"
     each = REFIT_EXPERT["copied" if is_copied else "loaded"]
     sent_of_one = EXPERT_SLABS.keys() & set(recipe.resent or EXPERT_SLABS)
     launches = each * len(sent_of_one) * shape.layers * shape.experts
     kept = REFIT_KEPT * (count(shape, wire).weights - sent.weights)
-    merged = MERGE_BYTES * sent.parameters if recipe.lora.is_on else 0
-    merging = merged / GPU_SPEED[gpu].reached().weights
-    return refit_seconds(sent, gpu, fixed) + launches + kept + merging
+    merged = count(shape, wire, recipe.adapted).parameters if recipe.adapted else 0
+    merging = MERGE_BYTES * merged / GPU_SPEED[gpu].reached().weights
+    return refit_seconds(sent, gpu, _transfer(settled, sent)) + launches + kept + merging
+
+
+def _transfer(settled: Settled, sent: Counts) -> float:
+    """Estimate a refit's seconds beside the memory traffic of its weights.
+
+    Where trainer and engine share a GPU they change places on it, through page-locked memory;
+    stock's worker took no longer. The way back is no part of a refit.
+    """
+    if not settled.shares_gpus:
+        return REFIT_APART + sent.refit_bytes / NVLINK
+    launched = (FITTED["llama31-8b", 32].refit or 0.0) * sent.parameters / REFIT_PARAMETERS
+    return REFIT_REST + launched + swapped_bytes(settled) / PINNED
 
 
 def _optimizer_seconds(settled: Settled) -> float:

@@ -19,7 +19,7 @@ from fp8_nemo.recipe.settled import Settled
 BASELINE = "bf16"
 """Precision that the others' steps are compared with."""
 ROUGH = "roughly: in the one pair of runs with all layers of experts FP8 was 0.96 times as fast"
-"""By real-steps-30b-lora-2-h200.json, where a plan says 1.05."""
+"""By real-steps-30b-lora-2-h200.json."""
 EXACT = "fp8-e2e precision.align=exact"
 """What to type after `precision=` for FP8 without mismatch; compared beside the shipped files."""
 WORTH = 1.15
@@ -71,7 +71,8 @@ def _why_not(plan: Plan, gain: float) -> str:
     told = f"{recipe.precision.name}'s {gain:.2f}x is"
     if not is_worth:
         return f"{told} too little to risk accuracy for"
-    return f"{told} rough; time five steps of each" if recipe.model.shape.experts else ""
+    rough = f"{told} an estimate of experts, so rough; time five steps of each"
+    return rough if recipe.model.shape.experts else ""
 
 
 def against_bf16(plan: Plan, host: Host) -> str:

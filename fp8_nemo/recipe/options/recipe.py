@@ -77,19 +77,22 @@ class Recipe:
         return self.chosen_backend == "nemo" and cache and is_tried and is_flash
 
     @cached_property
+    def adapted(self) -> tuple[str, ...]:
+        """Return the projections with adapters: LoRA changes no other weight."""
+        return tuple(each for module in self.lora.target_modules for each in LORA_MODULES[module])
+
+    @cached_property
     def resent(self) -> tuple[str, ...]:
         """Return the projections whose weights refits after the first send alone; () sends all.
 
-        They are those with adapters: LoRA changes no other weight. The local backend sends
-        everything. So does a refit that is not compared byte by byte, that adds noise to norms, or
-        that fills an engine in another form than it travels in.
+        They are those with adapters. The local backend sends everything. So does a refit that is
+        not compared byte by byte, that adds noise to norms, or that fills an engine in another form
+        than it travels in.
         """
         rollout, glue = self.precision.rollout, self.glue
         as_held = not rollout.is_quantized or (glue.sends_fp8 and rollout != FORMATS["nvfp4"])
         is_proven = self.chosen_backend == "nemo" and glue.verify == "bytes"
-        if not (as_held and is_proven) or self.noise.is_on:
-            return ()
-        return tuple(each for module in self.lora.target_modules for each in LORA_MODULES[module])
+        return self.adapted if as_held and is_proven and not self.noise.is_on else ()
 
     @cached_property
     def decodes_by_xqa(self) -> bool:
