@@ -37,7 +37,7 @@ from fp8_nemo.recipe.compose import compose
 from fp8_nemo.recipe.options.precision import Precision
 from recipes.plan import main as plan_line
 from tests.forked import typed
-from tests.plan.test_layout import CELLS, SHARED, SINGLE, single, timed
+from tests.plan.test_layout import CELLS, SHARED, SINGLE, counted_by_vllm, single, timed
 from tests.plan.test_memory import gains_by_xqa
 
 ROOT = Path(__file__).parents[1]
@@ -1314,11 +1314,7 @@ def short_refits():
     assert later[0] == max(later) and fp8["refit"] == 14.31
     woken = median(plain["waking the weights"]) / median(later)
     assert 0.45 < woken < 0.55
-    key = "vLLM's own count of each rollout: seconds, tokens a second"
-    (_, [own, rate]), of_plain = fp8[key], plain[key][1:]
-    seconds, rates = (median(each) for each in zip(*of_plain, strict=True))
-    whole_rollouts = zip(row["raw"]["rollout"], of_plain[:4], strict=True)
-    around = median(seconds - by_vllm for seconds, (by_vllm, _) in whole_rollouts)
+    (own, rate), (seconds, rates), around = counted_by_vllm()
     busy = fmean(gpu[3] for gpu in recorded["gpus"] if "13:58:10" <= gpu[0] <= "13:58:27")
     [counted] = [run["rows"][1:] for run in recorded["runs"] if run["cell"].endswith("bf16-tis")]
     changed = {f"{each['refit/changed_bytes']:.1%}" for each in counted}
@@ -1344,9 +1340,8 @@ def short_refits():
         f"{own + around:.1f} s by a sum, where two engines of one GPU had taken "
         f"{real('30b-lora-2-h200')[KV]['rollout']:.1f} in the pair.",
         f"vLLM counted {own:.1f} s, and BF16's rollouts took {around:.1f} s more than vLLM "
-        f"counted. That count was {seconds:.1f} s in BF16, so FP8 sampled "
-        f"{rate / rates:.2f} times as many "
-        f"tokens a second. A kernel ran for {math.floor(busy)}% of it,",
+        f"counted. That count was {seconds:.1f} s in BF16, so FP8 sampled {rate / rates:.2f} "
+        f"times as many tokens a second. A kernel ran for {math.floor(busy)}% of it,",
         f"{fp8['init engine']:.0f} s, {fp8['compilation']:.0f} of them compiling, "
         f"{fp8['graphs']:.0f} capturing graphs. BF16's took {plain['init engine']:.0f} s.",
         f"trained in {min(row['raw']['train']):.1f} to {max(row['raw']['train']):.1f} s and "

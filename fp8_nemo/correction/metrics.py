@@ -84,8 +84,9 @@ METRICS = {
         "row since the start; a plan's `train` and `logprob` have a reserve more",
     ),
     "memory/retries": Metric(
-        "times",
-        "since then that a trainer's GPU was full, and PyTorch gave its cache back; all GPUs",
+        "retries",
+        "of PyTorch's allocator in the same time, on all trainer's GPUs: one was full, and PyTorch "
+        "gave its cache back",
     ),
     "health/state": Metric("0, 1, 2", "healthy, watch, unstable (`health.py`)"),
     "time/rollout": Metric("seconds", "sampling; asynchronous: beside the training of a step"),

@@ -122,20 +122,21 @@ PAGEABLE, PAGEABLE_ALONE = Reached(2.7e9, 11e9), 0.65
 it that one GPU reaches. To the host, two H200s had 2.9 and 2.4e9, four H100s 3.0e9
 (step-check-h200.json, real-steps-8b-stock-2k-2-h200.json, real-steps-8b-4-h100.json), one H100 0.65
 of these (16 s both ways, real-steps-8b8-stock-h100.json). More GPUs were not timed."""
-DOUBLED = {False: 1.04, True: 1.2}
-"""Factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor V2; by
-whether its weights are quantized. With two H100s an engine BF16 took 1.05 and 1.10 times what a
-plan without it says (8B and experts: real-steps-8b-4-h100.json, real-steps-30b16-4-h100.json), with
-one GPU 1.01 to 1.05 (8B, docs/speed.md). FP8 sampled once: 30B-A3B on two H200s, 19.5 s by vLLM and
-1.8 around it, as in BF16's rollouts (nemo-30b-lora-short-2-h200.json). More than two GPUs were not
-timed, nor four bits: assumed alike. By vLLM's own processes two GPUs need no factor in BF16
-(speed.EXCHANGE). Under V1, which FP8 has with stock glue and v0.7.0, BF16 took twice what this says
-(14.8 and 16.7 ms a decode step, nemo-30b16-4-h100.json)."""
+DOUBLED, DOUBLED_QUANTIZED = 1.04, 1.2
+"""Factor on the rollout for each doubling of an engine's GPUs in NeMo RL, by Ray executor V2, and
+the same where its weights are quantized. With two H100s an engine in BF16 took 1.05 and 1.10 times
+what a plan without it says (8B and experts: real-steps-8b-4-h100.json,
+real-steps-30b16-4-h100.json), with one GPU 1.01 to 1.05 (8B, docs/speed.md). FP8 sampled once:
+30B-A3B on two H200s, 19.5 s by vLLM and 1.8 around it, as in BF16's rollouts
+(nemo-30b-lora-short-2-h200.json). More than two GPUs were not timed, nor four bits: assumed alike.
+By vLLM's own processes two GPUs need no factor in BF16 (speed.EXCHANGE). Under V1, which FP8 has
+with stock glue and v0.7.0, BF16 took twice what this says (14.8 and 16.7 ms a decode step,
+nemo-30b16-4-h100.json)."""
 REFIT_REST = 0.17
-"""Seconds of a refit that neither bytes nor weights explain. With it a plan says 1.01 s of
-8B in FP8 and 1.15 in BF16, which took 1.01 to 1.17 and 1.11 to 1.25 on two H200s; 0.65 of 16 of its
-layers (0.68), 0.47 of 8 (0.37 to 0.51), 0.31 of Llama 3.2 1B (0.29) and 0.17 of tiny models (0.13).
-With four GPUs at once 8B took 26 to 54% longer than it says; why is not known."""
+"""Seconds of a refit that neither bytes nor weights explain. With it a plan says 1.01 s of 8B in
+FP8 and 1.15 in BF16, which took 1.01 to 1.17 and 1.11 to 1.25 on two H200s. It says 0.65 of 16 of
+its layers (they took 0.68), 0.47 of 8 (0.37 to 0.51), 0.31 of Llama 3.2 1B (0.29) and 0.17 of tiny
+models (0.13). With four GPUs at once 8B took 26 to 54% longer than it says; why is not known."""
 REFIT_PARAMETERS = 8.03e9
 """8B's, by which the transfer's fitted seconds go."""
 REFIT_EXPERT = {"copied": 0.14e-3, "loaded": 0.30e-3}
@@ -249,7 +250,8 @@ def rollout_seconds(settled: Settled, lengths: Lengths) -> float:
         running = (each - waiting) * (1 - share) ** falls
         step = engine_step_seconds(settled, running, lengths.prompt + share * longest)
         seconds += longest / SLICES * step
-    doubled = DOUBLED[settled.recipe.precision.rollout.is_quantized]
+    quantized = settled.recipe.precision.rollout.is_quantized
+    doubled = DOUBLED_QUANTIZED if quantized else DOUBLED
     return doubled ** math.log2(settled.layout.rollout_tensor) * seconds
 
 
