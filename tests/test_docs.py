@@ -706,6 +706,7 @@ def bounds(signal):
 FOUR, TWO, ADAPTERS, H100S = "8b-4-h200", "8b-2-h200", "8b-lora-h100", "8b-4-h100"
 ALIKE, ALIKE_2K, XQA_2K = "8b-exact-2-h200", "8b-exact-2k-2-h200", "8b-xqa-2k-2-h200"
 STOCK_2K, XQA_8K = "8b-stock-2k-2-h200", "8b-8k-2-h200"
+HALF_8K = "8b16-8k-h200"
 PAIRS = (FOUR, TWO, ALIKE, ALIKE_2K, XQA_2K, XQA_8K, ADAPTERS, H100S)
 
 
@@ -729,6 +730,7 @@ def real_row(name, phase, digits, pair):
 GPUS_OF = {
     FOUR: "four H200s", TWO: "two H200s", ALIKE: "two H200s", ALIKE_2K: "two H200s",
     XQA_2K: "two H200s", XQA_8K: "two H200s", ADAPTERS: "one H100, LoRA", H100S: "four H100s",
+    HALF_8K: "one H200, 16 of 32 layers",
 }  # fmt: skip
 
 
@@ -1632,6 +1634,44 @@ def by_ring():
     ]
 
 
+def at_7500():
+    """steps.md's section on 16 layers at 7,500 tokens: its table, gains, energy and memory."""
+    plain, fp8 = real(HALF_8K).values()
+    run = of("nemo-8b16-8k-h200", lambda it: it)
+    joules, watts = [], []
+    for name, begins, decodes, ends in (
+        ("bf16", "17:17:43", ("17:18:00", "17:18:38"), "17:19:12"),
+        (KV, "17:24:57", ("17:25:08", "17:25:35"), "17:26:09"),
+    ):
+        drawn = {time: power for each, time, _, _, power in run["gpus"] if each == name}
+        joules.append(sum(each for time, each in drawn.items() if begins <= time <= ends) / 1e3)
+        watts.append(fmean(drawn[time] for time in drawn if decodes[0] <= time <= decodes[1]))
+    setups = (run["seconds"][name]["Total setup"] for name in (BOTH, "bf16", KV))
+    peak = max(row["memory/peak"] for each in run["runs"] for row in each["rows"])
+    rounds = [line.split("] peak")[0].split("[")[1].split(", ") for line in
+              run["allocator"]["output"]]  # fmt: skip
+    default, rounded, _ = run["allocator"]["output"]
+    assert default.endswith("allocated 64.5 reserved 135.6 retries 1")
+    assert rounded.endswith("allocated 68.0 reserved 94.5 retries 0")
+    return {
+        "docs/research/steps.md": [
+            *(real_row(name, phase, 1, HALF_8K) for name, phase, _ in REAL_ROWS),
+            f"{plain['step'] / fp8['step']:.2f} times as fast with `{KV}` as in BF16; the plan "
+            f"says {plain['plan']['step'] / fp8['plan']['step']:.2f}.",
+            f"took {joules[0] / joules[1]:.2f} times less energy a step:** the GPU drew "
+            f"{joules[1]:.1f} kJ, in BF16 {joules[0]:.1f}. In BF16's decode it drew "
+            f"{watts[0]:.0f} of an H200's 700 W, in FP8's {watts[1]:.0f}, ",
+            f"had up to {max(mib for _, _, mib, *_ in run['gpus']) / 1024:.0f} GiB in logprobs",
+            f"Allocated were {peak:.1f} GiB at most",
+        ],
+        "docs/research/log.md": [
+            f"Its set-up took {next(setups):.0f} s on the new machine",
+            "Set-up took {:.0f} s after it in BF16 and {:.0f} in".format(*setups),
+            f"which took {float(rounds[0][2]) - float(rounds[0][1]):.2f} s.",
+        ],
+    }
+
+
 def waiting_on_h100():
     """What docs/speed.md says of BF16's cache on 8 H100 at 8k, and of its rollout's part."""
     [found] = compose_plans(["model=llama31-8b", "precision=bf16", "grpo.max_new_tokens=8192"])
@@ -1844,9 +1884,15 @@ SAID = {
         *(partial(real_row, *each, run) for run in (FOUR, TWO, ADAPTERS) for each in REAL_ROWS),
         lambda: missing_rows(trust_rows(), "docs/research/steps.md"),
         lambda: missing_rows(by_ring(), "docs/research/steps.md"),
+        *(
+            partial(lambda page: missing_rows(at_7500()[page], page), page)
+            for page in ("docs/research/steps.md", "docs/research/log.md")
+        ),
         unstalled,
         decode_errors,
         by_context,
+    ],
+    "docs/research/speed.md": [
         lambda: (
             f"| {times(SHORT, LINEAR):.2f} | {times(LONG, LINEAR):.2f} | "
             f"{decode('rollout-8b-h200', 'fp8-linear-deepgemm')} |"

@@ -408,7 +408,9 @@ ALL_EXPERTS = dict.fromkeys(("30b-lora-2-h200", "30b-lora-short-2-h200"), (
     "model=qwen3-30b-a3b", "lora=attention", "grpo.prompts_per_step=16",
     "grpo.max_new_tokens=1984", "cluster.gpus_per_node=2", "cluster.gpu=h200"))  # fmt: skip
 """Likewise, all 48 layers with LoRA of attention; then in BF16 alone, with short refits."""
-CELLS = TIMED | ALIGNED | BY_XQA | EXPERTS_6 | ALL_EXPERTS | {"8b16-h200": ONE_H200}
+HALF = {"8b16-8k-h200": (*ONE_H200, "grpo.max_new_tokens=7936")}
+"""Likewise, 16 of 32 layers of 8B on one GPU, with an FP8 cache that XQA reads."""
+CELLS = TIMED | ALIGNED | BY_XQA | EXPERTS_6 | ALL_EXPERTS | HALF | {"8b16-h200": ONE_H200}
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
 LOADED = {"30b6-h200", "30b6-grouped-h200", "30b-lora-2-h200", "30b3", "30b16-4", "8b-lora-h100"}
 """Cells of experts and of LoRA whose refits sent everything, to vLLM's own loader."""
@@ -421,7 +423,8 @@ def timed(name):
     for row in json.loads((RESULTS / f"real-steps-{name}.json").read_text())["rows"]:
         words = ("data=arithmetic", "grpo=demo", "grpo.generations_per_prompt=8", *CELLS[name])
         align = ["precision.align=exact"] * (name in ALIGNED and row["precision"] != "bf16")
-        decode = [] if name in BY_XQA | EXPERTS_6 | ALL_EXPERTS else ["glue.decode=fa3"]
+        by_xqa = BY_XQA | EXPERTS_6 | ALL_EXPERTS | HALF
+        decode = [] if name in by_xqa else ["glue.decode=fa3"]
         loaded = ["glue.verify=names"] * (name in LOADED)
         ran = plan(f"precision={row['precision']}", "+nemo.data.max_input_seq_length=64", *words,
                    *align, *decode, *loaded)  # fmt: skip
@@ -436,6 +439,7 @@ def timed(name):
         ("8b-2-h200", 0.06),
         ("8b-4-h200", 0.08),
         *((it, 0.06) for it in (*ALIGNED, *BY_XQA)),
+        ("8b16-8k-h200", 0.03),
     ],
 )
 def test_a_step_of_8b_inside_nemo_rl_took_what_a_plan_says(name, near):
@@ -460,6 +464,44 @@ def test_context_parallel_in_fp8_took_longer_than_training_each_sequence_on_one_
     words = ("backend=nemo", "data=arithmetic", "grpo=demo", "grpo.generations_per_prompt=8")
     [found] = compose_plans((*words, *TWO_H200_8K, "model=llama31-8b", "precision=fp8-e2e-kv-attn"))
     assert found.settled.layout.context == 1
+
+
+def recomputing():
+    """Return an FP8 trainer's run that recomputed 16 layers: its GPU's log, row 1 and layout."""
+    found = json.loads((RESULTS / "nemo-8b16-8k-h200.json").read_text())
+    [row] = [run["rows"][-1] for run in found["runs"] if run["cell"].endswith("e2e-kv-attn-tis")]
+    words = ("data=arithmetic", "grpo=demo", "grpo.generations_per_prompt=8",
+             "+nemo.data.max_input_seq_length=64")  # fmt: skip
+    ran = plan(*HALF["8b16-8k-h200"], *words, "precision=fp8-e2e-kv-attn",
+               "model.memory.recompute=true")  # fmt: skip
+    gpus = [each[1:] for each in found["gpus"] if each[0] == "fp8-e2e-kv-attn"]
+    return gpus, row, ran.settled
+
+
+def test_fp8_training_that_recomputes_took_what_a_plan_says_and_no_less_than_bf16s():
+    """By its GPU's log, of seconds, as the step that counts was cut off when it had trained."""
+    gpus, row, settled = recomputing()
+    assert settled.layout.recompute
+    said = step_seconds(settled, Lengths(17, row["rollout/mean_length"]))
+    scored = [busy for time, _, busy, _ in gpus if "17:11:01" <= time <= "17:11:07"]
+    trained = [busy for time, _, busy, _ in gpus if "17:11:08" <= time <= "17:11:33"]
+    assert min(trained[1:]) > 90 and min(scored[1:]) > 90
+    assert said.logprob == pytest.approx(len(scored), abs=1)
+    assert said.train == pytest.approx(len(trained), abs=1)
+    [(bf16, _), _] = timed("8b16-8k-h200")
+    assert len(trained) > bf16["train"]
+
+
+def test_training_16_layers_on_one_h200_allocated_what_a_plan_says():
+    found = json.loads((RESULTS / "nemo-8b16-8k-h200.json").read_text())
+    peaks = {
+        run["cell"].split("/")[1].removesuffix("-tis"): run["rows"][-1]["memory/peak"]
+        for run in found["runs"]
+    }
+    for row, settled in timed("8b16-8k-h200"):
+        said = memory_per_gpu(settled).phases["train"]
+        allocated = (sum(said.values()) - said["allowance"]) / 2**30
+        assert allocated == pytest.approx(peaks[row["precision"]], rel=0.01)
 
 
 def test_experts_that_do_not_fit_take_tensor_parallel_as_nemo_rls_own_recipe():
