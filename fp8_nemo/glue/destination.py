@@ -49,7 +49,7 @@ class Destination:
 
     Args:
         engine: the engine's tensors by wire name, whole or in part.
-        held: what a refit fills of them, whole.
+        whole_specs: type and shape of each tensor that a refit fills of them, whole.
         staged: wire names that arrive in a staging buffer, and which the engine holds repacked
             under other names, or in another form.
 
@@ -60,17 +60,17 @@ class Destination:
     def __init__(
         self,
         engine: Mapping[str, Tensor | Part],
-        held: Mapping[str, WireSpec],
+        whole_specs: Mapping[str, WireSpec],
         staged: Collection[str] = (),
     ) -> None:
         self.parts = {name: x if isinstance(x, Part) else Part(x) for name, x in engine.items()}
-        self.held, self.staged = held, staged
-        self.here = {name: spec_of(part.tensor) for name, part in self.parts.items()}
+        self.whole_specs, self.staged = whole_specs, staged
+        self.part_specs = {name: spec_of(part.tensor) for name, part in self.parts.items()}
         """Type and shape of the part of each tensor that this engine holds."""
         self._compare()
         self.addresses = {name: part.tensor.data_ptr() for name, part in self.parts.items()}
         # The last rank of a vocabulary may hold padding alone, of which nothing is looked at.
-        filled = [name for name, spec in self.here.items() if 0 not in spec.shape]
+        filled = [name for name, spec in self.part_specs.items() if 0 not in spec.shape]
         self.kv_scales = [name for name in filled if name.endswith(KV_SUFFIXES)]
         self.digested = [name for name in filled if not name.endswith(KV_SUFFIXES)]
 
@@ -86,7 +86,7 @@ class Destination:
     @cached_property
     def sample(self) -> Sample:
         """Return the values of the linears, and of their scales, by which changes are counted."""
-        linears = {n for n in self.held if is_linear(n, self.held[n].shape)}
+        linears = {n for n in self.whole_specs if is_linear(n, self.whole_specs[n].shape)}
         names = [n for n in self.digested if weight_of(n) in linears]
         return Sample([self.parts[name].tensor for name in names])
 
@@ -108,7 +108,7 @@ class Destination:
             RefitError: the part begins or ends within a word of four bytes of the whole.
         """
         try:
-            return placed(part, self.held[name].shape, self.parts[name].of_wire)
+            return placed(part, self.whole_specs[name].shape, self.parts[name].of_wire)
         except ValueError as error:
             raise RefitError([f"{name}: {error}"]) from error
 
@@ -162,14 +162,14 @@ class Destination:
     def _compare(self) -> None:
         problems = [
             f"{name}: the engine has no such tensor"
-            for name in self.held.keys() - self.parts.keys()
+            for name in self.whole_specs.keys() - self.parts.keys()
         ]
         problems += [
             f"{name}: the engine holds it, a refit does not fill it"
-            for name in self.parts.keys() - self.held.keys()
+            for name in self.parts.keys() - self.whole_specs.keys()
         ]
         for name, part in self.parts.items():
-            spec, found = self.held.get(name), self.here[name]
+            spec, found = self.whole_specs.get(name), self.part_specs[name]
             if spec and found != (wanted := _spec_of_part(spec, part.of_wire)):
                 problems.append(
                     f"{name}: the engine holds {found.dtype} {list(found.shape)}, a refit sends "

@@ -59,7 +59,7 @@ class RefitProof:
     bytes, with `names` or where the engine quantizes by itself as no poison is left."""
     equal_digests: int
     """Tensors whose bytes in the engine equal what was sent; 0 unless `verify: bytes`."""
-    sent: bytes = b""
+    sent_digests: bytes = b""
     """The sender's digests, eight bytes each, in the order of the stream, without KV scales."""
     changed: int = 0
     """Of the `sampled` bytes, those that differ from what the engine held before."""
@@ -119,12 +119,12 @@ class Ledger:
         """Known once `close` has read it."""
         self.sentinel = False
         self.arrived_digests, self.loaded_digests = _Digests(), _Digests()
-        here, held = destination.here, destination.held
-        others = {name for name in here.keys() - self.kept if expected.get(name) != here[name]}
-        made_here = {name for name in others if expected.get(name) != held[name]}
-        self.otherwise = others | {*destination.staged}
+        parts, wholes = destination.part_specs, destination.whole_specs
+        unequal = {name for name in parts.keys() - self.kept if expected.get(name) != parts[name]}
+        made_here = {name for name in unequal if expected.get(name) != wholes[name]}
+        self.transformed = unequal | {*destination.staged}
         """Names that the engine holds in part, or in another form than they arrive in."""
-        self.poisoned: Collection[str] = made_here if self.is_digested else here.keys()
+        self.poisoned: Collection[str] = made_here if self.is_digested else parts.keys()
         self.undigested = made_here if engine_quantizes else set[str]()
         """Names in which only poison is looked for."""
         self.before = destination.sample.read() if number != 1 else []
@@ -154,10 +154,10 @@ class Ledger:
             tensors: those for which `receive` was true; called before their memory is reused. A
                 receiver with a staging buffer calls it with what lies there, before it repacks.
         """
-        some = self._otherwise(tensors)
+        some = self._transformed(tensors)
         self.arrived_digests.book([name for name, _ in some], [placed(x, x.shape) for _, x in some])
-        held = self.destination.held
-        self.loading([(name, x) for name, x in some if held.get(name) == self.expected[name]])
+        wholes = self.destination.whole_specs
+        self.loading([(name, x) for name, x in some if wholes.get(name) == self.expected[name]])
 
     def loading(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Digest this engine's part of each tensor that it is about to load.
@@ -165,7 +165,7 @@ class Ledger:
         `arrived` calls it. A receiver that quantizes or repacks what arrived calls it with the
         result.
         """
-        some, to = self._otherwise(tensors), self.destination
+        some, to = self._transformed(tensors), self.destination
         parts = [to.placed(n, x[to.parts[n].of_wire or ...]) for n, x in some]
         self.loaded_digests.book([name for name, _ in some], parts)
 
@@ -187,7 +187,7 @@ class Ledger:
         asked = self._ask(now)
         # The device digests the engine meanwhile.
         moved = [*_moved(opened, now)]
-        named = {*opened.held, *opened.staged}
+        named = {*opened.whole_specs, *opened.staged}
         scaled = {weight for name in named if (weight := weight_of(name)) != name}
         verified = len(scaled.intersection([*self.received, *self.kept]))
         found = self._read(asked)
@@ -197,12 +197,12 @@ class Ledger:
         if problems := [*moved, *self._engine_problems(found, wanted, now)]:
             raise RefitError(problems)
         assert self.manifest is not None  # `_wire_problems` has refused a stream without one
-        sent, self.digests = self.manifest.digests, found.held
+        sent, self.digests = self.manifest.digests, found.in_engine
         return RefitProof(
             bytes=sum(self.received.values()),
             verified_weights=verified,
-            equal_digests=len(wanted.keys() & found.held.keys()),
-            sent=struct.pack(f"{len(sent)}q", *sent),
+            equal_digests=len(wanted.keys() & found.in_engine.keys()),
+            sent_digests=struct.pack(f"{len(sent)}q", *sent),
             changed=sum(found.changed.values()),
             sampled=opened.sample.bytes if self.before else 0,
             number=self.number,
@@ -224,13 +224,13 @@ class Ledger:
             return f"wrong shape {list(tensor.shape)}, expected {list(spec.shape)}"
         return ""
 
-    def _otherwise(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    def _transformed(self, tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         if not self.is_digested:
             return []
         return [
             (name, x)
             for name, x in tensors
-            if name in self.otherwise and not name.endswith(KV_SUFFIXES)
+            if name in self.transformed and not name.endswith(KV_SUFFIXES)
         ]
 
     def _known_problems(self) -> list[str]:
@@ -290,7 +290,7 @@ class Ledger:
         """Return the digests that the engine's memory must have, by name."""
         if not self.is_digested:
             return {}
-        sent = {name: x for name, x in self._sent.items() if name not in self.otherwise}
+        sent = {name: x for name, x in self._sent.items() if name not in self.transformed}
         return {**self.kept, **sent, **found.loaded}
 
     def _wire_problems(self, found: _Found) -> list[str]:
@@ -307,7 +307,7 @@ class Ledger:
         if len(sent.digests) + len(sent.kv_scales) != len(self.received):
             return [f"{MANIFEST}: lacks digests, which verify=bytes needs"]
         was = self._sent
-        missing = [n for n in was if n in self.otherwise and n not in found.arrived]
+        missing = [n for n in was if n in self.transformed and n not in found.arrived]
         return [
             *(f"{name}: was not digested on arrival" for name in missing),
             *(
@@ -326,7 +326,7 @@ class Ledger:
         for name, scale in self.manifest.kv_scales.items():
             if (held := scale_of(found.kv_scales[name])) != scale:
                 yield f"{name}: the engine holds {held}, sent {scale}"
-        for name, value in found.held.items():
+        for name, value in found.in_engine.items():
             if name not in wanted and name not in self.undigested:
                 yield f"{name}: was not digested before it was loaded"
             elif wanted.get(name, value) != value:
@@ -369,6 +369,6 @@ class _Found(NamedTuple):
 
     arrived: dict[str, int]
     loaded: dict[str, int]
-    held: dict[str, int]
+    in_engine: dict[str, int]
     kv_scales: dict[str, int]
     changed: dict[str, int]

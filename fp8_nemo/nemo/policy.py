@@ -310,11 +310,12 @@ def refit_metrics(
     proven = [proof for proof in proofs if proof]
     if not proven:
         return {"refit/bytes": refit_bytes(info), "refit/verified_weights": 0}
-    if len({proof["sent"] for proof in proven}) > 1:
+    if len({proof["sent_digests"] for proof in proven}) > 1:
         adapted = settings.adapted(proven[0]["number"])
         sent = sent_again(info, adapted) if adapted else info
         names = [n for n in sent if n not in (SENTINEL, MANIFEST) and not n.endswith(KV_SUFFIXES)]
-        digests = zip(*(memoryview(proof["sent"]).cast("q") for proof in proven), strict=True)
+        each = (memoryview(proof["sent_digests"]).cast("q") for proof in proven)
+        digests = zip(*each, strict=True)
         raise RefitError(
             f"{name}: the trainer's ranks sent different bytes"
             for name, each in zip(names, digests, strict=True)

@@ -208,7 +208,7 @@ class Refit:
             _clear_kv_scales(engine.attentions)
             if settings.glue.verify != "off":
                 adapted = settings.adapted(number)
-                sent, now = engine.sent(settings.wire_precision, adapted), engine.last_seen()
+                sent, now = engine.sent_specs(settings.wire_precision, adapted), engine.last_seen()
                 known, engine.proven = engine.proven, None  # until this one is
                 kept = _kept(known, sent) if adapted else None
                 verify = settings.glue.verify

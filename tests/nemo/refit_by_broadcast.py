@@ -135,7 +135,7 @@ def main():
             found.append(str(error))
     for each in found:
         if isinstance(each, dict):
-            each.pop("sent", None)  # digests, in bytes
+            each.pop("sent_digests", None)  # digests, in bytes
     print(json.dumps({"packets": group.packets, "refits": found}))
 
 

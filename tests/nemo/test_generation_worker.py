@@ -173,7 +173,7 @@ def test_questions_and_proofs_cross_vllms_own_messages_to_an_asynchronous_engine
     from fp8_nemo.launch import engine_checks
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # as NeMo RL's worker does
-    proof = {"bytes": 7, "sent": b"\x00\xff" * 9, "verified_weights": 84, "changed": 0}
+    proof = {"bytes": 7, "sent_digests": b"\x00\xff" * 9, "verified_weights": 84, "changed": 0}
     ours = SimpleNamespace(fp8_nemo_report=lambda: proof, fp8_nemo_problems=("k: never arrived",))
 
     def ask(question, *workers):

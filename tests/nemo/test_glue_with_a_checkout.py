@@ -257,7 +257,7 @@ def test_ranks_of_the_trainer_that_sent_different_weights_are_told_by_the_weight
         sent = struct.pack(f"{len(digests)}q", *digests)
         counted = {"bytes": 8, "verified_weights": 2, "changed": len(digests), "sampled": 8}
         counted["number"] = 2
-        return {**counted, "equal_digests": len(digests), "sent": sent}
+        return {**counted, "equal_digests": len(digests), "sent_digests": sent}
 
     at = "layers.0.self_attn"
     q, o = f"{at}.q_proj.weight", f"{at}.o_proj.weight"

@@ -144,7 +144,7 @@ def main():
             checkpoint = [pair for pair in sent if pair[0] not in (SENTINEL, MANIFEST)]
             native = model_of(others, lambda made, all_=checkpoint: made.load_weights(all_))
             found["refits"].append({
-                "proof": {k: v for k, v in worker.fp8_nemo_report().items() if k != "sent"},
+                "proof": {k: v for k, v in worker.fp8_nemo_report().items() if k != "sent_digests"},
                 "differ": differing(model, native), "moved": memory(model) != begun,
                 "layout": worker.fp8_nemo_layout,
                 "left": len(worker.fp8_nemo_refit.staging.free),
