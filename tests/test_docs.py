@@ -1638,13 +1638,15 @@ def at_7500():
     """steps.md's section on 16 layers at 7,500 tokens: its table, gains, energy and memory."""
     plain, fp8 = real(HALF_8K).values()
     run = of("nemo-8b16-8k-h200", lambda it: it)
-    joules, watts = [], []
+    joules, watts, means = [], [], []
     for name, begins, decodes, ends in (
         ("bf16", "17:17:43", ("17:18:00", "17:18:38"), "17:19:12"),
         (KV, "17:24:57", ("17:25:08", "17:25:35"), "17:26:09"),
     ):
         drawn = {time: power for each, time, _, _, power in run["gpus"] if each == name}
-        joules.append(sum(each for time, each in drawn.items() if begins <= time <= ends) / 1e3)
+        step = [each for time, each in drawn.items() if begins <= time <= ends]
+        joules.append(sum(step) / 1e3)
+        means.append(fmean(step))
         watts.append(fmean(drawn[time] for time in drawn if decodes[0] <= time <= decodes[1]))
     setups = (run["seconds"][name]["Total setup"] for name in (BOTH, "bf16", KV))
     peak = max(row["memory/peak"] for each in run["runs"] for row in each["rows"])
@@ -1658,11 +1660,12 @@ def at_7500():
             *(real_row(name, phase, 1, HALF_8K) for name, phase, _ in REAL_ROWS),
             f"{plain['step'] / fp8['step']:.2f} times as fast with `{KV}` as in BF16; the plan "
             f"says {plain['plan']['step'] / fp8['plan']['step']:.2f}.",
-            f"took {joules[0] / joules[1]:.2f} times less energy a step:** the GPU drew "
-            f"{joules[1]:.1f} kJ, in BF16 {joules[0]:.1f}. In BF16's decode it drew "
-            f"{watts[0]:.0f} of an H200's 700 W, in FP8's {watts[1]:.0f}, ",
+            f"took {joules[0] / joules[1]:.1f} times less energy a step:** the GPU drew "
+            f"{joules[1]:.1f} kJ, in BF16 {joules[0]:.1f}. Once under way BF16 decodes at "
+            f"{watts[0]:.0f} of an H200's 700 W, FP8 at {watts[1]:.0f}. Over the whole step it "
+            f"was {means[0]:.0f} and {means[1]:.0f} W.",
             f"had up to {max(mib for _, _, mib, *_ in run['gpus']) / 1024:.0f} GiB in logprobs",
-            f"Allocated were {peak:.1f} GiB at most",
+            f"Training allocated {peak:.1f} GiB at most",
         ],
         "docs/research/log.md": [
             f"Its set-up took {next(setups):.0f} s on the new machine",

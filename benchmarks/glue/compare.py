@@ -58,15 +58,15 @@ from fp8_nemo.nemo.worker_settings import VARIABLE
 from fp8_nemo.nemo_config.checkout import host_of
 from fp8_nemo.nemo_config.host import root_of
 from fp8_nemo.plan.cells import compose_plans
-from fp8_nemo.recipe.options.precision import Glue, Recalibrate
+from fp8_nemo.plan.notes import STOCK_RECALIBRATE
+from fp8_nemo.recipe.options.precision import Glue
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import to_json
 from fp8_nemo.recipe.problems import load_problems, write_problems
 from fp8_nemo.runs import run_dir
 
-FORWARD = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 GLUES = {
-    "stock": Glue("stock", "stock", "bf16", "off", FORWARD, "fa3"),
+    "stock": Glue("stock", "stock", "bf16", "off", STOCK_RECALIBRATE, "fa3"),
     "fused": Glue("fused", "fused", "bf16", "off"),
     "fp8": Glue("fp8", "fused", "fp8", "off"),
     "names": Glue("names", "fused", "fp8", "names"),

@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from datetime import UTC, datetime
 from functools import cache
 from multiprocessing import SimpleQueue, get_context
 from pathlib import Path
@@ -53,6 +52,7 @@ from fp8_nemo.recipe.settled import VALIDATION_PROBLEMS
 from fp8_nemo.runs.frozen_code import code_dir
 from fp8_nemo.runs.metrics import write_whole
 from fp8_nemo.runs.provenance import commit, environment
+from fp8_nemo.runs.run_dir import now
 
 RUNS = "runs.jsonl"
 LAST_SAMPLES = 2
@@ -70,7 +70,7 @@ LARGEST = ("train/grad_norm", "train/ratio_max", "mismatch/abs_log_ratio_max", "
 
 def outcome(plan: Plan) -> dict[str, Any]:
     """Train a plan in a directory that is thrown away; return what a study keeps of it."""
-    began = _now()
+    began = now()
     curves: dict[str, dict[int, float]] = {"own": {}, "bf16": {}}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def outcome(plan: Plan) -> dict[str, Any]:
     steps = [row for row in rows if row["step"]]
     return {
         "started": began,
-        "ended": _now(),
+        "ended": now(),
         "validations": curves,
         "last": last,
         "reward": [round(row["reward/mean"], 4) for row in steps],
@@ -137,10 +137,6 @@ def _bf16() -> Recipe:
 
 def _series(rows: list[dict[str, Any]], key: str) -> list[float]:
     return [row[key] for row in rows if row.get(key) is not None]
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def run(plan: Plan, made_by: Mapping[str, Any]) -> dict[str, Any]:

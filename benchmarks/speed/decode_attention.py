@@ -283,10 +283,10 @@ def selected(names: str) -> list[Way]:
     return [known[name] for name in names.split(",") if name] or WAYS
 
 
-def ratios(rows: Iterable[dict[str, Any]], base: str = WAYS[0].name) -> list[dict[str, Any]]:
-    """Return a table of a row for each point and way, with the speed-up over a way of BF16."""
+def ratios(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a table of a row for each point and way, with the speed-up over the first of BF16."""
     rows = list(rows)
-    plain = {at(row): row for row in rows if row["way"] == base}
+    plain = {at(row): row for row in rows if row["way"] == WAYS[0].name}
     return [
         {"kv_heads": row["kv_heads"], "point": f"{row['batch']}x{row['tokens']}",
          "way": row["way"], "us": row["us"], "tb_s": row["tb_s"], "error": row["error"],

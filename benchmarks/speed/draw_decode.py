@@ -9,14 +9,12 @@ figure is a text that `tests/test_docs.py` compares with the files.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
-from benchmarks.speed.draw_steps import begun, write
+from benchmarks.speed.draw_steps import ROOT, begun, write
 
-ROOT = Path(__file__).parents[2]
 CELLS = {"bf16": "bf16", "fp8-linear": "linear", "fp8-kv-attn": "kv"}
 """Precisions, and what names their file: `decode-kv-h100.json`."""
 POINTS = {(64, 1024): "64 sequences of 1k tokens", (32, 8192): "32 sequences of 8k tokens"}

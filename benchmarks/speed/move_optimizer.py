@@ -12,6 +12,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,9 +21,8 @@ import torch
 from benchmarks import record
 from fp8_nemo.glue.wire import named_shapes
 from fp8_nemo.nemo.host_memory import HostState, State
+from fp8_nemo.plan.memory import GIB
 from fp8_nemo.recipe.compose import compose
-
-GIB = 2**30
 
 
 def state_of(gib: float) -> list[State]:
@@ -39,18 +39,11 @@ def state_of(gib: float) -> list[State]:
     ]
 
 
-def stock_to_host(states: list[State]) -> None:
-    """Move states to the host as NeMo RL's `move_optimizer("cpu")` does."""
+def stock_to(device: str, states: list[State]) -> None:
+    """Move states as NeMo RL's `move_optimizer(device)` does."""
     for state in states:
         for name, value in state.items():
-            state[name] = value.to("cpu")
-
-
-def stock_to_device(states: list[State]) -> None:
-    """Move states to the GPU as NeMo RL's `move_optimizer("cuda")` does."""
-    for state in states:
-        for name, value in state.items():
-            state[name] = value.to("cuda")
+            state[name] = value.to(device)
 
 
 def clocked(call: Callable[[list[State]], None], states: list[State]) -> float:
@@ -75,8 +68,8 @@ def main() -> None:
     first = clocked(host.to_host, states) + clocked(host.to_device, states)
     raw: dict[str, list[float]] = {"stock down": [], "stock up": [], "ours down": [], "ours up": []}
     for _ in range(options.repetitions):
-        raw["stock down"].append(clocked(stock_to_host, states))
-        raw["stock up"].append(clocked(stock_to_device, states))
+        raw["stock down"].append(clocked(partial(stock_to, "cpu"), states))
+        raw["stock up"].append(clocked(partial(stock_to, "cuda"), states))
         raw["ours down"].append(clocked(host.to_host, states))
         raw["ours up"].append(clocked(host.to_device, states))
     rows: list[dict[str, Any]] = [

@@ -118,14 +118,12 @@ def freeze_routers(models: list[Any]) -> list[Any]:
     return models
 
 
-def micro_batch(
-    policy: dict[str, Any], shape: Shape, lengths: Sequence[int], device: str = "cuda"
-) -> MicroBatch:
+def micro_batch(policy: dict[str, Any], shape: Shape, lengths: Sequence[int]) -> MicroBatch:
     """Make sequences of random tokens, packed by NeMo RL for this policy."""
     import torch
     from nemo_rl.models.megatron import data
 
-    ids_BT = torch.randint(shape.vocab, (len(lengths), max(lengths)), device=device)
+    ids_BT = torch.randint(shape.vocab, (len(lengths), max(lengths)), device="cuda")
     pads = data._get_pack_sequence_parameters_for_megatron(
         policy["megatron_cfg"], policy["make_sequence_length_divisible_by"], max(lengths)
     )
@@ -133,7 +131,7 @@ def micro_batch(
         ids_BT, torch.tensor(lengths), *pads
     )
     size = (ids_1T.shape[1], 1, shape.hidden)
-    hidden_T1I = torch.randn(size, device=device, dtype=torch.bfloat16).requires_grad_()
+    hidden_T1I = torch.randn(size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     return MicroBatch(ids_1T, packed, bounds, hidden_T1I, torch.randn_like(hidden_T1I) / size[0])
 
 

@@ -188,7 +188,11 @@ def describe(plan: Plan, host: Host, *, alone: bool = True) -> list[tuple[str, s
         rows["noise"] = f"{_as_typed(recipe.noise)}; none in a validation and the rollout after it"
     if plan.nemo:
         answer, both = plan.settled.response_tokens, plan.settled.sequence_tokens
-        rows["answers"] = f"up to {answer:,} tokens, with the prompt up to {both:,}"
+        mean = usual_lengths(plan.settled).answer
+        rows["answers"] = (
+            f"up to {answer:,} tokens, with the prompt up to {both:,}; estimates are for a mean of "
+            f"{mean:,.0f}"
+        )
         rows |= _nemo_rows(plan, host, alone=alone)
     return [*rows.items(), *(("note", note) for note in plan.notes)]
 

@@ -164,6 +164,7 @@ def test_where_nothing_fits_the_least_is_taken_and_said():
 def test_the_plan_says_the_layout_and_the_next_two():
     rows = dict(describe(plan("precision=bf16"), MAIN))
     assert rows["layout"].startswith("8 GPUs. Train: TP 1, PP 1, CP 1")
+    assert rows["answers"].endswith("; estimates are for a mean of 1,920")
     assert {"layout 2", "layout 3"} <= set(rows) and "layout 4" not in rows
     given = dict(describe(plan("precision=bf16", "model.layout=null"), MAIN))
     assert "layout 2" not in given

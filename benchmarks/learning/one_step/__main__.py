@@ -25,7 +25,6 @@ import argparse
 import hashlib
 import os
 import time
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from benchmarks.record import add_options, keep, show
 from fp8_nemo.recipe.plain import read_json
 from fp8_nemo.runs.frozen_code import code_dir
 from fp8_nemo.runs.provenance import commit
+from fp8_nemo.runs.run_dir import now
 
 MEASURE = ("starts", "measure", "expected", "moments")
 """Files whose digest stands in the results."""
@@ -83,10 +83,10 @@ def main() -> None:
         for step, start in starts(study, options.folder / name.replace(" ", "-")).items():
             if step in known:
                 continue
-            head = {"study": name, "step": step, "started": _now()} | _code()
+            head = {"study": name, "step": step, "started": now()} | _code()
             spent = time.process_time()
             found = bench.checkpoint(start, step)
-            tail = {"ended": _now(), "cpu_seconds": time.process_time() - spent}
+            tail = {"ended": now(), "cpu_seconds": time.process_time() - spent}
             done.append(rounded(head | tail | found))
             write(options, done)
             print(name, step, f"{tail['cpu_seconds']:.0f} s of CPU", flush=True)
@@ -120,10 +120,6 @@ def write(options: argparse.Namespace, done: list[dict[str, Any]]) -> None:
 @cache
 def _code() -> dict[str, Any]:
     return {"commit": commit(), "sources": sources()}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def rounded(value: Any, digits: int = 5) -> Any:

@@ -106,7 +106,7 @@ def test_only_the_longest_of_the_others_are_named():
 
 def test_padding_counts_rows_added_to_each_expert():
     assert bench_train.padding([16, 32, 0]) == 0
-    assert bench_train.padding([1, 15, 17], align=16) == pytest.approx((15 + 1 + 15) / 33)
+    assert bench_train.padding([1, 15, 17]) == pytest.approx((15 + 1 + 15) / 33)
     assert bench_train.padding([0, 0]) == 0
 
 
