@@ -1634,6 +1634,13 @@ def by_ring():
     ]
 
 
+def at_8k_on_h100(precision):
+    """What a plan says of a step of 8B on 8 H100 at a limit of 8k."""
+    words = ("model=llama31-8b", f"precision={precision}", "grpo.max_new_tokens=8192")
+    [found] = compose_plans(words)
+    return step_seconds(found.settled)
+
+
 def at_7500():
     """steps.md's section on 16 layers at 7,500 tokens: its table, gains, energy and memory."""
     plain, fp8 = real(HALF_8K).values()
@@ -1666,10 +1673,14 @@ def at_7500():
             f"was {means[0]:.0f} and {means[1]:.0f} W.",
             f"had up to {max(mib for _, _, mib, *_ in run['gpus']) / 1024:.0f} GiB in logprobs",
             f"Training allocated {peak:.1f} GiB at most",
+            "expects {1.train:.0f} s of its training, where BF16 takes {0.train:.0f} with tensor "
+            "parallel 2, and {1.logprob:.0f} s of its logprobs instead of {0.logprob:.0f}.".format(
+                *map(at_8k_on_h100, ("bf16", BOTH))
+            ),
         ],
         "docs/research/log.md": [
             f"Its set-up took {next(setups):.0f} s on the new machine",
-            "Set-up took {:.0f} s after it in BF16 and {:.0f} in".format(*setups),
+            "The later runs set up in {:.0f} s in BF16 and {:.0f} in".format(*setups),
             f"which took {float(rounds[0][2]) - float(rounds[0][1]):.2f} s.",
         ],
     }
