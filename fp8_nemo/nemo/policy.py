@@ -314,8 +314,8 @@ def refit_metrics(
         adapted = settings.adapted(proven[0]["number"])
         sent = sent_again(info, adapted) if adapted else info
         names = [n for n in sent if n not in (SENTINEL, MANIFEST) and not n.endswith(KV_SUFFIXES)]
-        each = (memoryview(proof["sent_digests"]).cast("q") for proof in proven)
-        digests = zip(*each, strict=True)
+        by_engine = (memoryview(proof["sent_digests"]).cast("q") for proof in proven)
+        digests = zip(*by_engine, strict=True)
         raise RefitError(
             f"{name}: the trainer's ranks sent different bytes"
             for name, each in zip(names, digests, strict=True)
