@@ -1641,6 +1641,7 @@ def at_8k_on_h100(precision):
     return step_seconds(found.settled)
 
 
+@cache
 def at_7500():
     """steps.md's section on 16 layers at 7,500 tokens: its table, gains, energy and memory."""
     plain, fp8 = real(HALF_8K).values()

@@ -145,7 +145,7 @@ def test_refits_of_what_adapters_change_take_less_by_a_plan():
         cells = (given, (*given, "glue.verify=names"))
         some, whole = (step_seconds(plan(*model, *each).settled).refit for each in cells)
         shares.append(some / whole)
-    assert shares[1] < 0.2 < 0.5 < shares[0] < 0.65  # experts' launches weigh more than bytes
+    assert shares == pytest.approx([0.61, 0.17], abs=0.01)  # experts' launches outweigh bytes
 
 
 def test_the_gains_of_other_precisions_leave_out_those_that_lora_excludes():
