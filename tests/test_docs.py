@@ -576,22 +576,27 @@ def kv_on_four():
     return f"{by_rollout:.2f} to {plain['step'] / kv['step']:.2f}"
 
 
+def step_gain(name, precision=-1):
+    """How many times as fast as BF16 a step of a pair was, as a table has it: 1.30x."""
+    return real_gain("step", name, precision).replace(" times", "x")
+
+
 def whole_steps():
-    """README's measurement of 8B on two and four H200."""
-    two, four, short, long = (
-        real_gain("step", name).removesuffix(" times") for name in (TWO, FOUR, XQA_2K, XQA_8K)
-    )
+    """README's measurements of 8B on H200, with an FP8 cache."""
     return (
-        f"[whole steps](docs/speed.md#what-a-step-gained) of 3,900 tokens: {four}x on four, "
-        f"{two}x on two; on two of 2,000 {short}x, of 7,600 {long}x in another layout |"
+        f"[whole steps](docs/speed.md#what-a-step-gained) of 3,900 tokens: {step_gain(FOUR)} on "
+        f"four, {step_gain(TWO)} on two; of 7,500, half the layers: "
+        f"{step_gain(HALF_E2E, 1)}, all, another layout: {step_gain(XQA_8K)} |"
     )
 
 
 def whole_exact_steps():
-    """README's measurements of 8B with `exact` on two H200."""
-    long, short = (real_gain("step", name).removesuffix(" times") for name in (ALIKE, ALIKE_2K))
-    page = "docs/speed.md#what-a-step-gained"
-    return f"[whole steps]({page}) on two: {long}x with 3,900 tokens, {short}x with 2,000 |"
+    """README's measurements of 8B with `exact` on H200."""
+    return (
+        f"[whole steps](docs/speed.md#what-a-step-gained) on two: {step_gain(ALIKE)} with 3,900 "
+        f"tokens, {step_gain(ALIKE_2K)} with 2,000; half the layers on one: "
+        f"{step_gain(HALF_E2E)} with 7,500 |"
+    )
 
 
 def planned_lora():
@@ -706,7 +711,7 @@ def bounds(signal):
 FOUR, TWO, ADAPTERS, H100S = "8b-4-h200", "8b-2-h200", "8b-lora-h100", "8b-4-h100"
 ALIKE, ALIKE_2K, XQA_2K = "8b-exact-2-h200", "8b-exact-2k-2-h200", "8b-xqa-2k-2-h200"
 STOCK_2K, XQA_8K = "8b-stock-2k-2-h200", "8b-8k-2-h200"
-HALF_8K = "8b16-8k-h200"
+HALF_8K, HALF_E2E = "8b16-8k-h200", "8b16-8k-e2e-h200"
 PAIRS = (FOUR, TWO, ALIKE, ALIKE_2K, XQA_2K, XQA_8K, ADAPTERS, H100S)
 
 
@@ -730,7 +735,7 @@ def real_row(name, phase, digits, pair):
 GPUS_OF = {
     FOUR: "four H200s", TWO: "two H200s", ALIKE: "two H200s", ALIKE_2K: "two H200s",
     XQA_2K: "two H200s", XQA_8K: "two H200s", ADAPTERS: "one H100, LoRA", H100S: "four H100s",
-    HALF_8K: "one H200, 16 of 32 layers",
+    HALF_8K: "one H200, 16 of 32 layers", HALF_E2E: "one H200, 16 of 32 layers",
 }  # fmt: skip
 
 
@@ -740,7 +745,7 @@ def pair_rows():
     for name, gpus in GPUS_OF.items():
         plain, *quantized = real(name).values()
         for row in quantized:
-            words = f"`{EXACT if name in (ALIKE, ALIKE_2K) else row['precision']}`"
+            words = f"`{EXACT if row['precision'] == E2E else row['precision']}`"
             words += f", context parallel {row['layout']['context']}" * (
                 row["layout"]["context"] > 1
             )
@@ -1641,50 +1646,81 @@ def at_8k_on_h100(precision):
     return step_seconds(found.settled)
 
 
-@cache
+def drawn(name, precision, begins="", ends="~"):
+    """The watts of each second of a run's log, and how many GiB the GPU held at most then."""
+    logged = [
+        each
+        for each in of(f"nemo-{name}", lambda it: it["gpus"])
+        if each[0] == precision and begins <= each[1] <= ends
+    ]
+    return [watts for *_, watts in logged], max(mib for _, _, mib, *_ in logged) / 1024
+
+
 def at_7500():
     """steps.md's section on 16 layers at 7,500 tokens: its table, gains, energy and memory."""
-    plain, fp8 = real(HALF_8K).values()
+    plain, fp8, exact = real(HALF_E2E).values()
+    before, rollout_alone = real(HALF_8K).values()
+    kilojoules, held = zip(*(
+        (sum(watts) / 1e3 / row["steps"], most)
+        for row in (plain, fp8, exact)
+        for watts, most in [drawn(HALF_E2E, row["precision"])]
+    ), strict=True)  # fmt: skip
+    decoding = [
+        fmean(drawn(HALF_E2E, *span)[0])
+        for span in (("bf16", "19:51:10", "19:51:50"), (BOTH, "19:59:00", "19:59:27"))
+    ]
+    earlier = [
+        sum(drawn(HALF_8K, *span)[0]) / 1e3
+        for span in ((KV, "17:24:57", "17:26:09"), ("bf16", "17:17:43", "17:19:12"))
+    ]
+    peaks = {
+        run["cell"].split("/")[1]: run["rows"][-1]["memory/peak"]
+        for run in of(f"nemo-{HALF_E2E}", lambda it: it["runs"])
+    }
+    return [
+        *(real_row(name, phase, 1, HALF_E2E) for name, phase, _ in REAL_ROWS),
+        f"was {fp8['times_bf16']['step']:.2f} times as fast with `{BOTH}` as in BF16, and "
+        f"{exact['times_bf16']['step']:.2f} times with `{EXACT}`. The plan says "
+        f"{plain['plan']['step'] / fp8['plan']['step']:.2f} and "
+        f"{plain['plan']['step'] / exact['plan']['step']:.2f}.",
+        f"sampled {fp8['times_bf16']['rollout']:.2f} times as fast, `exact` "
+        f"{exact['times_bf16']['rollout']:.2f} times.",
+        "Logprobs gained {logprob:.2f} times, training {train:.2f}".format(**fp8["times_bf16"]),
+        f"trained at {100 * plain['mfu_train']:.0f}% of the GPU's peak, FP8 at "
+        f"{100 * fp8['mfu_train']:.0f}% of BF16's",
+        f"`{KV}` gained {rollout_alone['times_bf16']['step']:.2f} times:** it took "
+        f"{rollout_alone['step']:.1f} s on another H200, and BF16 {before['step']:.1f}, one step "
+        f"of each. The plan says {before['plan']['step'] / rollout_alone['plan']['step']:.2f}. The "
+        f"rollout gained {rollout_alone['times_bf16']['rollout']:.2f} times",
+        f"took {kilojoules[0] / kilojoules[1]:.1f} times less energy a step:** the GPU drew "
+        "{1:.1f} kJ, in BF16 {0:.1f}, with `exact` {2:.1f}.".format(*kilojoules),
+        f"BF16 decodes at {decoding[0]:.0f} of an H200's 700 W, `{BOTH}` at {decoding[1]:.0f}.",
+        "`{}` took {:.1f} kJ, BF16 beside it {:.1f}.".format(KV, *earlier),
+        f"had up to {max(held):.0f} GiB",
+        "Training allocated {:.1f} GiB in BF16 and {:.1f} in FP8".format(
+            peaks["bf16-tis"], peaks[f"{BOTH}-tis"]
+        ),
+        "expects {1.train:.0f} s of its training, where BF16 takes {0.train:.0f} with tensor "
+        "parallel 2, and {1.logprob:.0f} s of its logprobs instead of {0.logprob:.0f}.".format(
+            *map(at_8k_on_h100, ("bf16", BOTH))
+        ),
+    ]
+
+
+def set_up_at_7500():
+    """What log.md says of the first lease's set-up, and of PyTorch's allocator."""
     run = of("nemo-8b16-8k-h200", lambda it: it)
-    joules, watts, means = [], [], []
-    for name, begins, decodes, ends in (
-        ("bf16", "17:17:43", ("17:18:00", "17:18:38"), "17:19:12"),
-        (KV, "17:24:57", ("17:25:08", "17:25:35"), "17:26:09"),
-    ):
-        drawn = {time: power for each, time, _, _, power in run["gpus"] if each == name}
-        step = [each for time, each in drawn.items() if begins <= time <= ends]
-        joules.append(sum(step) / 1e3)
-        means.append(fmean(step))
-        watts.append(fmean(drawn[time] for time in drawn if decodes[0] <= time <= decodes[1]))
     setups = (run["seconds"][name]["Total setup"] for name in (BOTH, "bf16", KV))
-    peak = max(row["memory/peak"] for each in run["runs"] for row in each["rows"])
     rounds = [line.split("] peak")[0].split("[")[1].split(", ") for line in
               run["allocator"]["output"]]  # fmt: skip
     default, rounded, _ = run["allocator"]["output"]
     assert default.endswith("allocated 64.5 reserved 135.6 retries 1")
     assert rounded.endswith("allocated 68.0 reserved 94.5 retries 0")
-    return {
-        "docs/research/steps.md": [
-            *(real_row(name, phase, 1, HALF_8K) for name, phase, _ in REAL_ROWS),
-            f"{plain['step'] / fp8['step']:.2f} times as fast with `{KV}` as in BF16; the plan "
-            f"says {plain['plan']['step'] / fp8['plan']['step']:.2f}.",
-            f"took {joules[0] / joules[1]:.1f} times less energy a step:** the GPU drew "
-            f"{joules[1]:.1f} kJ, in BF16 {joules[0]:.1f}. Once under way BF16 decodes at "
-            f"{watts[0]:.0f} of an H200's 700 W, FP8 at {watts[1]:.0f}. Over the whole step it "
-            f"was {means[0]:.0f} and {means[1]:.0f} W.",
-            f"had up to {max(mib for _, _, mib, *_ in run['gpus']) / 1024:.0f} GiB in logprobs",
-            f"Training allocated {peak:.1f} GiB at most",
-            "expects {1.train:.0f} s of its training, where BF16 takes {0.train:.0f} with tensor "
-            "parallel 2, and {1.logprob:.0f} s of its logprobs instead of {0.logprob:.0f}.".format(
-                *map(at_8k_on_h100, ("bf16", BOTH))
-            ),
-        ],
-        "docs/research/log.md": [
-            f"Its set-up took {next(setups):.0f} s on the new machine",
-            "The later runs set up in {:.0f} s in BF16 and {:.0f} in".format(*setups),
-            f"which took {float(rounds[0][2]) - float(rounds[0][1]):.2f} s.",
-        ],
-    }
+    return [
+        f"Its set-up took {next(setups):.0f} s on the new machine",
+        "The later runs set up in {:.0f} s in BF16 and {:.0f} in".format(*setups),
+        f"which took {float(rounds[0][2]) - float(rounds[0][1]):.2f} s.",
+    ]
 
 
 def waiting_on_h100():
@@ -1899,10 +1935,7 @@ SAID = {
         *(partial(real_row, *each, run) for run in (FOUR, TWO, ADAPTERS) for each in REAL_ROWS),
         lambda: missing_rows(trust_rows(), "docs/research/steps.md"),
         lambda: missing_rows(by_ring(), "docs/research/steps.md"),
-        *(
-            partial(lambda page: missing_rows(at_7500()[page], page), page)
-            for page in ("docs/research/steps.md", "docs/research/log.md")
-        ),
+        lambda: missing_rows(at_7500(), "docs/research/steps.md"),
         unstalled,
         decode_errors,
         by_context,
@@ -2038,6 +2071,7 @@ SAID = {
     ],
     "docs/peers.md": [saved],
     "docs/research/log.md": [
+        lambda: missing_rows(set_up_at_7500(), "docs/research/log.md"),
         lambda: "[{} minutes and {} seconds]".format(*fusion_wait()),
         lambda: "had {:.1f} GiB page-locked. When our worker had".format(*converted()),
         lambda: "all but {1:.1f} were free again".format(*converted()),
