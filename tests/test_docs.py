@@ -585,8 +585,8 @@ def whole_steps():
     """README's measurements of 8B on H200, with an FP8 cache."""
     return (
         f"[whole steps](docs/speed.md#what-a-step-gained) of 3,900 tokens: {step_gain(FOUR)} on "
-        f"four, {step_gain(TWO)} on two; of 7,500, half the layers: "
-        f"{step_gain(HALF_E2E, 1)}, all, another layout: {step_gain(XQA_8K)} |"
+        f"four, {step_gain(TWO)} on two; of 7,500 {step_gain(HALF_E2E, 1)}, half the layers; "
+        f"{step_gain(XQA_8K)} in an old layout |"
     )
 
 
@@ -594,8 +594,8 @@ def whole_exact_steps():
     """README's measurements of 8B with `exact` on H200."""
     return (
         f"[whole steps](docs/speed.md#what-a-step-gained) on two: {step_gain(ALIKE)} with 3,900 "
-        f"tokens, {step_gain(ALIKE_2K)} with 2,000; half the layers on one: "
-        f"{step_gain(HALF_E2E)} with 7,500 |"
+        f"tokens, {step_gain(ALIKE_2K)} with 2,000; longer ones, of 7,500, half the layers: "
+        f"{step_gain(HALF_E2E)} |"
     )
 
 
@@ -1667,8 +1667,13 @@ def at_7500():
     ), strict=True)  # fmt: skip
     decoding = [
         fmean(drawn(HALF_E2E, *span)[0])
-        for span in (("bf16", "19:51:10", "19:51:50"), (BOTH, "19:59:00", "19:59:27"))
+        for span in (
+            ("bf16", "19:51:10", "19:51:50"),
+            (E2E, "20:07:05", "20:07:33"),
+            (BOTH, "19:59:00", "19:59:27"),
+        )
     ]
+    scoring = drawn(HALF_E2E, "bf16", "19:50:25", "19:50:32")[1]
     earlier = [
         sum(drawn(HALF_8K, *span)[0]) / 1e3
         for span in ((KV, "17:24:57", "17:26:09"), ("bf16", "17:17:43", "17:19:12"))
@@ -1685,18 +1690,23 @@ def at_7500():
         f"{plain['plan']['step'] / exact['plan']['step']:.2f}.",
         f"sampled {fp8['times_bf16']['rollout']:.2f} times as fast, `exact` "
         f"{exact['times_bf16']['rollout']:.2f} times.",
-        "Logprobs gained {logprob:.2f} times, training {train:.2f}".format(**fp8["times_bf16"]),
-        f"trained at {100 * plain['mfu_train']:.0f}% of the GPU's peak, FP8 at "
-        f"{100 * fp8['mfu_train']:.0f}% of BF16's",
+        "logprobs gained {logprob:.2f} times, training {train:.2f}".format(**fp8["times_bf16"]),
+        f"trained at {100 * plain['mfu_train']:.0f}% of the GPU's peak. Of the same peak `{BOTH}` "
+        f"reached {100 * fp8['mfu_train']:.0f}%",
         f"`{KV}` gained {rollout_alone['times_bf16']['step']:.2f} times:** it took "
         f"{rollout_alone['step']:.1f} s on another H200, and BF16 {before['step']:.1f}, one step "
         f"of each. The plan says {before['plan']['step'] / rollout_alone['plan']['step']:.2f}. The "
         f"rollout gained {rollout_alone['times_bf16']['rollout']:.2f} times",
-        f"took {kilojoules[0] / kilojoules[1]:.1f} times less energy a step:** the GPU drew "
-        "{1:.1f} kJ, in BF16 {0:.1f}, with `exact` {2:.1f}.".format(*kilojoules),
-        f"BF16 decodes at {decoding[0]:.0f} of an H200's 700 W, `{BOTH}` at {decoding[1]:.0f}.",
+        f"a step took {kilojoules[0] / kilojoules[1]:.1f} times less energy:** the GPU drew "
+        "{1:.1f} kJ, in BF16 {0:.1f}, with `exact` {2:.1f},".format(*kilojoules),
+        "BF16 decodes at {:.0f} of an H200's 700 W, `exact` at {:.0f}, `{}` at {:.0f}.".format(
+            *decoding[:2], BOTH, decoding[2]
+        ),
         "`{}` took {:.1f} kJ, BF16 beside it {:.1f}.".format(KV, *earlier),
-        f"had up to {max(held):.0f} GiB",
+        f"had up to {held[1]:.0f} GiB with `{BOTH}` and {scoring:.0f} in BF16, where plans say "
+        "{1:.0f} and {0:.0f}.".format(
+            *(memory_per_gpu(it).needed_gib("logprob") for _, it in timed(HALF_E2E)[:2])
+        ),
         "Training allocated {:.1f} GiB in BF16 and {:.1f} in FP8".format(
             peaks["bf16-tis"], peaks[f"{BOTH}-tis"]
         ),
