@@ -36,10 +36,11 @@ from benchmarks import record
 from benchmarks.speed import nemo_stack
 from benchmarks.speed.nemo_stack import Case
 from fp8_nemo.plan.plan import Plan
+from fp8_nemo.plan.speed import GPU_SPEED
 from fp8_nemo.recipe.options.model import Shape
 
-PEAK = {"bf16": 989e12, "fp8": 1979e12}
-"""FLOP/s of dense products on one H200, by NVIDIA's datasheet."""
+PEAK = {name: getattr(GPU_SPEED["h200"], name) for name in ("bf16", "fp8")}
+"""FLOP/s of dense products on one H200."""
 WARM_UP = 4
 ALIGN = 16
 """Rows that an expert's tokens are padded to (TransformerEngine, fp8_padding.py)."""

@@ -51,9 +51,12 @@ def base_of(keys: Mapping[str, Any]) -> Base:
     return Base(**{name: keys[key] for name, key in BASE_KEYS.items()})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Host:
-    """Describe one NeMo RL: `Host("v0.7.0", "/opt/nemo-rl", {...}, V0_7_0_DEFECTS)`."""
+    """Describe one NeMo RL: `Host("v0.7.0", "/opt/nemo-rl", {...}, V0_7_0_DEFECTS)`.
+
+    Hosts are compared by identity: a checkout is read once.
+    """
 
     name: str
     root: str | None = None

@@ -20,7 +20,6 @@ from fp8_nemo.nemo_config.overrides import path_overrides
 from fp8_nemo.nemo_config.versions import OPTIMIZER_ALWAYS_MOVED
 from fp8_nemo.plan.layout import Choice, choose
 from fp8_nemo.plan.memory import (
-    GPU_GIB,
     HEADROOM,
     checkpoint_gib,
     host_gib,
@@ -43,10 +42,10 @@ from fp8_nemo.plan.plan import Plan
 from fp8_nemo.plan.speed import decode_of_engine, is_fitted
 from fp8_nemo.plan.step_time import mean_context, step_seconds, usual_lengths
 from fp8_nemo.recipe.mistake import as_typed
+from fp8_nemo.recipe.options.cluster import Cluster
 from fp8_nemo.recipe.options.precision import FORMATS, Precision
 from fp8_nemo.recipe.settled import KEPT_CHECKPOINTS, Layout, Settled
 
-SHOWN_GPUS = ("h100", "h200")
 LARGER_ENGINES = "; not taken, as larger engines must gain more than 10%"
 """Of a layout that is estimated faster than the chosen one (`layout.ALIKE`)."""
 
@@ -256,16 +255,21 @@ def _nemo_rows(plan: Plan, host: Host, *, alone: bool) -> dict[str, str]:
     assert plan.nemo
     settled = plan.settled
     environment = " ".join(f"{name}={value}" for name, value in plan.nemo.environment.items())
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     return {
         "NeMo RL": f"{plan.nemo.host}; {plan.nemo.base_config}",
         "layout": _layout_text(settled, settled.layout),
         **(_others(settled, host) if alone else {}),
         "memory": "; ".join(_memory_texts(settled, host)) + "; an estimate",
         "decode": "; ".join(_speed_texts(settled)),
-        "environment": f"{environment}; hub cache {home}",
+        "environment": f"{environment}; hub cache {_hub_cache(plan.recipe.cluster)}",
         "checked": _checked(plan, host),
     }
+
+
+def _hub_cache(cluster: Cluster) -> str:
+    """Return the folder of the hub's files in a run: the job's, or that of who submits."""
+    set_there = dict(each.split("=", 1) for each in cluster.env if "=" in each)
+    return set_there.get("HF_HOME") or os.environ.get("HF_HOME") or "~/.cache/huggingface"
 
 
 def _layout_text(settled: Settled, layout: Layout) -> str:
@@ -315,24 +319,11 @@ def _kind(layout: Layout) -> tuple[int, int, int, int, bool]:
     return *spread, layout.recompute
 
 
-def _with(settled: Settled, gpu: str, precision: Precision) -> Settled:
-    """Return the same run on another GPU, in another precision."""
-    recipe = settled.recipe
-    cluster = replace(recipe.cluster, gpu=gpu)
-    return replace(settled, recipe=replace(recipe, cluster=cluster, precision=precision))
-
-
 def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
-    """Yield the headroom on the usual GPUs, and the parts of the worst phase on this run's GPU."""
-    recipe = settled.recipe
-    for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
-        memory = memory_per_gpu(_with(settled, gpu, recipe.precision))
-        free = ", ".join(
-            f"{phase} {max(0.0, memory.headroom(phase)):.0%}" for phase in memory.phases
-        )
-        low = "" if memory.headroom(memory.worst) >= HEADROOM else " (TOO LITTLE)"
-        yield f"{gpu} {GPU_GIB[gpu]:.0f} GiB, free in {free}{low}"
+    """Yield a GPU's headroom in each phase, the parts of the worst, and what the host holds."""
     memory = memory_per_gpu(settled)
+    free = ", ".join(f"{phase} {max(0.0, memory.headroom(phase)):.0%}" for phase in memory.phases)
+    yield f"of {memory.gpu_gib:.0f} GiB free in {free}"
     yield memory.text(memory.worst)
     yield f"KV cache of an engine {kv_cache_tokens(settled, memory):,} tokens"
     locked = host_gib(settled)
@@ -350,22 +341,21 @@ def _memory_texts(settled: Settled, host: Host) -> Iterator[str]:
 
 
 def _speed_texts(settled: Settled) -> Iterator[str]:
-    """Yield decode's speed on the usual GPUs, and its ratio to BF16's."""
+    """Yield decode's speed, and its ratio to BF16's."""
     recipe = settled.recipe
     lengths = usual_lengths(settled)
     context = mean_context(settled, lengths)
     found = decode_of_engine(settled, context)
-    plain = decode_of_engine(_with(settled, recipe.cluster.gpu, Precision()), context)
+    in_bf16 = replace(settled, recipe=replace(recipe, precision=Precision()))
+    plain = decode_of_engine(in_bf16, context)
     yield (
-        f"{found.running} of an engine's {settled.sequences_per_engine} sequences of "
-        f"{context:,.0f} tokens fit its cache"
+        f"{found.running} of an engine's {settled.sequences_per_engine} sequences fit its cache, "
+        f"at a mean of {context:,.0f} tokens while they grow"
     )
-    for gpu in dict.fromkeys((*SHOWN_GPUS, recipe.cluster.gpu)):
-        there = decode_of_engine(_with(settled, gpu, recipe.precision), context)
-        yield f"{gpu} {there.tokens_per_second:,.0f} tokens/s"
+    yield f"{found.tokens_per_second:,.0f} tokens/s an engine on {recipe.cluster.gpu}"
     if recipe.precision.rollout.is_quantized:
         ratio = found.tokens_per_second / plain.tokens_per_second
-        yield f"{ratio:.2f} times BF16 in this layout, whose cache holds {plain.running}"
+        yield f"{ratio:.2f} times BF16's in this layout, where BF16's cache holds {plain.running}"
     if is_fitted(settled):
         gpu = "H100" if settled.recipe.precision.rollout.group else "H200"
         yield f"estimates, fitted on an {gpu}"

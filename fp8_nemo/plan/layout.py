@@ -69,18 +69,16 @@ def choose(settled: Settled, host: Host) -> list[Choice]:
         host: whose limits a layout must keep to.
     """
     same = replace(settled, recipe=replace(settled.recipe, seed=0, outputs=""))
-    return [*_search(_Search(repr(same), id(host), settled, host))]
+    return [*_search(_Search(repr(same), host, settled))]
 
 
 @dataclass(frozen=True)
 class _Search:
     """Search for layouts: runs that differ by their seed or their outputs share one search."""
 
-    text: str
-    host_id: int
-    """Of a host that the cache keeps, so that no other gets its number."""
+    same: str
+    host: Host
     settled: Settled = field(compare=False)
-    host: Host = field(compare=False)
 
 
 @cache

@@ -221,8 +221,22 @@ def test_the_plan_says_what_to_take_where_its_own_precision_gains_too_little():
     why = "fp8-kv-attn's 1.23x is an estimate of experts, so rough; time five steps of each"
     take = f"precision=bf16: {why}"
     assert dict(precisions(experts, MAIN))["take"] == take
-    for worth in (["precision=fp8-e2e"], ["precision=bf16"], ["precision=fp16"]):
-        assert told(*short, *worth) is None
+    for worth in ("bf16", "fp16", "fp8-e2e-kv-attn", EXACT):
+        assert told(*short, *f"precision={worth}".split()) is None
+
+
+def test_a_plan_names_the_precision_without_mismatch_where_its_own_has_mismatch_for_no_more_speed():
+    def told(*words):
+        return dict(precisions(plan("cluster.gpu=h200", *words), MAIN)).get("take", "")
+
+    at_8k = "grpo.max_new_tokens=8192"
+    why, _, others = told(at_8k).partition("; ")
+    assert why.startswith(f"precision={EXACT}, 1.1") and "x without mismatch: fp8-kv-attn's" in why
+    assert why.endswith("x has mismatch, and is not the fastest")
+    assert others.startswith("by estimate, each at a risk of its own: fp8-e2e-kv-attn 1.3")
+    assert told("precision=fp8-e2e").startswith(f"precision={EXACT}, ")
+    assert not told(at_8k, "precision=fp8-e2e-kv-attn")
+    assert not told("grpo.max_new_tokens=32768")  # where what has no mismatch gains too little
 
 
 def test_the_run_directory_is_the_same_on_other_gpus_and_keeps_its_first_layout(tmp_path):

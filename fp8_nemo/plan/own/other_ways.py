@@ -50,8 +50,9 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     said = "against BF16 in its fastest layout" + (f", {ROUGH}" if experts else "")
     said += f": {', '.join(texts[name] for name in fastest)}"
     said += f"; too large: {', '.join(too_large)}" if too_large else ""
-    why_not = _why_not(plan, times(plan.settled, plain))
     worth = [name for name in fastest if round(gains[name], 2) >= WORTH and not experts]
+    gain = times(plan.settled, plain)
+    why_not = _why_not(plan, gain) or _neither_safest_nor_fastest(plan, gain, worth)
     best = f"{EXACT}, {gains[EXACT]:.2f}x without mismatch" if EXACT in worth else BASELINE
     advice = f"precision={best}: {why_not}"
     if more := ", ".join(texts[name] for name in worth if name != EXACT):
@@ -73,6 +74,16 @@ def _why_not(plan: Plan, gain: float) -> str:
         return f"{told} too little to risk accuracy for"
     rough = f"{told} an estimate of experts, so rough; time five steps of each"
     return rough if recipe.model.shape.experts else ""
+
+
+def _neither_safest_nor_fastest(plan: Plan, gain: float, worth: list[str]) -> str:
+    """Say so of a precision with mismatch where one without is worth it, and others are faster."""
+    precision = plan.recipe.precision
+    if EXACT not in worth or not precision.rollout.is_quantized or precision.is_exact:
+        return ""
+    if precision.name == worth[0]:
+        return ""
+    return f"{precision.name}'s {gain:.2f}x has mismatch, and is not the fastest"
 
 
 def against_bf16(plan: Plan, host: Host) -> str:
