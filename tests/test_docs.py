@@ -547,7 +547,7 @@ def node_hours():
     ]
     return (
         f"500 steps take by estimate {hours} hours in `{KV}`, {plain} in `bf16`; on four H100s "
-        f"steps took {100 * longer[0]:.0f} to {longer[1]:.0%} longer than planned. Both train"
+        f"steps took {100 * longer[0]:.0f} to {longer[1]:.0%} longer than planned."
     )
 
 
@@ -555,7 +555,7 @@ def erring_as_on_four_h100s():
     """What README makes of the plan's error in the one gain of all of 8B on H100."""
     off = real(H100S)[KV]["times_bf16"]["step"] / planned_gain(H100S)
     gains = [off * float(planned("h100", longest)[KV]) for longest in (8192, 4096)]
-    return "If it errs so on eight, 8k gains {:.2f} and 4k {:.2f}.".format(*gains)
+    return "If eight fall as short, 8k gains {:.2f} and 4k {:.2f}.".format(*gains)
 
 
 def half_the_layers():
@@ -1727,7 +1727,8 @@ def at_7500():
         f"{rollout_alone['step']:.1f} s on another H200, and BF16 {before['step']:.1f}, one step "
         f"of each. The plan says {before['plan']['step'] / rollout_alone['plan']['step']:.2f}. The "
         f"rollout gained {rollout_alone['times_bf16']['rollout']:.2f} times",
-        f"a step took {kilojoules[0] / kilojoules[1]:.1f} times less energy:** the GPU drew "
+        f"cut a step's energy {earlier[1] / earlier[0]:.1f} to {kilojoules[0] / kilojoules[1]:.1f} "
+        f"times:** with `{BOTH}` the GPU drew "
         "{1:.1f} kJ, in BF16 {0:.1f}, with `exact` {2:.1f},".format(*kilojoules),
         "BF16 decodes at {:.0f} of an H200's 700 W, `exact` at {:.0f}, `{}` at {:.0f}.".format(
             *decoding[:2], BOTH, decoding[2]
@@ -1740,8 +1741,8 @@ def at_7500():
         "Training allocated {:.1f} GiB in BF16 and {:.1f} in FP8".format(
             peaks["bf16-tis"], peaks[f"{BOTH}-tis"]
         ),
-        "expects {1.train:.0f} s of its training, where BF16 takes {0.train:.0f} with tensor "
-        "parallel 2, and {1.logprob:.0f} s of its logprobs instead of {0.logprob:.0f}.".format(
+        "plans expect {1.train:.0f} s of FP8 training there, {0.train:.0f} of BF16's with tensor "
+        "parallel 2; logprobs {1.logprob:.0f} and {0.logprob:.0f}.".format(
             *map(at_8k_on_h100, ("bf16", BOTH))
         ),
     ]
@@ -1857,8 +1858,8 @@ SAID = {
         whole_steps,
         whole_exact_steps,
         lambda: (
-            f"a step was **{real_gain('step', ALIKE_2K)}** as fast as BF16's; at 8k on eight it is "
-            f"{planned('h200', 8192)[EXACT]}, by estimate."
+            f"a step was **{real_gain('step', ALIKE_2K)}** as fast as BF16's; at a limit of 8k "
+            f"eight should gain {planned('h200', 8192)[EXACT]} times."
         ),
         erring_as_on_four_h100s,
         half_the_layers,

@@ -34,11 +34,10 @@ def set_rollout_precision(model: PreTrainedModel, precision: Precision) -> None:
     pow2, rollout = precision.scales == "pow2", precision.rollout.name
     for name, module in list(model.named_modules()):
         quantized = _is_fp8(model, name, precision)
-        if _is_experts(name):
-            held = (
-                RolloutExperts(module, pow2, rollout) if quantized else PlainExperts(module, pow2)
-            )
-            _replace(model, name, held)
+        if _is_experts(name) and quantized:
+            _replace(model, name, RolloutExperts(module, pow2, rollout))
+        elif _is_experts(name):
+            _replace(model, name, PlainExperts(module, pow2))
         elif isinstance(module, nn.Linear) and quantized:
             _replace(model, name, RolloutLinear(module, pow2, rollout))
         elif isinstance(module, nn.Linear):
