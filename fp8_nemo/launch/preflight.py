@@ -15,11 +15,13 @@ from fp8_nemo.nemo.worker_settings import PLUGIN, PLUGINS, own_folder
 from fp8_nemo.nemo_config.checkout import REMEDY, read_host
 from fp8_nemo.nemo_config.host import ROOT_VARIABLE, Host, HostError, root_of
 from fp8_nemo.nemo_config.limits import host_mistakes
+from fp8_nemo.plan.memory import GPU_GIB
 from fp8_nemo.plan.model import position_mistakes
 from fp8_nemo.plan.plan import Plan
 from fp8_nemo.recipe.mistake import Mistake
 from fp8_nemo.recipe.model_dir import known_config, model_mistakes, shape_mistakes
 from fp8_nemo.recipe.options.cluster import Cluster
+from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.own.reward import reward_problems
 from fp8_nemo.recipe.problems import DataError, load_problems
 from fp8_nemo.runs.provenance import gpus
@@ -53,6 +55,7 @@ def problems_with(plan: Plan) -> list[str]:
     return [
         *host_problems(plan, host),
         *map(str, machine_mistakes(recipe.cluster)),
+        *map(str, gpu_mistakes(recipe)),
         *room_problems(plan),
         *software_problems(plan, host),
         *resume_problems(recipe.cluster, root),
@@ -86,6 +89,18 @@ def machine_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     if found is not None and found < wanted:
         remedy = f"set cluster.gpus_per_node={found}, or other CUDA_VISIBLE_DEVICES"
         yield Mistake("cluster.gpus_per_node", wanted, f"this machine shows {found}", remedy)
+
+
+def gpu_mistakes(recipe: Recipe) -> Iterator[Mistake]:
+    """Check that a layout chosen for a GPU starts on that one; jobs do so on every node."""
+    cluster = recipe.cluster
+    if cluster.kind != "here" or os.environ.get("RAY_ADDRESS") or recipe.model.layout != "auto":
+        return
+    for name in sorted({each.name for each in gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or []}):
+        known = [kind for kind in GPU_GIB if kind in name.lower()]
+        if known and cluster.gpu not in known:
+            remedy = f"set cluster.gpu={known[0]}"
+            yield Mistake("cluster.gpu", cluster.gpu, f"this machine shows {name}", remedy)
 
 
 def room_problems(plan: Plan) -> Iterator[str]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from fp8_nemo.nemo_config.own.loss import native_correction
 from fp8_nemo.nemo_config.seams import SEAMS
 from fp8_nemo.plan.memory import HEADROOM, MemoryByPhase, memory_per_gpu
 from fp8_nemo.plan.model import adapters
-from fp8_nemo.recipe.options.cluster import SBATCH_KEYS
+from fp8_nemo.recipe.compose import read_options
+from fp8_nemo.recipe.options.cluster import SBATCH_KEYS, Cluster
 from fp8_nemo.recipe.options.precision import Recalibrate
 from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.options.training import Noise
@@ -27,6 +29,9 @@ SMALL_RATE = 1e-6
 TRIED = {"context": 2, "pipeline": 1}
 TRIED_WITH_EXPERTS = {"context": 1, "pipeline": 1, "tensor": 1}
 """Most GPUs along an axis of a layout in any run on GPUs, and in any of experts (README)."""
+
+SHIPPED_CLUSTERS = ("here", "slurm")
+"""Whose GPU is a default, and says nothing of a machine."""
 
 STOCK_RECALIBRATE = Recalibrate(source="forward", margin=1.05, first_margin=1.05, history=1)
 """NeMo RL's own (conf/glue/stock.yaml)."""
@@ -78,6 +83,7 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
     yield from _mixed_blocks(recipe)
     yield from _without_effect(recipe)
     yield from _tight_memory(settled, memory)
+    yield from _other_gpu_than_the_sites(recipe.cluster)
 
 
 def _untried_axes(settled: Settled) -> Iterator[str]:
@@ -330,6 +336,21 @@ def _notes(without_effect: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
     for key, (is_set, reason) in without_effect.items():
         if is_set:
             yield f"{key}: no effect, {reason}"
+
+
+def _other_gpu_than_the_sites(cluster: Cluster) -> Iterator[str]:
+    """Note a line that names another GPU than its site's own file: a job would be refused."""
+    site = None if cluster.name in SHIPPED_CLUSTERS else _sites().get(cluster.name)
+    if site and site.gpu != cluster.gpu:
+        yield (
+            f"cluster.gpu={cluster.gpu}: {cluster.name}'s file has {site.gpu}, and a job ends at "
+            "once on other GPUs than its plan's; leave cluster.gpu out, unless the nodes have those"
+        )
+
+
+@cache
+def _sites() -> dict[str, Cluster]:
+    return read_options("cluster")
 
 
 def _tight_memory(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:

@@ -221,13 +221,35 @@ def test_stretched_positions_are_not_held_against_a_sequence(tmp_path):
     assert ask_the_hub("org/model", tmp_path, *long, HF_HUB_OFFLINE="1") == ""
 
 
-def test_nodes_and_gpus_that_this_machine_has_not_are_one_line_each(monkeypatch, tmp_path):
+@pytest.fixture
+def two_h100(monkeypatch, tmp_path):
+    """Let the driver's own tool show two H100."""
     driver_tool = tmp_path / "nvidia-smi"
     driver_tool.write_text("#!/bin/sh\nfor n in 0 1; do echo NVIDIA H100, 580.1, 81559, 4; done\n")
     driver_tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.usefixtures("two_h100")
+def test_a_layout_chosen_for_another_gpu_than_this_machines_is_one_line(monkeypatch):
+    def told(*words):
+        [recipe] = compose(words)
+        return [str(each) for each in preflight.gpu_mistakes(recipe)]
+
+    large = ("model=llama31-8b", "cluster.gpu=h200")
+    line = "cluster.gpu=h200: this machine shows NVIDIA H100; set cluster.gpu=h100"
+    assert told(*large) == [line]
+    assert not told("model=llama31-8b")
+    assert not told("model=small-llama", "backend=nemo", "cluster.gpu=h200")  # its layout is given
+    assert not told(*large, "cluster=slurm")  # recipes.check_cluster looks at each node
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert not told(*large)
+
+
+@pytest.mark.usefixtures("two_h100")
+def test_nodes_and_gpus_that_this_machine_has_not_are_one_line_each(monkeypatch):
     cluster = compose(["model=llama31-8b", "cluster.nodes=4", "cluster.gpus_per_node=8"])[0].cluster
     nodes, gpus = map(str, preflight.machine_mistakes(cluster))
     assert nodes.startswith("cluster.nodes=4: cluster.kind=here is one machine; set RAY_ADDRESS")

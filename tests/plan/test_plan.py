@@ -3,7 +3,10 @@
 import dataclasses
 import gzip
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from fp8_nemo.plan.describe import describe
 from fp8_nemo.plan.model import count
 from fp8_nemo.plan.plan import PlanError, plan_from_json, plan_recipe
 from fp8_nemo.recipe.compose import ComposeError, compose
+from fp8_nemo.runs.frozen_code import freeze_code
 
 ROOT = Path(__file__).parents[2]
 OWN_VLLM = "nemo.policy.generation.vllm_kwargs"
@@ -370,3 +374,28 @@ def test_scales_of_heads_are_counted_hashed_and_refused_inside_nemo_rl():
 def test_experts_in_fp8_are_told_of_replay(words, noted):
     [found] = compose_plans(words)
     assert any(note.startswith("replay:") for note in found.notes) is noted
+
+
+NOTES = """
+import sys
+from fp8_nemo.nemo_config.host import MAIN
+from fp8_nemo.plan.cells import compose_plans
+print(*compose_plans(sys.argv[1:], lambda recipe: MAIN)[0].notes, sep="\\n")
+"""
+
+
+def test_a_plan_notes_a_line_whose_gpu_is_not_the_one_in_the_sites_file(tmp_path):
+    code = freeze_code(tmp_path)
+    site = code / "fp8_nemo" / "conf" / "cluster" / "mysite.yaml"
+    site.write_text("defaults: [slurm, _self_]\nname: mysite\ngpu: h100\ninterpreter: system\n")
+
+    def notes(*words):
+        call = [sys.executable, "-P", "-c", NOTES, "model=llama31-8b", *words]
+        own = os.environ | {"PYTHONPATH": str(code)}
+        found = subprocess.run(call, env=own, capture_output=True, text=True, check=True).stdout
+        return [line for line in found.splitlines() if "file has" in line]
+
+    [line] = notes("cluster=mysite", "cluster.gpu=h200")
+    assert line.startswith("cluster.gpu=h200: mysite's file has h100, and a job ends at once on")
+    assert not notes("cluster=mysite")
+    assert not notes("cluster=slurm", "cluster.gpu=h200", "cluster.interpreter=system")
