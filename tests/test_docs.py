@@ -611,8 +611,8 @@ def whole_steps():
     """README's measurements of 8B on H200, with an FP8 cache."""
     return (
         f"[whole steps](docs/speed.md#what-a-step-gained) of 3,900 tokens: {step_gain(FOUR)} on "
-        f"four, {step_gain(TWO)} on two; of 7,500 {step_gain(HALF_E2E, 1)}, half the layers; "
-        f"{step_gain(XQA_8K)} in an old layout |"
+        f"four, {step_gain(TWO)} on two; of 7,500, half the layers on one: "
+        f"{step_gain(HALF_E2E, 1)}; in an old layout {step_gain(XQA_8K)} |"
     )
 
 
@@ -620,8 +620,8 @@ def whole_exact_steps():
     """README's measurements of 8B with `exact` on H200."""
     return (
         f"[whole steps](docs/speed.md#what-a-step-gained) on two: {step_gain(ALIKE)} with 3,900 "
-        f"tokens, {step_gain(ALIKE_2K)} with 2,000; longer ones, of 7,500, half the layers: "
-        f"{step_gain(HALF_E2E)} |"
+        f"tokens, {step_gain(ALIKE_2K)} with 2,000; half the layers on one: "
+        f"{step_gain(HALF_E2E)} with 7,500 |"
     )
 
 
@@ -1690,11 +1690,10 @@ def at_7500():
     """steps.md's section on 16 layers at 7,500 tokens: its table, gains, energy and memory."""
     plain, fp8, exact = real(HALF_E2E).values()
     before, rollout_alone = real(HALF_8K).values()
-    kilojoules, held = zip(*(
-        (sum(watts) / 1e3 / row["steps"], most)
+    kilojoules = [
+        sum(drawn(HALF_E2E, row["precision"])[0]) / 1e3 / row["steps"]
         for row in (plain, fp8, exact)
-        for watts, most in [drawn(HALF_E2E, row["precision"])]
-    ), strict=True)  # fmt: skip
+    ]
     decoding = [
         fmean(drawn(HALF_E2E, *span)[0])
         for span in (
@@ -1703,7 +1702,7 @@ def at_7500():
             (BOTH, "19:59:00", "19:59:27"),
         )
     ]
-    scoring = drawn(HALF_E2E, "bf16", "19:50:25", "19:50:32")[1]
+    held, scoring = drawn(HALF_E2E, BOTH)[1], drawn(HALF_E2E, "bf16", "19:50:25", "19:50:32")[1]
     earlier = [
         sum(drawn(HALF_8K, *span)[0]) / 1e3
         for span in ((KV, "17:24:57", "17:26:09"), ("bf16", "17:17:43", "17:19:12"))
@@ -1727,14 +1726,14 @@ def at_7500():
         f"{rollout_alone['step']:.1f} s on another H200, and BF16 {before['step']:.1f}, one step "
         f"of each. The plan says {before['plan']['step'] / rollout_alone['plan']['step']:.2f}. The "
         f"rollout gained {rollout_alone['times_bf16']['rollout']:.2f} times",
-        f"cut a step's energy {earlier[1] / earlier[0]:.1f} to {kilojoules[0] / kilojoules[1]:.1f} "
-        f"times:** with `{BOTH}` the GPU drew "
+        f"a step took {earlier[1] / earlier[0]:.1f} to {kilojoules[0] / kilojoules[1]:.1f} times "
+        f"less energy:** with `{BOTH}` the GPU drew "
         "{1:.1f} kJ, in BF16 {0:.1f}, with `exact` {2:.1f},".format(*kilojoules),
         "BF16 decodes at {:.0f} of an H200's 700 W, `exact` at {:.0f}, `{}` at {:.0f}.".format(
             *decoding[:2], BOTH, decoding[2]
         ),
         "`{}` took {:.1f} kJ, BF16 beside it {:.1f}.".format(KV, *earlier),
-        f"had up to {held[1]:.0f} GiB with `{BOTH}` and {scoring:.0f} in BF16, where plans say "
+        f"had up to {held:.0f} GiB with `{BOTH}` and {scoring:.0f} in BF16, where plans say "
         "{1:.0f} and {0:.0f}.".format(
             *(memory_per_gpu(it).needed_gib("logprob") for _, it in timed(HALF_E2E)[:2])
         ),

@@ -80,7 +80,7 @@ def host_problems(plan: Plan, host: Host) -> Iterator[str]:
 
 def machine_mistakes(cluster: Cluster) -> Iterator[Mistake]:
     """Check that this machine has the GPUs, if the run is to start here on a Ray of its own."""
-    if cluster.kind != "here" or os.environ.get("RAY_ADDRESS"):
+    if not _has_own_ray_here(cluster):
         return
     if cluster.nodes > 1:
         remedy = "set RAY_ADDRESS to a Ray cluster that spans the nodes"
@@ -92,9 +92,9 @@ def machine_mistakes(cluster: Cluster) -> Iterator[Mistake]:
 
 
 def gpu_mistakes(recipe: Recipe) -> Iterator[Mistake]:
-    """Check that a layout chosen for a GPU starts on that one; jobs do so on every node."""
+    """Check that a layout chosen for a GPU starts on that one; a job checks each of its nodes."""
     cluster = recipe.cluster
-    if cluster.kind != "here" or os.environ.get("RAY_ADDRESS") or recipe.model.layout != "auto":
+    if not _has_own_ray_here(cluster) or recipe.model.layout != "auto":
         return
     for name in sorted({each.name for each in gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) or []}):
         known = [kind for kind in GPU_GIB if kind in name.lower()]
@@ -105,8 +105,12 @@ def gpu_mistakes(recipe: Recipe) -> Iterator[Mistake]:
 
 def room_problems(plan: Plan) -> Iterator[str]:
     """Check this machine's memory and disk, if the run is to start here on a Ray of its own."""
-    if plan.recipe.cluster.kind == "here" and not os.environ.get("RAY_ADDRESS"):
+    if _has_own_ray_here(plan.recipe.cluster):
         yield from short_of(plan, room(plan))
+
+
+def _has_own_ray_here(cluster: Cluster) -> bool:
+    return cluster.kind == "here" and not os.environ.get("RAY_ADDRESS")
 
 
 def visible_gpus() -> int | None:

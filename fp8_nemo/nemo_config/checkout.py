@@ -21,7 +21,6 @@ from fp8_nemo.recipe.options.recipe import Recipe
 from fp8_nemo.recipe.plain import escape_interpolation, leaves
 
 REMEDY = f"set {ROOT_VARIABLE}, or cluster.nemo_root=FOLDER, to a clone of NVIDIA-NeMo/RL"
-WITHOUT = "to plan without one, add cluster.nemo_root=null"
 
 
 def host_of(recipe: Recipe) -> Host:
@@ -43,7 +42,10 @@ def read_host(root: Path) -> Host:
     """
     for name in (ENTRY, GRPO, POLICY, CONFIG):
         if not (root / name).is_file():
-            raise HostError(f"{root}: no NeMo RL here, {name} is missing; {REMEDY}; {WITHOUT}")
+            raise HostError(
+                f"{root}: no NeMo RL here, {name} is missing; {REMEDY}; to plan without one, add "
+                "cluster.nemo_root=null"
+            )
     source = Source(root)
     if missing := list(source.missing_seams()):
         raise HostError(

@@ -76,7 +76,7 @@ def choose(settled: Settled, host: Host) -> list[Choice]:
 class _Search:
     """Search for layouts: runs that differ by their seed or their outputs share one search."""
 
-    same: str
+    key: str
     host: Host
     settled: Settled = field(compare=False)
 

@@ -339,12 +339,13 @@ def _notes(without_effect: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
 
 
 def _other_gpu_than_the_sites(cluster: Cluster) -> Iterator[str]:
-    """Note a line that names another GPU than its site's own file: a job would be refused."""
+    """Note a line that names another GPU than its site's own file."""
     site = None if cluster.name in SHIPPED_CLUSTERS else _sites().get(cluster.name)
     if site and site.gpu != cluster.gpu:
         yield (
-            f"cluster.gpu={cluster.gpu}: {cluster.name}'s file has {site.gpu}, and a job ends at "
-            "once on other GPUs than its plan's; leave cluster.gpu out, unless the nodes have those"
+            f"cluster.gpu={cluster.gpu}: {cluster.name}'s file has {site.gpu}; cluster.preflight "
+            "ends a job on other GPUs than its plan's, so leave cluster.gpu out, unless the nodes "
+            f"have {cluster.gpu}"
         )
 
 

@@ -396,6 +396,6 @@ def test_a_plan_notes_a_line_whose_gpu_is_not_the_one_in_the_sites_file(tmp_path
         return [line for line in found.splitlines() if "file has" in line]
 
     [line] = notes("cluster=mysite", "cluster.gpu=h200")
-    assert line.startswith("cluster.gpu=h200: mysite's file has h100, and a job ends at once on")
+    assert line.startswith("cluster.gpu=h200: mysite's file has h100; cluster.preflight")
     assert not notes("cluster=mysite")
     assert not notes("cluster=slurm", "cluster.gpu=h200", "cluster.interpreter=system")

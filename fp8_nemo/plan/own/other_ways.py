@@ -30,7 +30,8 @@ large (docs/speed.md), so a tenth is left; and what FP8 costs in accuracy is not
 def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     """Return how fast a step is in each shipped precision that fits, against BF16, as one row.
 
-    A second row says what to take where the plan's own gains too little.
+    A second row says what to take where the plan's own gains too little, or has mismatch for a gain
+    that is not the largest.
     """
     if not plan.nemo or not (plain := in_precision(BASELINE, plan, host)):
         return []
@@ -52,7 +53,10 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
     said += f"; too large: {', '.join(too_large)}" if too_large else ""
     worth = [name for name in fastest if round(gains[name], 2) >= WORTH and not experts]
     gain = times(plan.settled, plain)
-    why_not = _why_not(plan, gain) or _neither_safest_nor_fastest(plan, gain, worth)
+    why_not = _why_not(plan, gain)
+    name, is_exact = plan.recipe.precision.name, plan.recipe.precision.is_exact
+    if EXACT in worth and name in worth[1:] and not is_exact:
+        why_not = f"{name}'s {gain:.2f}x has mismatch, and is not the fastest"
     best = f"{EXACT}, {gains[EXACT]:.2f}x without mismatch" if EXACT in worth else BASELINE
     advice = f"precision={best}: {why_not}"
     if more := ", ".join(texts[name] for name in worth if name != EXACT):
@@ -74,16 +78,6 @@ def _why_not(plan: Plan, gain: float) -> str:
         return f"{told} too little to risk accuracy for"
     rough = f"{told} an estimate of experts, so rough; time five steps of each"
     return rough if recipe.model.shape.experts else ""
-
-
-def _neither_safest_nor_fastest(plan: Plan, gain: float, worth: list[str]) -> str:
-    """Say so of a precision with mismatch where one without is worth it, and others are faster."""
-    precision = plan.recipe.precision
-    if EXACT not in worth or not precision.rollout.is_quantized or precision.is_exact:
-        return ""
-    if precision.name == worth[0]:
-        return ""
-    return f"{precision.name}'s {gain:.2f}x has mismatch, and is not the fastest"
 
 
 def against_bf16(plan: Plan, host: Host) -> str:
