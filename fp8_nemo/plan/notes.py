@@ -49,8 +49,8 @@ def nemo_notes(settled: Settled, memory: MemoryByPhase) -> Iterator[str]:
     if not recipe.data.is_made and recipe.grpo.max_new_tokens:
         yield (
             f"nemo.{PROMPT}: NeMo RL cuts prompts of {settled.prompt_tokens} tokens and more to "
-            f"4, learns nothing of them and marks them wrong; +nemo.{PROMPT}=N makes room for "
-            "longer ones"
+            f"4 tokens, learns nothing of them and marks them wrong; +nemo.{PROMPT}=N makes room "
+            "for longer ones"
         )
     yield from _untried_axes(settled)
     yield from _engine_of_several_gpus(settled)
