@@ -737,7 +737,7 @@ def bounds(signal):
 FOUR, TWO, ADAPTERS, H100S = "8b-4-h200", "8b-2-h200", "8b-lora-h100", "8b-4-h100"
 ALIKE, ALIKE_2K, XQA_2K = "8b-exact-2-h200", "8b-exact-2k-2-h200", "8b-xqa-2k-2-h200"
 STOCK_2K, XQA_8K = "8b-stock-2k-2-h200", "8b-8k-2-h200"
-HALF_8K, HALF_E2E = "8b16-8k-h200", "8b16-8k-e2e-h200"
+HALF_8K, HALF_E2E, ADAPTED = "8b16-8k-h200", "8b16-8k-e2e-h200", "30b16-8k-h200"
 PAIRS = (FOUR, TWO, ALIKE, ALIKE_2K, XQA_2K, XQA_8K, ADAPTERS, H100S)
 
 
@@ -762,6 +762,7 @@ GPUS_OF = {
     FOUR: "four H200s", TWO: "two H200s", ALIKE: "two H200s", ALIKE_2K: "two H200s",
     XQA_2K: "two H200s", XQA_8K: "two H200s", ADAPTERS: "one H100, LoRA", H100S: "four H100s",
     HALF_8K: "one H200, 16 of 32 layers", HALF_E2E: "one H200, 16 of 32 layers",
+    ADAPTED: "one H200, Qwen3-30B-A3B, 16 of 48 layers, LoRA of attention",
 }  # fmt: skip
 
 
@@ -1042,7 +1043,7 @@ def by_cutlass(pair):
 
 
 def experts_rows():
-    """steps.md's table of the libraries that multiply experts."""
+    """experts.md's table of the libraries that multiply experts."""
     for name, (experts, machine) in WORKERS.items():
         file = f"[{machine}](../../benchmarks/results/train-worker-{name}-h200.json)"
         for routes, pair in in_the_worker(name).items():
@@ -1111,7 +1112,7 @@ def all_of_30b():
 
 
 def all_of_30b_pair():
-    """steps.md's table of all of 30B-A3B with LoRA, and what it says of the pair."""
+    """experts.md's table of all of 30B-A3B with LoRA, and what it says of the pair."""
     plain, fp8 = (real("30b-lora-2-h200")[name] for name in ("bf16", KV))
     phases = ("rollout", "rollout"), ("logprobs", "logprob"), ("training", "train")
     rows = [
@@ -1308,7 +1309,7 @@ def six_layers_token():
 
 
 def six_layers_copied():
-    """steps.md's refits of six layers, copied and by vLLM's loader, and a step of `fp8-linear`."""
+    """experts.md's refits of six layers, copied and by vLLM's loader, and a step in FP8."""
     plain, linear = (real("30b6-linear-h200")[each] for each in ("bf16", LINEAR))
     loaded = real("30b6-h200")
     sent = of("nemo-30b6-linear-h200", lambda it: it["seconds"]["transfer"][LINEAR])[1:]
@@ -1336,7 +1337,7 @@ SHORT_REFITS = "30b-lora-short-2-h200"
 
 
 def short_refits():
-    """steps.md's run of all of 30B-A3B whose refits send the adapted weights alone."""
+    """experts.md's run of all of 30B-A3B whose refits send the adapted weights alone."""
     [(row, settled)], recorded = timed(SHORT_REFITS), of(f"nemo-{SHORT_REFITS}", lambda it: it)
     said = step_seconds(settled, Lengths(17, row["answer"]))
     recipe = settled.recipe
@@ -1383,9 +1384,16 @@ def short_refits():
         f"in the later run {fp8['Total setup']:.0f} and {plain['Total setup']:.0f}.",
         f"`nvidia-smi` saw {held:.0f} of 140 GiB in training, in FP8 and in BF16, where the plan "
         f"says {memory_per_gpu(settled).needed_gib('train'):.0f}.",
-        f"BF16's step was planned {said.total / row['step'] - 1:.0%} too long, its refit "
-        f"{1 - said.refit / row['refit']:.0%} too short;",
     ]
+
+
+def short_refits_planned():
+    """How far a plan is off that run's step and refit."""
+    row = real(SHORT_REFITS)["bf16"]
+    return (
+        f"BF16's step was planned {row['plan']['step'] / row['step'] - 1:.0%} too long, its refit "
+        f"{1 - row['plan']['refit'] / row['refit']:.0%} too short;"
+    )
 
 
 def xqa_errors():
@@ -1747,6 +1755,70 @@ def at_7500():
     ]
 
 
+def sixteen_adapted():
+    """experts.md's section on 16 layers with LoRA: its table, gains, mismatch and energy."""
+    plain, kv, linear = real(ADAPTED).values()
+    bf16, *of_fp8 = ([*zip(*row["raw"].values(), strict=True)] for row in (plain, kv, linear))
+    (second_of_kv, third_of_kv), (second, third) = (
+        [before[-1] / row[-1] for before, row in zip(bf16, each, strict=True)] for each in of_fp8
+    )
+    runs = {run["cell"].split("/")[1].removesuffix("-tis"): run["rows"][-2:]
+            for run in of(f"nemo-{ADAPTED}", lambda it: it["runs"])}  # fmt: skip
+
+    def mean(key, name):
+        return fmean(row[key] for row in runs[name])
+
+    names = (LINEAR, KV, "bf16")
+    kls = [f"{mean('mismatch/kl', each):.1e}".replace("e-0", "e-") for each in names]
+    rerouted = [mean("replay/rerouted_fraction", each) for each in names]
+    kilojoules = [sum(drawn(ADAPTED, each)[0]) / 2e3 for each in (KV, LINEAR, "bf16")]
+    logged = of(f"nemo-{ADAPTED}", lambda it: it["gpus"])
+    worked = [
+        fmean(busy for name, at, _, busy, _ in logged if name == "bf16" and begins <= at <= ends)
+        for begins, ends in (("22:56:01", "22:57:14"), ("22:57:38", "22:58:39"))
+    ]
+    refits = [seconds for row in (kv, linear) for seconds in row["raw"]["refit"]]
+    slow, fast = plain["raw"]["step"][1], kv["raw"]["step"][1]
+    reserve = 6  # GiB
+    said = plain["plan_memory_gib"]["train"] - reserve
+    rollouts = [row["raw"]["rollout"][1] for row in (plain, linear, kv)]
+    peak = max(row["memory/peak"] for rows in runs.values() for row in rows)
+    return [
+        *(real_row(name, phase, 1, ADAPTED) for name, phase, _ in REAL_ROWS),
+        f"took {kv['step']:.1f} s with `{KV}`, {linear['step']:.1f} with `{LINEAR}` and "
+        f"{plain['step']:.1f} in BF16.",
+        f"`{KV}` gained {third_of_kv:.2f} times, `{LINEAR}` {third:.2f}.**",
+        f"it was {second_of_kv:.2f} and {second:.2f}, as BF16's rollout took "
+        f"{plain['raw']['rollout'][0]:.0f} s there, and {rollouts[0]:.0f} in the third. A kernel "
+        f"ran for {worked[0]:.0f}% of the {plain['raw']['rollout'][0]:.0f} s and {worked[1]:.0f}% "
+        f"of the {rollouts[0]:.0f}.",
+        f"was slow, {kv['raw']['train'][1]:.1f} s, where its second took "
+        f"{kv['raw']['train'][0]:.1f} and BF16's {plain['raw']['train'][1]:.1f}. With BF16's it "
+        f"would have gained {slow / (fast - kv['raw']['train'][1] + plain['raw']['train'][1]):.2f}",
+        f"The plan says {plain['plan']['step'] / kv['plan']['step']:.2f} and "
+        f"{plain['plan']['step'] / linear['plan']['step']:.2f}.",
+        "it took {:.1f} s in BF16, {:.1f} with `fp8-linear` and {:.1f} with `fp8-kv-attn`.".format(
+            *rollouts
+        ),
+        "was {} nats a token with `fp8-linear`, {} with `fp8-kv-attn`, {} in BF16.".format(*kls),
+        "Of the replayed routes {:.0f}, {:.0f} and {:.0f}% differ".format(
+            *(100 * each for each in rerouted)
+        ),
+        "had {logprob:.1f} s for BF16's logprobs and {train:.1f} for its training.".format(
+            **of(f"real-steps-{ADAPTED}", lambda it: it["rows"])[0]["plan"]
+        ),
+        f"Training reached {100 * plain['mfu_train']:.0f}% of the GPU's peak.",
+        "drew {:.0f} kJ with `fp8-kv-attn`,** {:.0f} with `fp8-linear` and {:.0f} in BF16,".format(
+            *kilojoules
+        ),
+        f"took {min(refits):.1f} to {max(refits):.1f} s in FP8,** and proved "
+        f"{runs[KV][-1]['refit/verified_weights']:,} FP8 weights each; in BF16 "
+        "{:.1f} to {:.1f}.".format(*sorted(plain["raw"]["refit"])),
+        f"training allocated {peak:.0f} GiB, where the plan says {said:.0f} without its reserve.",
+        f"filled the GPU to {max(drawn(ADAPTED, each)[1] for each in names):.0f} GiB,",
+    ]
+
+
 def set_up_at_7500():
     """What log.md says of the first lease's set-up, and of PyTorch's allocator."""
     run = of("nemo-8b16-8k-h200", lambda it: it)
@@ -1904,6 +1976,7 @@ SAID = {
     ],
     "docs/speed.md": [
         lambda: f"With LoRA on two H200s it is {long_answers_with_lora()}.",
+        lambda: "gains {} times by estimate, on H200 {}.".format(*experts_gains()),
         with_reference,
         waiting_on_h100,
         gain_errors,
@@ -1922,8 +1995,23 @@ SAID = {
         *(partial(planned_row, precision) for precision in (LINEAR, KV, E2E, BOTH)),
     ],
     "docs/nemo.md": [lambda: "Ours gave [all but {1:.1f} of {0:.0f} GiB]".format(*converted())],
+    "docs/research/experts.md": [
+        lambda: missing_rows(all_of_30b_pair(), "docs/research/experts.md"),
+        lambda: missing_rows(experts_rows(), "docs/research/experts.md"),
+        experts_busy,
+        larger_micro_batches,
+        lambda: "differed from cuBLAS's by {} of their norm, a second pass by cuBLAS by {}.".format(
+            *experts_numbers("30b32-again")
+        ),
+        lambda: "With 16 experts it was {} and {}.".format(*experts_numbers("30b16e")),
+        grouped_step,
+        six_layers,
+        six_layers_token,
+        lambda: missing_rows(six_layers_copied(), "docs/research/experts.md"),
+        lambda: missing_rows(short_refits(), "docs/research/experts.md"),
+        lambda: missing_rows(sixteen_adapted(), "docs/research/experts.md"),
+    ],
     "docs/research/steps.md": [
-        lambda: missing_rows(all_of_30b_pair(), "docs/research/steps.md"),
         *(
             partial(lambda n, name: exact_phases(name)[n], *each)
             for each in product(range(3), (ALIKE, ALIKE_2K))
@@ -1944,23 +2032,12 @@ SAID = {
         ),
         lambda: f"The plan says {planned_gain(H100S):.2f}. BF16 sampled",
         lambda: f"So `fp8-kv-attn` gained {kv_on_four()} times.",
-        lambda: missing_rows(experts_rows(), "docs/research/steps.md"),
-        experts_busy,
-        larger_micro_batches,
-        lambda: "differed from cuBLAS's by {} of their norm, a second pass by cuBLAS by {}.".format(
-            *experts_numbers("30b32-again")
-        ),
-        lambda: "With 16 experts it was {} and {}.".format(*experts_numbers("30b16e")),
-        grouped_step,
         lambda: missing_rows(beside_their_training(), "docs/research/steps.md"),
         lambda: "for {} of our seconds and {} of theirs".format(
             at_work("18:53:09", "18:54:28"), at_work("19:00:01", "19:02:19")
         ),
-        six_layers,
         six_layers_planned,
-        six_layers_token,
-        lambda: missing_rows(six_layers_copied(), "docs/research/steps.md"),
-        lambda: missing_rows(short_refits(), "docs/research/steps.md"),
+        short_refits_planned,
         lambda: "took {1:.1f} s a step, BF16 {0:.1f}. The gains were".format(
             *(row["step"] for row in real(XQA_2K).values())
         ),

@@ -237,8 +237,9 @@ def _rough_experts(settled: Settled) -> Iterator[str]:
     if not recipe.model.shape.experts:
         return
     yield (
-        "model: how long experts train is estimated by few layers on one GPU, and one run on "
-        "several (docs/speed.md), so the step's seconds and the precisions' gains are rough"
+        "model: how long experts train is estimated by few layers on one GPU, and by four runs on "
+        "two and four (docs/research/experts.md), so the step's seconds and the precisions' gains "
+        "are rough"
     )
     if recipe.precision.train.is_quantized:
         yield (

@@ -71,8 +71,8 @@ LAUNCH = {
     ("tensor", "fp8"): Reached(5.1e-3, 3.6e-3),
     ("experts", "bf16"): Reached(9e-3, 42e-3),
     ("experts", "fp8"): Reached(11e-3, 14e-3),
-    ("grouped", "bf16"): Reached(5e-3, 19e-3),
-    ("frozen", "bf16"): Reached(5e-3, 7e-3),
+    ("grouped", "bf16"): Reached(5e-3, 6e-3),
+    ("frozen", "bf16"): Reached(5e-3, 6e-3),
 }
 """Least seconds of a layer's pass: what the host needs to launch it, beside `LAUNCH_EXPERT`. Not
 fitted: read off by hand (bench-train-8b-tp2-h200.json; of experts, train-worker-30b*-h200.json and,
@@ -81,17 +81,25 @@ experts what it adds to `dense` is assumed too."""
 LAUNCH_EXPERT = {
     ("experts", "bf16"): Reached(0.14e-3, 0.10e-3),
     ("experts", "fp8"): Reached(0.085e-3, 0.28e-3),
-    ("grouped", "bf16"): Reached(0.15e-3, 0.03e-3),
-    ("frozen", "bf16"): Reached(0.15e-3, 0.03e-3),
+    ("grouped", "bf16"): Reached(0.045e-3, 0.23e-3),
+    ("frozen", "bf16"): Reached(0.045e-3, 0.05e-3),
 }
-"""What each expert that a GPU holds adds to it; `grouped`: by CUTLASS (`settled.GROUPED`). With the
-router's own routes a layer of 32 of Qwen3-30B-A3B's experts took cuBLAS 14 ms forward and 44
-backward, CUTLASS 10 and 24. With all 128 it was 31 and 50, and 26 and 19. Repetitions vary by a
-third, so the slopes are rough. A second host took 0.54 to 0.78 times as long with CUTLASS
-(train-worker-30b32-again-h200.json). Fewer experts were not timed in NeMo RL's worker, nor FP8 with
-routes that change. `frozen`: experts get no gradients, as LoRA trains attention. 64 of them took
-CUTLASS 9 ms backward where `grouped` has 21: two runs' training less two of their logprob passes
-(real-steps-30b-lora-2-h200.json, whose gradients were 0)."""
+"""What each expert that a GPU holds adds to it; `grouped`: by CUTLASS (`settled.GROUPED`).
+
+cuBLAS is read off one machine: a layer of 32 of Qwen3-30B-A3B's experts took it 14 ms forward and
+44 backward, of all 128 31 and 50. On that machine CUTLASS took 10 and 24 ms with 32, 26 and 19 with
+128. Its constants are read off five later files, of four leases. There 16 and 32 experts took about
+6 ms forward and 9 to 13 backward with replayed routes (train-worker-30b16e-h200.json,
+train-worker-30b32-again-h200.json), 128 took 9 to 12 and 29 to 42 (real-steps-30b6-grouped-h200
+.json, real-steps-30b6-linear-h200.json, real-steps-30b16-8k-h200.json). `frozen`: experts get no
+gradients, as LoRA trains attention. All 128 took 11 to 13 ms backward (the last of these files);
+forward they are taken as `grouped`."""
+LAUNCH_DISPATCH = Reached(4.5e-3, 0.0)
+"""What expert parallel adds to `grouped` and `frozen`: tokens go to other GPUs' experts and back.
+Three runs on two H200s took this longer forward than `frozen` says, and no longer backward
+(real-steps-30b-lora-2-h200.json, real-steps-30b-lora-short-2-h200.json); more GPUs are assumed
+alike. cuBLAS needs no such constant: with it four H100s trained as long as planned
+(real-steps-30b16-4-h100.json)."""
 LAUNCH_RING = Reached(4.9e-3, 1.5e-3)
 """What context parallel adds to it: K and V go around a ring of GPUs. Read off two H200s with all
 of 8B in FP8, sequences of 7,600 tokens over both: less `dense` and `PAUSE`, logprobs and training
@@ -328,7 +336,8 @@ def _launches(settled: Settled, name: str, way: int) -> float:
         kind = "experts"
         if settled.groups_experts:
             kind = "frozen" if _freezes_experts(settled.recipe) else "grouped"
-        host = LAUNCH_EXPERT[kind, name][way] * shape.experts / layout.expert
+            host = LAUNCH_DISPATCH[way] if layout.expert > 1 else 0.0
+        host += LAUNCH_EXPERT[kind, name][way] * shape.experts / layout.expert
     if layout.tensor > 1:
         host += LAUNCH["tensor", name][way] - LAUNCH["dense", name][way]
     if layout.context > 1:

@@ -23,7 +23,7 @@ from fp8_nemo.plan.memory import (
     memory_per_gpu,
     node_gib,
 )
-from fp8_nemo.plan.own.other_ways import EXACT, ROUGH, precisions
+from fp8_nemo.plan.own.other_ways import EXACT, EXPERTS_TIMED, precisions
 from fp8_nemo.plan.plan import plan_from_json, plan_recipe
 from fp8_nemo.plan.speed import engine_step_seconds
 from fp8_nemo.plan.step_time import (
@@ -207,20 +207,23 @@ def test_the_plan_says_what_to_take_where_its_own_precision_gains_too_little():
     [small] = compose_plans(["model=llama32-1b", fp8, "grpo=one-gpu"], lambda recipe: MAIN)
     assert dict(precisions(small, MAIN))["take"].startswith("precision=bf16: ")
     [experts] = compose_plans(["model=qwen3-30b-a3b", fp8], lambda recipe: MAIN)
-    assert (
-        "in the one pair of runs with all layers of experts FP8 was 0.96 times as fast: "
-        in dict(precisions(experts, MAIN))["precisions"]
-    )
+    said = dict(precisions(experts, MAIN))["precisions"]
+    assert said.startswith("against BF16 in its fastest layout, roughly: fp8-kv-attn 1.11x, fp")
+    assert said.endswith(EXPERTS_TIMED)
     assert "too little to risk" in dict(precisions(experts, MAIN))["take"]
     linear = ["model=qwen3-30b-a3b", "precision=fp8-linear"]
     [experts] = compose_plans(linear, lambda recipe: MAIN)
     assert "too little to risk" in dict(precisions(experts, MAIN))["take"]
     assert "too large: fp" in dict(precisions(experts, MAIN))["precisions"]
-    large = ["model=qwen3-30b-a3b", fp8, "cluster.gpu=h200"]
-    [experts] = compose_plans(large, lambda recipe: MAIN)
-    why = "fp8-kv-attn's 1.23x is an estimate of experts, so rough; time five steps of each"
-    take = f"precision=bf16: {why}"
-    assert dict(precisions(experts, MAIN))["take"] == take
+    for own in ("bf16", "fp8-linear", "fp8-kv-attn"):  # as only the last is worth it
+        large = ["model=qwen3-30b-a3b", f"precision={own}", "cluster.gpu=h200"]
+        [experts] = compose_plans(large, lambda recipe: MAIN)
+        why = "1.22x is an estimate of experts, so rough"
+        take = f"five steps of bf16 and of fp8-kv-attn: {why}"
+        assert dict(precisions(experts, MAIN))["take"] == take
+    one = ["model=qwen3-30b-a3b", "lora=attention", "cluster.gpu=h200", "cluster.gpus_per_node=1"]
+    [experts] = compose_plans([*one, "precision=fp8-linear"], lambda recipe: MAIN)
+    assert dict(precisions(experts, MAIN))["take"].startswith("five steps of bf16 and of fp8-lin")
     for worth in ("bf16", "fp16", "fp8-e2e-kv-attn", EXACT):
         assert told(*short, *f"precision={worth}".split()) is None
 
@@ -426,7 +429,13 @@ ALL_EXPERTS = dict.fromkeys(("30b-lora-2-h200", "30b-lora-short-2-h200"), (
 HALF = dict.fromkeys(("8b16-8k-h200", "8b16-8k-e2e-h200"), (*ONE_H200, "grpo.max_new_tokens=7936"))
 """Likewise, 16 of 32 layers of 8B on one GPU, with an FP8 cache that XQA reads; in the second with
 FP8 training, and then with `precision.align=exact`."""
-CELLS = TIMED | ALIGNED | BY_XQA | EXPERTS_6 | ALL_EXPERTS | HALF | {"8b16-h200": ONE_H200}
+ADAPTED_16 = {"30b16-8k-h200": (
+    "model=qwen3-30b-a3b", "lora=attention", *ONE_H200, "grpo.max_new_tokens=7936")}  # fmt: skip
+"""Likewise, 16 of 48 layers with LoRA of attention."""
+CELLS = (
+    TIMED | ALIGNED | BY_XQA | EXPERTS_6 | ALL_EXPERTS | HALF | ADAPTED_16
+    | {"8b16-h200": ONE_H200}
+)  # fmt: skip
 """Beside it a cell of which the memory alone is compared: one precision, 16 of 32 layers."""
 LOADED = {"30b6-h200", "30b6-grouped-h200", "30b-lora-2-h200", "30b3", "30b16-4", "8b-lora-h100"}
 """Cells of experts and of LoRA whose refits sent everything, to vLLM's own loader."""
@@ -446,7 +455,7 @@ def timed(name):
         align = ["precision.align=exact"] * (
             name in ALIGNED | HALF and row["precision"] == "fp8-e2e"
         )
-        by_xqa = BY_XQA | EXPERTS_6 | ALL_EXPERTS | HALF
+        by_xqa = BY_XQA | EXPERTS_6 | ALL_EXPERTS | HALF | ADAPTED_16
         decode = [] if name in by_xqa else ["glue.decode=fa3"]
         loaded = ["glue.verify=names"] * (name in LOADED)
         ran = planned(name, f"precision={row['precision']}", *align, *decode, *loaded)
@@ -563,10 +572,9 @@ def test_a_step_of_all_experts_with_lora_took_what_a_plan_says_within_a_fifth():
     for row, settled in timed("30b-lora-2-h200"):
         said = step_seconds(settled, Lengths(17, row["answer"]))
         assert said.rollout == pytest.approx(row["rollout"], rel=0.12)
-        assert said.train == pytest.approx(row["train"], rel=0.28)
-        assert said.total == pytest.approx(row["step"], rel=0.18)
-        for phase in ("rollout", "logprob", "train", "optimizer"):  # refits are planned otherwise
-            assert getattr(said, phase) == pytest.approx(row["plan"][phase])
+        assert said.train == pytest.approx(row["train"], rel=0.17)
+        assert said.logprob == pytest.approx(row["logprob"], rel=0.17)
+        assert said.total == pytest.approx(row["step"], rel=0.1)
         more = dataclasses.replace(settled.recipe.lora, target_modules=["linear_fc1"])
         recipe = dataclasses.replace(settled.recipe, lora=more)
         in_experts = dataclasses.replace(settled, recipe=recipe)
@@ -574,17 +582,17 @@ def test_a_step_of_all_experts_with_lora_took_what_a_plan_says_within_a_fifth():
         steps[row["precision"]] = said.total, row["step"]
     (said_of_bf16, bf16), (said_of_fp8, fp8) = steps["bf16"], steps["fp8-kv-attn"]
     assert 1 < said_of_bf16 / said_of_fp8 < 1.11 * bf16 / fp8
-    assert f"FP8 was {bf16 / fp8:.2f} times as fast" in ROUGH
+    assert f"; {bf16 / fp8:.2f}x with all layers and 2k," in EXPERTS_TIMED
 
 
 def test_a_refit_of_adapted_weights_took_what_a_plan_says():
     """1.4 s; 3.1 was planned while the seconds went by the parameters of the whole model."""
     [(row, settled)] = timed("30b-lora-short-2-h200")
     said = step_seconds(settled, Lengths(17, row["answer"]))
-    assert said._asdict() | {"step": said.total} == pytest.approx(row["plan"])
     assert said.refit == pytest.approx(row["refit"], rel=0.1)
     assert said.rollout == pytest.approx(row["rollout"], rel=0.01)
-    assert said.total == pytest.approx(row["step"], rel=0.07)
+    assert said.train == pytest.approx(row["train"], rel=0.14)
+    assert said.total == pytest.approx(row["step"], rel=0.02)
     [(_, whole), _] = timed("30b-lora-2-h200")
     assert step_seconds(whole, Lengths(17, row["answer"])).refit > 5 * said.refit
 
@@ -669,11 +677,32 @@ def own_routes(name, products):
 
 
 @pytest.mark.parametrize("name", ["30b6", "30b32"])
-@pytest.mark.parametrize("products", ["cublas", "cutlass"])
-def test_a_plan_says_of_experts_in_the_worker_what_it_was_read_off(name, products):
-    row, said = own_routes(name, products)
+def test_a_plan_says_of_experts_by_cublas_what_it_was_read_off(name):
+    row, said = own_routes(name, "cublas")
     assert said.train == pytest.approx(row["train"]["median"], rel=0.1)
     assert said.logprob == pytest.approx(row["logprobs"]["median"], rel=0.1)
+
+
+def times_planned(name, products):
+    """Each row's routes, and what a plan says over what logprobs and training took."""
+    for row, said in worked(name):
+        if row["products"] == products:
+            took = row["logprobs"]["median"], row["train"]["median"]
+            yield row["routes"], said.logprob / took[0], said.train / took[1]
+
+
+@pytest.mark.parametrize("name", ["30b32-again", "30b16e"])
+def test_experts_by_cutlass_took_later_machines_what_a_plan_says(name):
+    for routes, *times in times_planned(name, "cutlass"):
+        assert times == pytest.approx([1, 1], abs=0.08 if routes == "replayed" else 0.28)
+    for _, logprobs, training in times_planned(name, "cublas"):
+        assert 1.05 < logprobs < 2 and 1.6 < training < 2.7
+
+
+@pytest.mark.parametrize("name", ["30b6", "30b32"])
+def test_experts_by_cutlass_took_the_first_machine_longer_than_a_plan_says(name):
+    for _, logprobs, training in times_planned(name, "cutlass"):
+        assert 0.25 < logprobs < 1 and 0.65 < training < 1.05
 
 
 def test_experts_in_the_worker_trained_in_fp8_as_long_as_a_plan_says():
@@ -689,23 +718,6 @@ def test_larger_micro_batches_train_experts_faster_as_a_plan_says():
     assert said / said_twice == pytest.approx(took / took_twice, rel=0.1)
 
 
-def test_with_routes_that_repeat_cutlass_took_what_a_plan_says_within_half():
-    rows = [*worked("30b6"), *worked("30b32")]
-    repeated = [(row, said) for row, said in rows
-                if (row["routes"], row["products"]) == ("repeated", "cutlass")]  # fmt: skip
-    trained = [said.train / row["train"]["median"] for row, said in repeated]
-    scored = [said.logprob / row["logprobs"]["median"] for row, said in repeated]
-    assert len(repeated) == 4 and min(trained) > 0.8 and max(trained) < 1.3
-    assert min(scored) > 0.5 and max(scored) < 1.3
-
-
-@pytest.mark.parametrize("name", ["30b32-again", "30b16e"])
-def test_experts_of_faster_hosts_took_less_than_a_plan_says(name):
-    for row, said in worked(name):
-        assert 1.15 < said.train / row["train"]["median"] < 2.7
-        assert 1.05 < said.logprob / row["logprobs"]["median"] < 2
-
-
 def test_whole_steps_of_experts_trained_as_long_as_a_plan_says():
     # Nothing was fitted on BF16's rows, nor on the exchange between four GPUs.
     for row, settled in timed("30b6-h200"):
@@ -715,17 +727,35 @@ def test_whole_steps_of_experts_trained_as_long_as_a_plan_says():
         assert said.rollout < 0.75 * row["rollout"]  # six layers decode at the host's pace
     for row, settled in (*timed("30b6-grouped-h200"), *timed("30b6-linear-h200")):
         said = step_seconds(settled, Lengths(17, row["answer"]))
-        assert said.train == pytest.approx(row["train"], rel=0.15)
+        assert said.train == pytest.approx(row["train"], rel=0.11)
+        assert said.logprob == pytest.approx(row["logprob"], rel=0.07)
     for row, settled in timed("30b6-linear-h200"):
         said = step_seconds(settled, Lengths(17, row["answer"]))
         assert said.refit == pytest.approx(row["refit"], rel=0.06)  # read off FP8's
-        assert 0.78 < said.total / row["step"] < 0.85
+        assert 0.74 < said.total / row["step"] < 0.8
     device = json.loads((RESULTS / "device-30b16-4-h100.json").read_text())
     trained = sorted(each[2] for each in device["timers"] if each[1] == "train")
     row, settled = single("30b16-4")
     said = step_seconds(settled, Lengths(17, row["answer"]))
     assert said.train == pytest.approx(median(trained[:-1]), rel=0.1)  # the first step compiles
     assert said.logprob < 0.6 * row["logprob"]  # why is not known
+
+
+def test_a_step_of_16_layers_of_experts_with_lora_took_what_a_plan_says():
+    """Training, a part of which was read off it, and a rollout on which nothing was fitted."""
+    steps = []
+    for row, settled in timed("30b16-8k-h200"):
+        said = step_seconds(settled, Lengths(17, row["answer"]))
+        assert said.rollout == pytest.approx(row["rollout"], rel=0.16)
+        assert said.logprob == pytest.approx(row["logprob"], rel=0.19)
+        assert said.train == pytest.approx(row["train"], rel=0.14)
+        assert said.total == pytest.approx(row["step"], rel=0.15)
+        steps.append((row["raw"]["step"], said.total))
+    (bf16, said_of_bf16), *of_fp8 = steps
+    for fp8, said_of_fp8 in of_fp8:  # in the third steps, whose answers were alike
+        assert said_of_bf16 / said_of_fp8 == pytest.approx(bf16[-1] / fp8[-1], rel=0.08)
+    second, third = (slow / fast for slow, fast in zip(bf16, of_fp8[0][0], strict=True))
+    assert f"{third:.2f}x and {second:.2f}x in two steps" in EXPERTS_TIMED
 
 
 def test_a_rollout_lasts_until_its_longest_answer_ends():
