@@ -1370,7 +1370,7 @@ def short_refits():
         f"{counted[0]['refit/bytes'] / 1e9:.1f} of {whole.refit_bytes / 1e9:.1f} GB,",
         f"four took {min(later):.1f} to {max(later):.1f} s, the first of them longest.",
         f"BF16's first refit, which sends everything by vLLM's loader, took {first:.1f} s.",
-        f"the one that sends everything took {fp8['refit']:.1f}. The engine",
+        f"where its first, which sends everything, took {fp8['refit']:.1f}. The engine",
         f"{own + around:.1f} s by a sum, where two engines of one GPU had taken "
         f"{real('30b-lora-2-h200')[KV]['rollout']:.1f} in the pair.",
         f"vLLM counted {own:.1f} s, and BF16's rollouts took {around:.1f} s more than vLLM "
@@ -1779,8 +1779,8 @@ def sixteen_adapted():
     ]
     refits = [seconds for row in (kv, linear) for seconds in row["raw"]["refit"]]
     slow, fast = plain["raw"]["step"][1], kv["raw"]["step"][1]
-    reserve = 6  # GiB
-    said = plain["plan_memory_gib"]["train"] - reserve
+    slower = plain["raw"]["train"][1] - kv["raw"]["train"][1]
+    said = plain["plan_memory_gib"]["train"] - 6  # GiB of reserve
     rollouts = [row["raw"]["rollout"][1] for row in (plain, linear, kv)]
     peak = max(row["memory/peak"] for rows in runs.values() for row in rows)
     return [
@@ -1792,9 +1792,8 @@ def sixteen_adapted():
         f"{plain['raw']['rollout'][0]:.0f} s there, and {rollouts[0]:.0f} in the third. A kernel "
         f"ran for {worked[0]:.0f}% of the {plain['raw']['rollout'][0]:.0f} s and {worked[1]:.0f}% "
         f"of the {rollouts[0]:.0f}.",
-        f"was slow, {kv['raw']['train'][1]:.1f} s, where its second took "
-        f"{kv['raw']['train'][0]:.1f} and BF16's {plain['raw']['train'][1]:.1f}. With BF16's it "
-        f"would have gained {slow / (fast - kv['raw']['train'][1] + plain['raw']['train'][1]):.2f}",
+        f"was slow, {kv['raw']['train'][1]:.1f} s. With the {plain['raw']['train'][1]:.1f} s of "
+        f"BF16's third training it would have gained {slow / (fast + slower):.2f} times.",
         f"The plan says {plain['plan']['step'] / kv['plan']['step']:.2f} and "
         f"{plain['plan']['step'] / linear['plan']['step']:.2f}.",
         "it took {:.1f} s in BF16, {:.1f} with `fp8-linear` and {:.1f} with `fp8-kv-attn`.".format(
@@ -1910,7 +1909,7 @@ STUDIED = (("bf16", "none"), (LINEAR, "none"), (LINEAR, "tis"), (LINEAR, "mis"),
            (KV, "tis"), (E2E, "none"))  # fmt: skip
 SAID = {
     "README.md": [
-        lambda: "{} times on 8 H100, {} on 8 H200, {} with LoRA on two.".format(
+        lambda: "{} times on 8 H100, {} on 8 H200, {} with LoRA on two H200.".format(
             *experts_gains(), long_answers_with_lora()
         ),
         pays_from,
