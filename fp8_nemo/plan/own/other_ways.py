@@ -49,30 +49,44 @@ def precisions(plan: Plan, host: Host) -> list[tuple[str, str]]:
         else:
             gains[name] = times(each, plain)
             texts[name] = f"{name} {gains[name]:.2f}x" + (" TIGHT" if room == "TIGHT" else "")
-    fastest = sorted(gains, key=lambda name: -gains[name])
+    gains = dict(sorted(gains.items(), key=lambda each: -each[1]))
     experts = bool(plan.recipe.model.shape.experts)
     said = "against BF16 in its fastest layout" + (", roughly" if experts else "")
-    said += f": {', '.join(texts[name] for name in fastest)}"
+    said += f": {', '.join(texts[name] for name in gains)}"
     said += f"; too large: {', '.join(too_large)}" if too_large else ""
     said += f"; {EXPERTS_TIMED}" if experts else ""
-    worth = [name for name in fastest if round(gains[name], 2) >= WORTH]
-    gain = times(plan.settled, plain)
-    why_not = _why_not(plan, gain)
-    name, is_exact = plan.recipe.precision.name, plan.recipe.precision.is_exact
-    if experts and worth and fit(memory_per_gpu(plain)) != "NO":
-        tried = name if name in worth else worth[0]
-        rough = f"{gains[tried]:.2f}x is an estimate of experts, so rough"
-        return [("precisions", said), ("take", f"five steps of bf16 and of {tried}: {rough}")]
-    if EXACT in worth and name in worth[1:] and not is_exact:
-        why_not = f"{name}'s {gain:.2f}x has mismatch, and is not the fastest"
-    best = f"{EXACT}, {gains[EXACT]:.2f}x without mismatch" if EXACT in worth else BASELINE
-    advice = f"precision={best}: {why_not}"
-    if more := ", ".join(texts[name] for name in worth if name != EXACT):
-        advice += f"; by estimate, each at a risk of its own: {more}"
+    advice = _advice(plan, plain, gains, texts)
     return [
         ("precisions", said if texts else "no FP8 fits"),
-        *([("take", advice)] if why_not else []),
+        *([("take", advice)] if advice else []),
     ]
+
+
+def _advice(plan: Plan, plain: Settled, gains: dict[str, float], texts: dict[str, str]) -> str:
+    """Say what to take instead of the plan's precision, or of experts what to time, if anything.
+
+    Args:
+        plan: that was asked for.
+        plain: the same in BF16.
+        gains: times as fast as BF16 that each precision is, the fastest first.
+        texts: each precision's gain as it is shown.
+    """
+    worth = [name for name, gain in gains.items() if round(gain, 2) >= WORTH]
+    name, is_exact = plan.recipe.precision.name, plan.recipe.precision.is_exact
+    if plan.recipe.model.shape.experts and worth and fit(memory_per_gpu(plain)) != "NO":
+        tried = name if name in worth else worth[0]
+        gain = gains[tried]
+        return f"five steps of bf16 and of {tried}: {gain:.2f}x is an estimate of experts, so rough"
+    gain = times(plan.settled, plain)
+    why_not = _why_not(plan, gain)
+    if EXACT in worth and name in worth[1:] and not is_exact:
+        why_not = f"{name}'s {gain:.2f}x has mismatch, and is not the fastest"
+    if not why_not:
+        return ""
+    best = f"{EXACT}, {gains[EXACT]:.2f}x without mismatch" if EXACT in worth else BASELINE
+    more = ", ".join(texts[name] for name in worth if name != EXACT)
+    risky = f"; by estimate, each at a risk of its own: {more}" if more else ""
+    return f"precision={best}: {why_not}{risky}"
 
 
 def _why_not(plan: Plan, gain: float) -> str:
